@@ -1,0 +1,1 @@
+"""From files to microbatches of token ids and labels."""

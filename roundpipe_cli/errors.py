@@ -1,0 +1,118 @@
+"""Every error that a user can meet, with its exit code.
+
+An error says what went wrong, where, what was found, what was expected, and a hint: the command or line that mends it.
+Raise one of these for anything the user caused or can mend; `assert` and plain exceptions are for our own bugs
+(exit code 1). One place, `roundpipe_cli.cli.output`, turns them into text and an exit code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, worded for the reader."""
+
+    what: str
+    where: str | None = None
+    """File, line and key path: `recipes/a.yaml:12: lora.r`."""
+    found: str | None = None
+    expected: str | None = None
+    hint: str | None = None
+    """What to do about it, as a command or a line to write."""
+
+
+class RoundpipeError(Exception):
+    """Base of all errors that are shown without a traceback."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        found: str | None = None,
+        expected: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.problems: tuple[Problem, ...] = (Problem(what, where, found, expected, hint),)
+
+    def __str__(self) -> str:
+        return "\n".join(render_problem(problem) for problem in self.problems)
+
+
+class InternalError(RoundpipeError):
+    """Our own fault, for instance an exception inside a worker. Exit code 1."""
+
+
+class RefusedError(RoundpipeError):
+    """Recipe, data or model refused before training. Exit code 2."""
+
+    exit_code = 2
+
+
+class RecipeError(RefusedError):
+    """A recipe with one or more mistakes; all of them are listed at once. Exit code 2."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        if not problems:
+            raise ValueError("a RecipeError needs at least one problem")
+        super().__init__(problems[0].what)
+        self.problems = tuple(problems)
+
+
+class OutputInUseError(RoundpipeError):
+    """Another run holds the output directory. Exit code 3."""
+
+    exit_code = 3
+
+
+class NotFiniteError(RoundpipeError):
+    """Loss or gradient is NaN or infinite. Exit code 4."""
+
+    exit_code = 4
+
+
+class ResourceError(RoundpipeError):
+    """Out of disk, host memory or device memory. Exit code 5."""
+
+    exit_code = 5
+
+
+class NoCheckpointError(RoundpipeError):
+    """Nothing valid to resume from. Exit code 6."""
+
+    exit_code = 6
+
+
+class StoppedError(RoundpipeError):
+    """Stopped by a signal at a step border. Exit code 130 (SIGINT), 143 (SIGTERM) or 129 (SIGHUP)."""
+
+    def __init__(self, what: str, *, exit_code: int, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.exit_code = exit_code
+
+
+def render_problem(problem: Problem) -> str:
+    """The plain text of one problem, one fact a line."""
+    head = f"{problem.where}: {problem.what}" if problem.where else problem.what
+    lines = [head]
+    if problem.found is not None:
+        lines.append(f"  found: {problem.found}")
+    if problem.expected is not None:
+        lines.append(f"  expected: {problem.expected}")
+    if problem.hint is not None:
+        lines.append(f"  hint: {problem.hint}")
+    return "\n".join(lines)
+
+
+def closest(word: str, candidates: list[str]) -> str | None:
+    """The candidate nearest to a misspelt `word` (for "did you mean"), or None if none is near."""
+    import difflib
+
+    lowered = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
+    return lowered[matches[0]] if matches else None

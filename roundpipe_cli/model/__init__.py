@@ -1,0 +1,1 @@
+"""From a Hugging Face model to a list of layers with flat host buffers."""

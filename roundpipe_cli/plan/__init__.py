@@ -1,0 +1,1 @@
+"""Which layers form a stage: costs, hardware, memory, partition. No torch."""

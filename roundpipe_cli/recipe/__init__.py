@@ -1,0 +1,1 @@
+"""What the user wrote: the typed recipe and its strict loader. No torch."""

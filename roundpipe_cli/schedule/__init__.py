@@ -1,0 +1,1 @@
+"""Who does what when: schedules as data, their lowering and their simulation. No torch."""

@@ -1,0 +1,83 @@
+"""A schedule is data: for each worker, the list of actions that it carries out, in order.
+
+An action is one item of that list. Its text form is `<stage><kind><microbatch>`, for instance `2F0`: the forward of
+stage 2 for microbatch 0. Forward stages and backward stages are numbered separately, each in execution order: backward
+stage 0 runs first and holds the head.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+StageRange = tuple[int, int]
+"""Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
+
+
+class Kind(str, Enum):
+    """What an action does."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    UPLOAD = "U"
+    DOWNLOAD = "D"
+    OPTIMIZER = "O"
+
+
+COMPUTE_KINDS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+
+_TEXT = re.compile(r"^(\d+)([FRBUDO])(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One item of a schedule."""
+
+    kind: Kind
+    stage: int
+    """Index of the forward stage (F) or of the backward stage (R, B), in execution order."""
+    microbatch: int
+    """Index of the microbatch within the schedule, over all of its rounds and chained steps."""
+    worker: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+def parse_action(text: str, worker: int) -> Action:
+    """The inverse of `str(action)`.
+
+    Raises:
+        ValueError: `text` is not of the form `2F0`.
+    """
+    match = _TEXT.match(text.strip())
+    if match is None:
+        raise ValueError(f"not an action: {text!r} (expected for instance '2F0')")
+    return Action(Kind(match.group(2)), int(match.group(1)), int(match.group(3)), worker)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order, for one step or several chained steps."""
+
+    name: str
+    num_workers: int
+    num_microbatches: int
+    """Microbatches per step."""
+    forward_stages: tuple[StageRange, ...]
+    """Layer ranges in execution order. Leaves out what the first backward stage computes itself when `fused_head`."""
+    backward_stages: tuple[StageRange, ...]
+    """Layer ranges in execution order: the one with the head first."""
+    fused_head: bool
+    """True: backward stage 0 runs forward and backward of its layers without recompute (roundpipe). False: the head's
+    forward belongs to the last forward stage, whose activations are kept for nothing but the head."""
+    actions: tuple[tuple[Action, ...], ...]
+    """Per worker: F, R and B actions in execution order. R of a (stage, microbatch) directly precedes its B."""
+    microbatches_per_round: int
+    num_steps: int = 1
+    """Chained steps; microbatch m belongs to step m // num_microbatches."""
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(str(action) for action in row) for row in self.actions)
