@@ -1,0 +1,255 @@
+"""Builders: from a partition to the list of actions of each worker.
+
+Five schedules. Three bind stages to workers in turn (`interleaved_1f1b`, `looped_bfs`: stage s on worker s mod
+workers), two have as many stages as workers (`gpipe`, `1f1b`), and `roundpipe` binds nothing: stages are dealt out
+round-robin, forward stages first, then backward stages, and the next round goes on where a worker is free first:
+
+    worker 0   0F0 0F1 0F2   3F0 3F1 3F2   2R0 2B0 2R1 2B1 ...      stage s of the round on (start + s) mod workers,
+    worker 1   0F0 ...       0B0 0B1 0B2   3R0 ...                  backward stage b on (start + forward stages + b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageRange
+from roundpipe_cli.schedule.durations import StageTimes, equal_costs, stage_times
+from roundpipe_cli.schedule.validate import check_stages
+
+SCHEDULES = ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b")
+"""All schedules, in the order in which `bench` lists them."""
+
+BOUND_SCHEDULES = SCHEDULES[1:]
+"""Schedules that bind a stage to a worker; their backward stages mirror their forward stages."""
+
+_Row = list[tuple[Kind, int, int]]
+"""(kind, stage, microbatch) of one worker, in order. Backward stages count from the head."""
+
+
+def schedule_name(name: str) -> str:
+    """The schedule's own name for any spelling with dashes, spaces or capitals.
+
+    Raises:
+        RefusedError: no such schedule.
+    """
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    if plain in SCHEDULES:
+        return plain
+    nearest = closest(plain, list(SCHEDULES))
+    raise RefusedError(
+        "unknown schedule",
+        found=repr(name),
+        expected=", ".join(SCHEDULES),
+        hint=f"did you mean {nearest}?" if nearest else None,
+    )
+
+
+def build_schedule(
+    name: str,
+    *,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange] | None = None,
+    num_workers: int,
+    num_microbatches: int,
+    costs: CostModel | None = None,
+    microbatches_per_round: int | None = None,
+    num_steps: int = 1,
+    staleness: int = 0,
+) -> Schedule:
+    """Build any of the five schedules.
+
+    Args:
+        name: one of `SCHEDULES`, or a spelling that `schedule_name` accepts.
+        forward_stages: layer ranges in execution order. For roundpipe they leave out what the first backward stage
+            computes itself; for the bound schedules they cover every layer.
+        backward_stages: layer ranges in execution order, head first. None for the bound schedules: the mirror.
+        num_microbatches: per step.
+        costs: decides on which worker the next round of roundpipe starts; None takes equal cost per layer.
+        microbatches_per_round: roundpipe only; None takes the number of workers.
+        num_steps: chained optimizer steps.
+        staleness: with 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds.
+
+    Raises:
+        RefusedError: unknown schedule, no worker or microbatch, or stages that do not fit the schedule.
+    """
+    name = schedule_name(name)
+    forward, backward = tuple(forward_stages), tuple(backward_stages or ())
+    if name != "roundpipe" and not backward:
+        backward = tuple(reversed(forward))
+    for what, count in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
+        if count < 1:
+            raise RefusedError(f"a schedule needs at least one of: {what}", found=str(count), expected="1 or more")
+    num_layers = len(costs.layers) if costs else 1 + max((last for _, last in (*forward, *backward)), default=-1)
+    check_stages(name, forward, backward, num_layers=num_layers, num_workers=num_workers)
+    per_round = num_workers if microbatches_per_round is None else microbatches_per_round
+    if name == "roundpipe":
+        if per_round < 1:
+            raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
+        times = stage_times(costs or equal_costs(num_layers), forward, backward, fused_head=True)
+        hop_s = costs.hop_s if costs else 0.0
+        rows = _roundpipe_rows(times, hop_s, num_workers, num_microbatches, per_round, num_steps, staleness)
+    else:
+        row_of = _BOUND_ROWS[name]
+        one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
+        rows = [_chain(row, num_microbatches, num_steps) for row in one_step]
+        per_round = num_microbatches
+    return Schedule(
+        name=name,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        forward_stages=forward,
+        backward_stages=backward,
+        fused_head=name == "roundpipe",
+        actions=tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows)),
+        microbatches_per_round=min(per_round, num_microbatches),
+        num_steps=num_steps,
+    )
+
+
+def _chain(row: _Row, num_microbatches: int, num_steps: int) -> _Row:
+    return [
+        (kind, stage, microbatch + step * num_microbatches)
+        for step in range(num_steps)
+        for kind, stage, microbatch in row
+    ]
+
+
+def _forwards(stage: int, microbatches: Iterable[int]) -> _Row:
+    return [(Kind.FORWARD, stage, microbatch) for microbatch in microbatches]
+
+
+def _backwards(stage: int, microbatches: Iterable[int]) -> _Row:
+    """Each backward directly preceded by its recompute."""
+    return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
+
+
+def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+    """All forwards in microbatch order, then all backwards in microbatch order."""
+    microbatches = range(num_microbatches)
+    return _forwards(worker, microbatches) + _backwards(num_stages - 1 - worker, microbatches)
+
+
+def _1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+    """The order of PyTorch's `Schedule1F1B`: warm up, then one backward and one forward in turn, then drain."""
+    num_warmup = min(num_microbatches, num_workers - worker)
+    mirrored = num_stages - 1 - worker
+    row = _forwards(worker, range(num_warmup))
+    for microbatch in range(num_microbatches):
+        row += _backwards(mirrored, [microbatch])
+        row += _forwards(worker, range(microbatch + num_warmup, min(microbatch + num_warmup + 1, num_microbatches)))
+    return row
+
+
+def _looped_bfs_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+    """Breadth first (arXiv 2211.05953): each local stage for all microbatches; then all that in reverse."""
+    local_stages = range(worker, num_stages, num_workers)
+    row: _Row = []
+    for stage in local_stages:
+        row += _forwards(stage, range(num_microbatches))
+    for stage in reversed(local_stages):
+        row += _backwards(num_stages - 1 - stage, reversed(range(num_microbatches)))
+    return row
+
+
+def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+    """The order of PyTorch's `ScheduleInterleaved1F1B` (arXiv 2104.04473).
+
+    Microbatches go in groups, about as large as there are workers; PyTorch wants groups of equal size, here the last
+    ones may be one smaller. Within a group each local stage takes the group's microbatches, forwards first to last
+    stage, backwards last to first; after a warm-up, one forward and one backward take turns.
+    """
+    local_stages = range(worker, num_stages, num_workers)
+    groups = interleaved_groups(num_microbatches, num_workers)
+    forwards = [(stage, microbatch) for group in groups for stage in local_stages for microbatch in group]
+    backwards = [(stage, microbatch) for group in groups for stage in reversed(local_stages) for microbatch in group]
+    num_warmup = (len(local_stages) - 1) * len(groups[0]) + 2 * (num_workers - 1 - worker)
+    num_warmup = min(num_warmup, len(forwards))
+    row: _Row = []
+    for stage, microbatch in forwards[:num_warmup]:
+        row += _forwards(stage, [microbatch])
+    for position, (stage, microbatch) in enumerate(backwards):
+        for ahead, ahead_microbatch in forwards[num_warmup + position : num_warmup + position + 1]:
+            row += _forwards(ahead, [ahead_microbatch])
+        row += _backwards(num_stages - 1 - stage, [microbatch])
+    return row
+
+
+def interleaved_groups(num_microbatches: int, num_workers: int) -> list[range]:
+    """Consecutive microbatches in `max(1, microbatches // workers)` groups, larger ones first."""
+    num_groups = max(1, num_microbatches // num_workers)
+    size, larger = divmod(num_microbatches, num_groups)
+    groups: list[range] = []
+    for index in range(num_groups):
+        first = groups[-1].stop if groups else 0
+        groups.append(range(first, first + size + (index < larger)))
+    return groups
+
+
+_BOUND_ROWS: dict[str, Callable[[int, int, int, int], _Row]] = {
+    "gpipe": _gpipe_row,
+    "1f1b": _1f1b_row,
+    "looped_bfs": _looped_bfs_row,
+    "interleaved_1f1b": _interleaved_1f1b_row,
+}
+
+
+def _roundpipe_rows(
+    times: StageTimes,
+    hop_s: float,
+    num_workers: int,
+    num_microbatches: int,
+    per_round: int,
+    num_steps: int,
+    staleness: int,
+) -> list[_Row]:
+    """Rounds of at most `per_round` microbatches; each starts on the worker that is free first."""
+    rows: list[_Row] = [[] for _ in range(num_workers)]
+    free_s = [0.0] * num_workers
+    for step in range(num_steps):
+        if staleness == 0:
+            free_s = [0.0] * num_workers
+        first, end = step * num_microbatches, (step + 1) * num_microbatches
+        for start in range(first, end, per_round):
+            microbatches = range(start, min(start + per_round, end))
+            first_worker = free_s.index(min(free_s))
+            _deal_round(rows, first_worker, microbatches, times)
+            _advance_clocks(free_s, first_worker, len(microbatches), times, hop_s)
+    return rows
+
+
+def _deal_round(rows: list[_Row], first_worker: int, microbatches: range, times: StageTimes) -> None:
+    num_workers, num_forward = len(rows), len(times.forward_s)
+    for stage in range(num_forward):
+        rows[(first_worker + stage) % num_workers] += _forwards(stage, microbatches)
+    for stage in range(len(times.backward_s)):
+        row = rows[(first_worker + num_forward + stage) % num_workers]
+        if stage == 0:  # the head's stage keeps its activations: nothing to recompute
+            row += [(Kind.BACKWARD, stage, microbatch) for microbatch in microbatches]
+        else:
+            row += _backwards(stage, microbatches)
+
+
+def _advance_clocks(
+    free_s: list[float], first_worker: int, num_microbatches: int, times: StageTimes, hop_s: float
+) -> None:
+    """Move each worker's clock to the end of its last action of one round.
+
+    Stages are walked in order, which is also the order of every worker's list, so one pass settles all times.
+    """
+    num_workers, num_forward = len(free_s), len(times.forward_s)
+    arrived_s = [0.0] * num_microbatches
+    """End of the previous stage for each microbatch of the round."""
+    for position in range(num_forward + len(times.backward_s)):
+        worker = (first_worker + position) % num_workers
+        hop = hop_s if position and num_workers > 1 else 0.0
+        stage = position - num_forward
+        kind = Kind.FORWARD if stage < 0 else Kind.BACKWARD
+        recompute = times.action_s(Kind.RECOMPUTE, stage, worker) if stage > 0 else 0.0
+        duration = times.action_s(kind, position if stage < 0 else stage, worker)
+        clock = free_s[worker]
+        for index in range(num_microbatches):
+            clock = max(clock + recompute, arrived_s[index] + hop) + duration
+            arrived_s[index] = clock
+        free_s[worker] = clock
