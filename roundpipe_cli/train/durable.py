@@ -1,0 +1,140 @@
+"""Files that are either wholly there or not at all, also after a kill, a full disk or a power cut.
+
+The order that makes it true: write under a temporary name, fsync the file, fsync the folder it is in, rename, fsync the
+parent. An error of fsync is final: after one the kernel may have dropped the bytes, and a second fsync would report
+success (P. Rebello et al., "Can applications recover from fsync failures?", USENIX ATC 2020).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.units import format_bytes
+
+STATE_FILE_MODE = 0o600
+"""Run state holds private data (optimizer moments, rows' positions): for the owner only."""
+STATE_FOLDER_MODE = 0o700
+TEMPORARY_PREFIX = ".tmp-"
+DELETED_PREFIX = ".del-"
+"""What carries one of these prefixes is removed at the next start."""
+
+Warn = Callable[[str], None]
+
+_CHUNK_BYTES = 8 * 1024**2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write below `folder` (root's reserve excluded)."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def require_free_bytes(folder: Path, needed_bytes: int, what: str) -> None:
+    """Refuse early what cannot end well.
+
+    Raises:
+        ResourceError: the file system of `folder` has less than `needed_bytes` left.
+    """
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise ResourceError(
+            f"not enough disk space for {what}",
+            where=str(folder),
+            found=f"{format_bytes(free)} free ({free} bytes)",
+            expected=f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)",
+            hint="free some space and run again with --resume, or set output_dir= to a larger disk",
+        )
+
+
+def disk_error(error: OSError, path: Path, what: str, needed_bytes: int | None = None) -> ResourceError:
+    """The exit-5 error for a failed write, fsync or rename below `path`."""
+    found = f"{os.strerror(error.errno) if error.errno else error}"
+    hint = "look at the disk (dmesg), then run again with --resume"
+    try:
+        free: int | None = free_bytes(path if path.is_dir() else path.parent)
+    except OSError:
+        free = None
+    if error.errno in _FULL:
+        hint = "free some space and run again with --resume, or set output_dir= to a larger disk"
+    if free is not None:
+        found += f", {format_bytes(free)} free ({free} bytes)"
+    expected = None if needed_bytes is None else f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
+    return ResourceError(f"could not write {what}", where=str(path), found=found, expected=expected, hint=hint)
+
+
+def write_new_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = STATE_FILE_MODE) -> tuple[int, str]:
+    """Write a file that does not exist yet, and fsync it. Returns its size in bytes and its SHA-256, hexadecimal.
+
+    The digest is of the bytes as they are handed over, so a later mismatch means that the disk changed them.
+
+    Raises:
+        OSError: as the system reports it; the file may then be there in part.
+    """
+    digest = hashlib.sha256()
+    num_bytes = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(descriptor, mode)
+        for chunk in chunks:
+            view = memoryview(chunk)
+            rest = view.cast("B") if view.nbytes else memoryview(b"")
+            while rest:
+                piece = rest[:_CHUNK_BYTES]
+                written = os.write(descriptor, piece)
+                digest.update(piece[:written])
+                num_bytes += written
+                rest = rest[written:]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return num_bytes, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable.
+
+    Raises:
+        OSError: as the system reports it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> None:
+    """Replace the small file `path` by `data`: a reader sees the old bytes or the new ones, whatever happens.
+
+    Raises:
+        ResourceError: disk full or failing; the old file is then as it was.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    try:
+        write_new_file(temporary, [data], mode)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise disk_error(error, path, path.name, len(data)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a file or folder, never following a link.
+
+    Raises:
+        OSError: as the system reports it.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
