@@ -234,7 +234,7 @@ def _deal_round(rows: list[_Row], first_worker: int, microbatches: range, times:
 def _advance_clocks(
     free_s: list[float], first_worker: int, num_microbatches: int, times: StageTimes, hop_s: float
 ) -> None:
-    """Move each worker's clock to the end of its last action of one round.
+    """Move each worker's clock to the end of its last action of one round, by the published rules (`published.py`).
 
     Stages are walked in order, which is also the order of every worker's list, so one pass settles all times.
     """
@@ -245,11 +245,13 @@ def _advance_clocks(
         worker = (first_worker + position) % num_workers
         hop = hop_s if position and num_workers > 1 else 0.0
         stage = position - num_forward
-        kind = Kind.FORWARD if stage < 0 else Kind.BACKWARD
-        recompute = times.action_s(Kind.RECOMPUTE, stage, worker) if stage > 0 else 0.0
-        duration = times.action_s(kind, position if stage < 0 else stage, worker)
+        if stage < 0:
+            lead, rest = 0.0, times.action_s(Kind.FORWARD, position, worker)
+        else:
+            lead = times.lead_s(stage, worker)
+            rest = times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
         clock = free_s[worker]
         for index in range(num_microbatches):
-            clock = max(clock + recompute, arrived_s[index] + hop) + duration
+            clock = max(clock + lead, arrived_s[index] + hop) + rest
             arrived_s[index] = clock
         free_s[worker] = clock

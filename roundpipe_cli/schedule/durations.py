@@ -18,6 +18,8 @@ class StageTimes:
     """0 for the first backward stage when the head is fused into it."""
     backward_s: tuple[float, ...]
     """Without recompute. The fused head stage includes the forward of its layers."""
+    head_forward_s: float = 0.0
+    """The part of `backward_s[0]` that is forward, when the head is fused."""
     worker_speed: tuple[float, ...] | None = None
 
     def action_s(self, kind: Kind, stage: int, worker: int) -> float:
@@ -28,6 +30,11 @@ class StageTimes:
             seconds = self.recompute_s[stage]
         else:
             seconds = self.backward_s[stage]
+        return seconds if self.worker_speed is None else seconds / self.worker_speed[worker]
+
+    def lead_s(self, stage: int, worker: int) -> float:
+        """Seconds of a backward stage before it needs its gradient: the recompute, or the fused head's forward."""
+        seconds = self.recompute_s[stage] + (self.head_forward_s if stage == 0 else 0.0)
         return seconds if self.worker_speed is None else seconds / self.worker_speed[worker]
 
 
@@ -55,13 +62,16 @@ def stage_times(
         sum(layer.forward_s for layer in _layers_of(layers, stage) if layer.recompute) for stage in backward_stages
     ]
     backward_s = [backward(stage) for stage in backward_stages]
+    head_forward_s = 0.0
     if fused_head:
+        head_forward_s = forward(backward_stages[0])
         recompute[0] = 0.0
-        backward_s[0] += forward(backward_stages[0])
+        backward_s[0] += head_forward_s
     return StageTimes(
         forward_s=tuple(forward(stage) for stage in forward_stages),
         recompute_s=tuple(recompute),
         backward_s=tuple(backward_s),
+        head_forward_s=head_forward_s,
         worker_speed=costs.worker_speed,
     )
 

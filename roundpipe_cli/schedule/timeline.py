@@ -1,0 +1,203 @@
+"""What happened, or would happen: intervals per worker and link, and pure functions over them.
+
+The simulator fills a Timeline from virtual time, the engine from measured time; every figure and picture is made from
+it alone, so predicted and measured figures have one definition. Seconds and bytes throughout.
+
+    worker r  |....FFFFFFFF..FFFF...RRBBRRBB..RRBB.....|
+               fill ^        ^   switch         steady  drain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from roundpipe_cli.schedule.actions import COMPUTE_KINDS, Kind
+
+COMPUTE, UP, DOWN, HOST = "compute", "up", "down", "host"
+"""Lanes of a worker: its compute stream, its link from and to the host; and the host's optimizer (worker -1)."""
+
+
+class Interval(NamedTuple):
+    """One action, or one uninterrupted piece of a transfer."""
+
+    worker: int
+    """-1 for the host."""
+    lane: str
+    kind: Kind
+    stage: int
+    """Forward stage for F, backward stage for R and B; for U and D that of the compute action that they serve; the
+    layer for O."""
+    microbatch: int
+    """-1 where there is none: weights, weight gradients, updates."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All intervals of one step or several chained steps."""
+
+    num_workers: int
+    intervals: tuple[Interval, ...]
+    fused_head: bool = True
+    """Of the schedule; decides what counts as warm-up (`bubble`)."""
+    updates_overlap: bool = False
+    """Staleness 1: the host's updates run beside the next step and do not lengthen the makespan."""
+    device_peak_bytes: tuple[int, ...] = ()
+    """Per worker, where known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """Shares of workers x makespan; the four parts sum to `ratio`."""
+
+    ratio: float
+    fill: float
+    """Idle from 0 to a worker's first action."""
+    switch: float
+    """Idle between the end of the warm-up forwards and the worker's first backward."""
+    drain: float
+    """Idle from a worker's last backward to the makespan."""
+    steady: float
+    """The rest."""
+
+
+def makespan_s(timeline: Timeline) -> float:
+    """End of the last action. One that takes no time does not count."""
+    return max(
+        (
+            interval.end_s
+            for interval in timeline.intervals
+            if interval.end_s > interval.start_s and not (interval.lane == HOST and timeline.updates_overlap)
+        ),
+        default=0.0,
+    )
+
+
+def busy_s(timeline: Timeline) -> list[float]:
+    """Seconds in F, R and B of each worker."""
+    busy = [0.0] * timeline.num_workers
+    for interval in timeline.intervals:
+        if interval.lane == COMPUTE:
+            busy[interval.worker] += interval.end_s - interval.start_s
+    return busy
+
+
+def utilization(timeline: Timeline) -> list[float]:
+    """Busy share of the makespan of each worker, 0 to 1."""
+    makespan = makespan_s(timeline)
+    return [busy / makespan if makespan else 0.0 for busy in busy_s(timeline)]
+
+
+def bubble_ratio(timeline: Timeline) -> float:
+    """1 - sum(busy) / (workers x makespan)."""
+    area = timeline.num_workers * makespan_s(timeline)
+    return 1.0 - sum(busy_s(timeline)) / area if area else 0.0
+
+
+def bubble(timeline: Timeline) -> Bubble:
+    """The bubble and its four parts, as the published accounting defines them.
+
+    A worker r of a bound schedule has warmed up after its (workers - r)-th forward; one of roundpipe after the last
+    forward before its first backward. A recompute belongs to its backward.
+    """
+    makespan = makespan_s(timeline)
+    area = timeline.num_workers * makespan
+    if not area:
+        return Bubble(0.0, 0.0, 0.0, 0.0, 0.0)
+    fill = switch = drain = 0.0
+    for worker, row in enumerate(compute_rows(timeline)):
+        fill += row[0].start_s if row else makespan
+        switch += _switch_s(row, None if timeline.fused_head else timeline.num_workers - worker)
+        drain += _drain_s(row, makespan)
+    ratio = bubble_ratio(timeline)
+    fill, switch, drain = fill / area, switch / area, drain / area
+    return Bubble(ratio, fill, switch, drain, ratio - fill - switch - drain)
+
+
+def _switch_s(row: Sequence[Interval], num_warmup: int | None) -> float:
+    first = next((index for index, interval in enumerate(row) if interval.kind is not Kind.FORWARD), None)
+    if first is None:
+        return 0.0
+    if num_warmup is None:
+        return row[first].start_s - row[first - 1].end_s if first else 0.0
+    if first == 0:
+        return 0.0
+    last_warmup = min(num_warmup, first) - 1  # the forwards before the first backward come first in the row
+    return sum(row[index + 1].start_s - row[index].end_s for index in range(last_warmup, first))
+
+
+def _drain_s(row: Sequence[Interval], makespan: float) -> float:
+    if not row:
+        return 0.0
+    last = max((index for index, interval in enumerate(row) if interval.kind is Kind.BACKWARD), default=len(row) - 1)
+    later_busy = sum(interval.end_s - interval.start_s for interval in row[last + 1 :])
+    return makespan - row[last].end_s - later_busy
+
+
+def compute_rows(timeline: Timeline) -> list[list[Interval]]:
+    """Per worker: the compute intervals in order of time, without those that take no time."""
+    rows: list[list[Interval]] = [[] for _ in range(timeline.num_workers)]
+    for interval in timeline.intervals:
+        if interval.lane == COMPUTE and interval.end_s > interval.start_s:
+            rows[interval.worker].append(interval)
+    for row in rows:
+        row.sort(key=lambda interval: (interval.start_s, interval.end_s))
+    return rows
+
+
+def exposed_transfer_s(timeline: Timeline) -> list[float]:
+    """Per worker: idle seconds of the compute stream during which one of the worker's links moved bytes.
+
+    An upper bound of what transfers cost: a worker may idle for another reason while a link happens to be busy.
+    """
+    exposed = [0.0] * timeline.num_workers
+    moving: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_workers)]
+    for interval in timeline.intervals:
+        if interval.lane in (UP, DOWN):
+            moving[interval.worker].append((interval.start_s, interval.end_s))
+    for worker, row in enumerate(compute_rows(timeline)):
+        spans = _merge(moving[worker])
+        covered = sum(end - start for start, end in spans)
+        busy = _merge([(interval.start_s, interval.end_s) for interval in row])
+        exposed[worker] = covered - _overlap_s(spans, busy)
+    return exposed
+
+
+def link_busy_s(timeline: Timeline, lane: str) -> list[float]:
+    """Seconds in which each worker's link moved bytes, in one direction (`UP` or `DOWN`)."""
+    busy = [0.0] * timeline.num_workers
+    for interval in timeline.intervals:
+        if interval.lane == lane and interval.worker >= 0:
+            busy[interval.worker] += interval.end_s - interval.start_s
+    return busy
+
+
+def actions_done(timeline: Timeline) -> int:
+    """Number of F, R and B intervals."""
+    return sum(interval.kind in COMPUTE_KINDS for interval in timeline.intervals)
+
+
+def _merge(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Sorted spans without overlaps."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap_s(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
+    """Seconds covered by both of two lists of sorted, disjoint spans."""
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
