@@ -1,0 +1,180 @@
+"""What a run needs of each memory: device, host, disk. Every figure is split into parts that add up to it.
+
+device   slots x (weights and gradient accumulators of the largest stage), activations of one microbatch of one
+         stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context
+host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 24 at staleness 1
+         (two weights, two gradients), 16 and 24 in float32; frozen weights; boundary activations; page-locked rings
+disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes_per_token, trainable_params
+from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.plan.hardware import Device, Hardware
+from roundpipe_cli.plan.models import Architecture
+from roundpipe_cli.units import GIB, MIB, format_bytes
+
+CONTEXT_BYTES = 700 * MIB
+"""CUDA context, kernels and library workspaces of one process on one device (assumed)."""
+DEVICE_MARGIN = 0.05
+"""Share of a device's label left free: fragmentation, a display (assumed)."""
+PINNED_RING_BYTES = 8 * 32 * MIB
+"""Page-locked staging chunks per device and direction."""
+INTERPRETER_BYTES = 3 * GIB
+"""Python, torch, tokenizer and the libraries of one process (assumed)."""
+CONTEXT_HOST_BYTES = 512 * MIB
+"""Host side of one CUDA context (assumed)."""
+HOST_MARGIN_BYTES = 2 * GIB
+"""Left to the operating system."""
+
+StageRange = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of a breakdown."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes needed of one memory, by part."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def describe(self) -> str:
+        """`weights 3.1 GiB + activations 4 GiB`, largest first, without the empty ones."""
+        shown = sorted((part for part in self.parts if part.num_bytes), key=lambda part: -part.num_bytes)
+        return " + ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in shown)
+
+
+def device_need(
+    costs: CostModel,
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+) -> Need:
+    """Bytes that one worker needs at its peak. On the CPU the weights are the host's own: their slots take nothing."""
+    layers = costs.layers
+    slot_bytes = max(
+        [_weights(layers, stage) for stage in forward_stages]
+        + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
+        default=0,
+    )
+    fixed = fixed_device_need(costs, architecture, settings, hardware)
+    return Need(
+        (
+            Part(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
+            Part("activations", _activations(layers, settings, hardware, backward_stages)),
+            *fixed.parts,
+        )
+    )
+
+
+def _activations(
+    layers: Sequence[LayerCost], settings: TrainingSettings, hardware: Hardware, backward_stages: Sequence[StageRange]
+) -> int:
+    """Of one microbatch and stage; without recompute a worker's share of all microbatches and layers."""
+    blocks = range(len(layers) - 1)  # the head's chunk is a part of its own
+    if settings.recompute == "none":
+        whole = sum(layers[i].activation_bytes for i in blocks)
+        return whole * settings.num_microbatches // len(hardware.devices)
+    sums = (
+        sum(layers[i].activation_bytes for i in range(first, last + 1) if i in blocks)
+        for first, last in backward_stages
+    )
+    return max(sums, default=0)
+
+
+def fixed_device_need(
+    costs: CostModel, architecture: Architecture, settings: TrainingSettings, hardware: Hardware
+) -> Need:
+    """The part of `device_need` that no cut of the stages changes."""
+    tokens, size = settings.tokens_per_microbatch, settings.dtype_bytes
+    boundary = max(layer.boundary_bytes for layer in costs.layers)
+    wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
+    workspace = int(tokens * size * (3 * wide + 2 * architecture.hidden_size))
+    parts = [
+        Part("head chunk", costs.layers[-1].activation_bytes),
+        Part("boundary tensors", 4 * boundary),
+        Part("workspace of backward", workspace),
+    ]
+    if settings.recompute == "layer":
+        parts.append(Part("activations of the layer at work", one_layer_bytes(architecture, settings)))
+    if any(not device.is_cpu for device in hardware.devices):
+        parts.append(Part("CUDA context", CONTEXT_BYTES))
+    return Need(tuple(parts))
+
+
+def one_layer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Activations of the largest block for one microbatch."""
+    largest = max(activation_bytes_per_token(architecture, block, settings) for block in set(architecture.blocks))
+    return int(settings.tokens_per_microbatch * largest)
+
+
+def _weights(layers: Sequence[LayerCost], stage: StageRange) -> int:
+    return sum(layer.param_bytes for layer in layers[stage[0] : stage[1] + 1])
+
+
+def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
+    return sum(layer.grad_bytes for layer in layers[stage[0] : stage[1] + 1])
+
+
+def usable_device_bytes(device: Device) -> int:
+    """What of a device's label a run may count on."""
+    return int(device.memory_bytes * (1 - DEVICE_MARGIN))
+
+
+def host_need(
+    costs: CostModel,
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    num_backward_stages: int,
+) -> Need:
+    """Bytes of host memory at the peak of a step. CPU workers' own memory is `device_need`, added by the caller."""
+    trainable = sum(trainable_params(architecture, settings))
+    lora = settings.method == "lora"
+    size, versions = settings.dtype_bytes, 1 + settings.staleness
+    weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
+    frozen = 0
+    if lora:
+        matrices = sum(block.params for block in architecture.blocks)
+        frozen = int(matrices * settings.frozen_bytes_per_param) + (architecture.parameters - matrices) * size
+    boundary = max(layer.boundary_bytes for layer in costs.layers)
+    in_flight = min(settings.num_microbatches, 2 * len(hardware.devices))
+    num_gpus = sum(not device.is_cpu for device in hardware.devices)
+    return Need(
+        (
+            Part("frozen weights", frozen),
+            Part("trained weights", trainable * size * weight_versions),
+            Part("float32 masters", trainable * 4),
+            Part("AdamW moments", trainable * 8),
+            Part("gradients", trainable * 4 * versions),
+            Part("boundary activations", boundary * (num_backward_stages + 2) * in_flight),
+            Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
+            Part("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
+        )
+    )
+
+
+def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
+    """Bytes in `output_dir` at the peak: checkpoints hold masters and moments, at staleness 1 also 16-bit weights."""
+    trainable = sum(trainable_params(architecture, settings))
+    stale_weights = settings.dtype_bytes * settings.staleness
+    checkpoint = trainable * (4 + 8 + stale_weights)
+    result = trainable * settings.dtype_bytes
+    count = settings.save_total_limit + 1
+    return Need((Part(f"{count} checkpoints", checkpoint * count), Part("the result", result)))
