@@ -1,0 +1,186 @@
+"""Spellings of other trainers (Hugging Face Trainer, TRL, axolotl, LLaMA-Factory) for keys and values of a recipe.
+
+Each is accepted with one line of notice. An alias beside the key it stands for is a mistake, never a silent choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Writes = dict[str, Any]
+"""Dotted recipe key -> value. Empty: the line asks for what this tool does anyway, or for nothing."""
+
+Conversion = Callable[[Any], Writes]
+"""May raise ValueError with a sentence: this value has no counterpart here."""
+
+_NAMES = {
+    "model": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path",
+    "revision": "model_revision revision_of_model",
+    "max_seq_length": "sequence_len cutoff_len max_length max_seq_len model_max_length block_size seq_length",
+    "packing": "sample_packing",
+    "val_set_size": "val_size",
+    "micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "grad_accumulation_steps gradient_accumulation accumulate_grad_batches",
+    "num_train_epochs": "num_epochs epochs n_epochs",
+    "max_steps": "max_train_steps num_train_steps",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler",
+    "warmup_steps": "warmup_ratio num_warmup_steps",
+    "optim": "optimizer",
+    "max_grad_norm": "gradient_clipping max_norm gradient_clip_val",
+    "dtype": "torch_dtype",
+    "shuffle": "shuffle_dataset",
+    "train_on_inputs": "train_on_prompt",
+    "logging_steps": "log_every_n_steps",
+    "load_in_4bit": "use_4bit",
+    "lora": "lora_config",
+    "lora.r": "lora_r lora_rank lora.rank lora.lora_r lora.lora_rank",
+    "lora.alpha": "lora_alpha lora.lora_alpha",
+    "lora.dropout": "lora_dropout lora.lora_dropout",
+    "lora.target_modules": "lora_target_modules lora.lora_target_modules lora.modules",
+}
+"""Plain renamings: recipe key -> other spellings."""
+
+_NOTES = {
+    "per_device_train_batch_size": "; a step has micro_batch_size x gradient_accumulation_steps rows whatever the "
+    "number of GPUs, which does not multiply it",
+    "train_micro_batch_size_per_gpu": "; the number of GPUs does not multiply it",
+}
+
+
+def _renamed(target: str) -> Conversion:
+    return lambda value: {target: value}
+
+
+def _precision(dtype: str) -> Conversion:
+    def convert(value: Any) -> Writes:
+        if value is True or value in ("auto", "full"):
+            return {"dtype": dtype}
+        if value is False or value is None:
+            return {}
+        raise ValueError(f"write `dtype: {dtype}` or delete the line")
+
+    return convert
+
+
+def _one_of(choices: dict[Any, Writes]) -> Conversion:
+    """A fixed table of values; anything else has no counterpart."""
+
+    def convert(value: Any) -> Writes:
+        for choice, writes in choices.items():
+            if type(choice) is type(value) and choice == value:
+                return dict(writes)
+        raise ValueError("expected one of " + ", ".join(str(choice).lower() for choice in choices))
+
+    return convert
+
+
+def _target_list(value: Any) -> Writes:
+    """LLaMA-Factory: `all`, or names with commas between them."""
+    if value == "all":
+        return {"lora.target_modules": "all-linear"}
+    if isinstance(value, str):
+        return {"lora.target_modules": [name.strip() for name in value.split(",")]}
+    return {"lora.target_modules": value}
+
+
+def _dataset_name(value: Any) -> Writes:
+    return {"datasets": [{"path": value}]}
+
+
+def _recompute(value: Any) -> Writes:
+    if value is True:
+        return {"pipeline.recompute": "stage"}
+    if value is False:
+        return {"pipeline.recompute": "none"}
+    raise ValueError("write `pipeline: {recompute: stage}` or delete the line")
+
+
+_ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
+_FULL_OR_LORA: dict[Any, Writes] = {"lora": {"method": "lora"}, "full": {"method": "full"}}
+_QLORA: dict[Any, Writes] = {"qlora": {"method": "lora", "load_in_4bit": True}}
+
+ALIASES: dict[str, Conversion] = {
+    **{name: _renamed(target) for target, names in _NAMES.items() for name in names.split()},
+    "bf16": _precision("bfloat16"),
+    "fp16": _precision("float16"),
+    "adapter": _one_of({**_FULL_OR_LORA, **_QLORA, None: {"method": "full"}}),
+    "finetuning_type": _one_of(_FULL_OR_LORA),
+    "use_peft": _one_of({True: {"method": "lora"}, False: {"method": "full"}}),
+    "quantization_bit": _one_of({4: {"load_in_4bit": True}, None: {}}),
+    "lora_target": _target_list,
+    "lora_target_linear": _one_of({True: {"lora.target_modules": "all-linear"}, False: {}, None: {}}),
+    "dataset_name": _dataset_name,
+    "completion_only_loss": _one_of(_ON_INPUTS),
+    "assistant_only_loss": _one_of(_ON_INPUTS),
+    "gradient_checkpointing": _recompute,
+    "stage": _one_of({"sft": {}}),
+    "do_train": _one_of({True: {}}),
+    "auto_resume_from_checkpoints": _one_of({True: {"resume_from_checkpoint": "auto"}, False: {}}),
+}
+"""Dotted key of another trainer -> what it means here."""
+
+_DEVICES = "layers are streamed through all devices anyway; name them with pipeline.devices"
+
+NO_COUNTERPART: dict[str, str] = {
+    "deepspeed": _DEVICES,
+    "fsdp": _DEVICES,
+    "fsdp_config": _DEVICES,
+    "device_map": _DEVICES,
+    "load_in_8bit": "8-bit base weights are not offered; see load_in_4bit",
+    "trust_remote_code": "code from a model's repository is never run",
+    "dataset": "name the file or hub id: datasets: [{path: data/train.jsonl}]",
+    "dataset_dir": "name the file: datasets: [{path: data/train.jsonl}]",
+    "template": "the tokenizer's own chat template is used; another one goes into chat_template",
+    "tokenizer": "the model's own tokenizer is used",
+    "hub_token": "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable",
+    "use_auth_token": "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable",
+    "push_to_hub": "upload the finished adapter with `hf upload`",
+    "peft_use_dora": "DoRA is not offered",
+    "use_dora": "DoRA is not offered",
+    "flash_attention": "the attention kernel is chosen automatically",
+}
+"""Keys of other trainers without a key here: refused with this advice, dropped with a notice where they are off."""
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+VALUE_ALIASES: dict[str, dict[Any, Any]] = {
+    "dtype": {**_DTYPES, **{f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}},
+    "method": {"full_finetune": "full", "sft": "full"},
+    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "AdamW": "adamw"},
+    "lr_scheduler_type": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
+    "report_to": {"none": [], "tensorboard": ["tensorboard"], "wandb": ["wandb"], None: []},
+    "max_steps": {-1: None},
+    "resume_from_checkpoint": {True: "auto", False: None},
+    "datasets[].type": {
+        "chat_template": "chat",
+        "conversational": "chat",
+        "completion": "text",
+        "prompt-completion": "prompt_completion",
+        "instruction": "alpaca",
+    },
+    "lora.target_modules": {"all": "all-linear"},
+    "max_grad_norm": {None: 0.0},
+}
+"""Recipe key -> other spellings of its values."""
+
+
+def is_off(value: Any) -> bool:
+    """Whether a line asks for nothing."""
+    return value is None or value is False or value in ("", [], {}) or value == "none"
+
+
+def note(alias: str) -> str:
+    """What a user who is used to `alias` should know, or an empty text."""
+    return _NOTES.get(alias, "")
+
+
+def value_alias(key: str, value: Any) -> tuple[bool, Any]:
+    """(whether `value` is another spelling, the value to use) for a recipe key with dots."""
+    for spelling, meant in VALUE_ALIASES.get(key, {}).items():
+        if type(spelling) is type(value) and spelling == value:
+            return True, meant
+    if key == "num_train_epochs" and isinstance(value, float) and value == value // 1 and abs(value) < 2**31:
+        return True, int(value)
+    return False, value

@@ -1,0 +1,344 @@
+"""Plain data against the annotations of `schema.py`: unknown keys, types, ranges, missing keys; all at once."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from roundpipe_cli.errors import Problem, closest
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, show
+
+MAX_UNKNOWN = 20
+"""Unknown keys listed one by one; the rest are counted (a suggestion takes about a millisecond)."""
+
+REFUSED: Any = object()
+"""In place of a value that was refused; its problem is among the findings."""
+
+
+class Findings:
+    """Collects problems with their places, so that all can be shown at once in the order of the file."""
+
+    def __init__(self, places: dict[KeyPath, Place]) -> None:
+        self.places = places
+        self.refused: set[KeyPath] = set()
+        """Key paths that already have a problem, or depend on one: not looked at again."""
+        self._found: list[tuple[int, Problem]] = []
+
+    def add(
+        self,
+        path: KeyPath,
+        what: str,
+        *,
+        found: str | None = None,
+        expected: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.refused.add(path)
+        place = self.place(path)
+        written = f" (written {place.written})" if place.written else ""
+        where = f"{place.origin}: {format_key(path)}{written}" if path else place.origin
+        self._found.append((place.line, Problem(what, where, found, expected, hint)))
+
+    def add_problem(self, problem: Problem, line: int) -> None:
+        """A problem that already names its place; `line` is for sorting."""
+        self._found.append((line, problem))
+
+    def place(self, path: KeyPath) -> Place:
+        """The place of `path`, or of the nearest section around it that was written."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places.get(path, Place("recipe", 0))
+
+    def trial(self) -> Findings:
+        """Empty findings about the same data, to try one reading of a value."""
+        findings = Findings(self.places)
+        findings.refused = set(self.refused)
+        return findings
+
+    def take(self, other: Findings) -> None:
+        self._found += other._found
+        self.refused |= other.refused
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [problem for _, problem in sorted(self._found, key=lambda entry: entry[0])]
+
+
+@cache
+def hints_of(schema: type) -> dict[str, Any]:
+    """Key -> annotation of a schema dataclass, constraints included."""
+    return get_type_hints(schema, include_extras=True)
+
+
+@cache
+def known_keys(schema: type, prefix: str = "") -> tuple[str, ...]:
+    """Every key path of a schema with dots, list items as `[]`: `lora.r`, `datasets[].path`."""
+    paths: list[str] = []
+    for key, hint in hints_of(schema).items():
+        paths.append(prefix + key)
+        section, is_list = section_of(hint)
+        if section is not None:
+            paths += known_keys(section, f"{prefix}{key}{'[]' if is_list else ''}.")
+    return tuple(paths)
+
+
+def section_of(hint: Any) -> tuple[type | None, bool]:
+    """(the schema dataclass that a key holds, whether in a list), or (None, False)."""
+    if get_origin(hint) is Annotated:
+        return section_of(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return section_of(get_args(hint)[0])[0], True
+    return (hint, False) if isinstance(hint, type) and is_dataclass(hint) else (None, False)
+
+
+def remove_unknown_keys(
+    data: dict[str, Any], schema: type, findings: Findings, *, also_known: list[str], path: KeyPath = ()
+) -> None:
+    """Delete the keys that `schema` does not have from `data`, each with a problem and the nearest known key.
+
+    `also_known` are dotted keys that are accepted as other spellings; they may be suggested.
+    """
+    hints = hints_of(schema)
+    for key in [key for key in data if key not in hints]:
+        if (*path, key) not in findings.refused:
+            _report_unknown(key, path, schema, findings, also_known)
+        del data[key]
+    for key, value in data.items():
+        section, is_list = section_of(hints[key])
+        if section is None:
+            continue
+        items = enumerate(value) if is_list and isinstance(value, list) else [(None, value)]
+        for index, item in items:
+            if isinstance(item, dict):
+                inner = (*path, key) if index is None else (*path, key, index)
+                remove_unknown_keys(item, section, findings, also_known=also_known, path=inner)
+
+
+def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
+    """The value as the annotation wants it (tuples for lists, dataclasses for sections), or REFUSED with findings."""
+    if path in findings.refused:
+        return REFUSED
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, *constraints = get_args(hint)
+        trial = findings.trial()
+        result = check(value, base, path, trial)
+        if result is REFUSED and isinstance(value, (list, dict)) and path not in trial.refused:
+            findings.take(trial)  # an item is wrong: its own problem says more
+            return REFUSED
+        if result is REFUSED or not all(constraint.accepts(result) for constraint in constraints):
+            return _refuse(value, hint, path, findings)
+        return result
+    if origin in (Union, types.UnionType):
+        return _check_union(value, hint, path, findings)
+    if origin is tuple and isinstance(value, list):
+        items = [check(item, get_args(hint)[0], (*path, i), findings) for i, item in enumerate(value)]
+        return REFUSED if REFUSED in items else tuple(items)
+    if origin is Mapping and isinstance(value, dict):
+        return _check_mapping(value, hint, path, findings)
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+        return _check_section(value, hint, path, findings)
+    result = _scalar(value, hint)
+    return _refuse(value, hint, path, findings) if result is REFUSED else result
+
+
+def describe(hint: Any) -> str:
+    """What a key expects, in words: `an integer of at least 1`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        text = describe(arguments[0])
+        for constraint in arguments[1:]:
+            text = constraint.describe(text)
+        return text
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(member) for member in arguments)
+    if origin is Literal:
+        words = [str(choice) for choice in arguments]
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+    if origin is tuple:
+        return f"a list (each item {describe(arguments[0])})"
+    if origin is Mapping:
+        return f"a mapping with keys among {', '.join(get_args(arguments[0]))}"
+    if is_dataclass(hint):
+        return f"a mapping with keys such as {', '.join(hints_of(hint)) if isinstance(hint, type) else ''}"
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
+    return names[hint]
+
+
+def _scalar(value: Any, hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        same = [choice for choice in get_args(hint) if type(choice) is type(value) and choice == value]
+        return same[0] if same else REFUSED
+    if hint is types.NoneType:
+        return None if value is None else REFUSED
+    if hint is bool:
+        return value if isinstance(value, bool) else REFUSED
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            return REFUSED
+        return number if math.isfinite(number) else REFUSED
+    if hint is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else REFUSED
+    return value if hint is str and isinstance(value, str) else REFUSED
+
+
+def _check_union(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
+    """The first member that accepts the value; a list or mapping is reported by the member of its own kind."""
+    for member in get_args(hint):
+        trial = findings.trial()
+        result = check(value, member, path, trial)
+        if result is not REFUSED:
+            return result
+        if isinstance(value, list) and _is_list(member):
+            findings.take(trial)
+            return REFUSED
+    return _refuse(value, hint, path, findings)
+
+
+def _is_list(hint: Any) -> bool:
+    return _is_list(get_args(hint)[0]) if get_origin(hint) is Annotated else get_origin(hint) is tuple
+
+
+def _check_mapping(value: dict[str, Any], hint: Any, path: KeyPath, findings: Findings) -> Any:
+    key_hint, value_hint = get_args(hint)
+    known = list(get_args(key_hint))
+    result: dict[str, Any] = {}
+    for key, item in value.items():
+        here = (*path, key)
+        if key in known:
+            result[key] = check(item, value_hint, here, findings)
+        else:
+            findings.add(here, f"unknown key {format_key(here)}", expected=describe(key_hint), hint=_mean(key, known))
+    return REFUSED if len(result) < len(value) or REFUSED in result.values() else result
+
+
+def _check_section(value: dict[str, Any], schema: type, path: KeyPath, findings: Findings) -> Any:
+    """A schema dataclass from a mapping whose unknown keys are already gone."""
+    hints = hints_of(schema)
+    arguments = {key: check(item, hints[key], (*path, key), findings) for key, item in value.items()}
+    missing = [f.name for f in fields(schema) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
+    missing = [key for key in missing if key not in value]
+    for key in missing:
+        here = (*path, key)
+        example = {"model": "model: Qwen/Qwen3-32B", "datasets": "datasets: [{path: data/train.jsonl}]"}.get(key)
+        findings.add(
+            here,
+            f"the key {format_key(here)} is missing",
+            expected=describe(hints[key]),
+            hint=f"add a line such as `{example or 'path: data/train.jsonl'}`",
+        )
+    return REFUSED if missing or any(item is REFUSED for item in arguments.values()) else schema(**arguments)
+
+
+def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
+    findings.add(
+        path,
+        f"{format_key(path) or 'the recipe'} has a value that is not accepted",
+        found=show(value),
+        expected=describe(hint),
+        hint=_advice(value, hint),
+    )
+    return REFUSED
+
+
+def _advice(value: Any, hint: Any) -> str | None:
+    """A hint for the traps of YAML and of the field."""
+    wanted = describe(hint)
+    section, is_list = section_of(hint)
+    if value is None:
+        return "delete the line to get the default"
+    if section is not None and is_list:
+        item = value if isinstance(value, str) else "data/train.jsonl"
+        return f"write a list of mappings: [{{path: {show(item).strip(chr(39))}}}]"
+    if section is not None and "path" in hints_of(section):
+        return f"write {{path: {show(value).strip(chr(39))}}}"
+    if isinstance(value, str):
+        if "true or false" in wanted and value.lower() in ("yes", "no", "on", "off", "y", "n", "true", "false"):
+            return f"write {'true' if value.lower() in ('yes', 'on', 'y', 'true') else 'false'}, without quotes"
+        if ("integer" in wanted or "number" in wanted) and value.replace("_", "").replace(".", "", 1).isdigit():
+            return f"write {value.replace('_', '')}, without quotes or underscores"
+        choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
+        return _mean(value, choices) or (f"write [{value}]" if "a list" in wanted else None)
+    if isinstance(value, float) and "integer" in wanted and math.isfinite(value) and value == int(value) < 2**31:
+        return f"write {int(value)}"
+    if isinstance(value, (bool, int, float)) and "text" in wanted:
+        return "put it in quotes if it is meant as text"
+    return None
+
+
+def _choices(hint: Any) -> list[Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return list(arguments)
+    if origin is Annotated:
+        return _choices(arguments[0])
+    if origin in (Union, types.UnionType):
+        return [choice for member in arguments for choice in _choices(member)]
+    return []
+
+
+def _mean(word: str, candidates: list[str]) -> str | None:
+    near = closest(word[:100], candidates)
+    return f"did you mean {near}?" if near else None
+
+
+def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, also_known: list[str]) -> None:
+    here = (*path, key)
+    num_unknown = sum(1 for problem in findings.problems if problem.what.startswith("unknown key"))
+    if num_unknown >= MAX_UNKNOWN:
+        findings.refused.add(here)
+        if num_unknown == MAX_UNKNOWN:
+            findings.add(here, "unknown key, and perhaps more after it", hint="mend those listed first")
+        return
+    if key == "<<":
+        hint: str | None = "merge keys are refused: write the values out"
+    else:
+        near = suggest(key, path, list(hints_of(schema)), also_known)
+        hint = f"did you mean {near}?" if near else None
+    findings.add(here, f"unknown key {format_key(here)}", hint=hint)
+
+
+def suggest(key: str, path: KeyPath, siblings: list[str], also_known: list[str]) -> str | None:
+    """The known key that was probably meant: one edit away in this section, the same name in another section, or the
+    nearest by similarity here, then anywhere. Keys of other sections come with their path."""
+    section = "".join("[]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    prefix = f"{section}." if section else ""
+    word = key.strip().lower().replace("-", "_").replace(" ", "_")[:100]
+    shown = format_key(path) + "." if path else ""
+    spellings = [alias.removeprefix(prefix) for alias in also_known if alias.startswith(prefix)]
+    for candidates in (siblings, [name for name in spellings if "." not in name]):
+        for name in candidates:
+            if one_edit_apart(word, name):
+                return shown + name
+    everywhere = list(known_keys(Recipe))
+    for full in everywhere:
+        if full.rpartition(".")[2] == word.rpartition(".")[2] or full == word:
+            return full
+    near = closest(word, siblings)
+    if near:
+        return shown + near
+    by_last = {full.rpartition(".")[2]: full for full in reversed(everywhere + also_known)}
+    near = closest(word, list(by_last))
+    return by_last[near] if near else None
+
+
+def one_edit_apart(one: str, other: str) -> bool:
+    """Equal, or one letter dropped, added, changed, or two neighbours swapped."""
+    if one == other:
+        return True
+    if len(one) > len(other):
+        one, other = other, one
+    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+    if len(other) - len(one) == 1:
+        return one[start:] == other[start + 1 :]
+    if len(other) != len(one):
+        return False
+    swapped = one[start + 1 : start + 2] + one[start : start + 1] + one[start + 2 :]
+    return one[start + 1 :] == other[start + 1 :] or swapped == other[start:]

@@ -1,0 +1,201 @@
+"""From the name of a recipe to a checked `Recipe`: find the file, read it strictly, apply overrides, check everything.
+
+Loads no torch. Every mistake of the file and of the overrides is reported at once, in one RecipeError (exit code 2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import roundpipe_cli
+from roundpipe_cli.errors import RecipeError, RefusedError, closest
+from roundpipe_cli.recipe.aliases import ALIASES
+from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
+from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references
+from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain, plain_data
+from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes, parse_scalar
+from roundpipe_cli.recipe.supported import find_unsupported
+from roundpipe_cli.recipe.translate import apply_overrides, translate_file
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe that passed every check."""
+
+    recipe: Recipe
+    path: Path
+    """The file it was read from."""
+    folder: Path
+    """Its folder: relative paths are tried from the working directory, then from here."""
+    notices: tuple[str, ...]
+    """One line each, for stderr: aliases, a shipped recipe in place of a missing file."""
+    resolved: dict[str, Any]
+    """Every key with the value in force, as plain data."""
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, check_supported: bool = True) -> LoadedRecipe:
+    """Read, translate, override, resolve and check a recipe.
+
+    `overrides` are `key=value` texts. With `check_supported` features that have not landed are refused too.
+
+    Raises:
+        RefusedError: there is no such file, or it cannot be read.
+        RecipeError: one or more mistakes in the file or the overrides.
+    """
+    file, notice = find_recipe(path)
+    name = str(file)
+    document = parse_bytes(_read(file), name)
+    notices = [notice] if notice else []
+    findings = Findings({**document.places, (): Place(name, 0)})
+    for line, problem in document.problems:
+        findings.add_problem(problem, line)
+    data: dict[str, Any] = document.data
+    translate_file(data, findings, notices)
+    data = refuse_bad_references(data, (), findings)
+    data = apply_overrides(data, overrides, findings, notices)
+    remove_unknown_keys(data, Recipe, findings, also_known=list(ALIASES))
+    _fill_defaults(data, file.stem)
+    data = resolve_references(data, findings)
+    recipe = check(data, Recipe, (), findings)
+    if check_supported:
+        find_unsupported(data, findings)
+    if findings.problems:
+        raise RecipeError(findings.problems)
+    assert isinstance(recipe, Recipe)
+    notices += _unused(recipe)
+    return LoadedRecipe(recipe, file, file.parent, tuple(notices), plain_data(recipe))
+
+
+def find_recipe(name: Path | str) -> tuple[Path, str | None]:
+    """The recipe file that `name` means, and a notice where a shipped one stands in for it.
+
+    Tried in this order: the path itself; then, for `recipes/NAME.yaml`, `NAME.yaml` and `NAME`, the shipped recipes.
+
+    Raises:
+        RefusedError: no such file, with the places tried and the nearest names.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path, None
+    if path.exists():
+        raise RefusedError(f"{path} is not a recipe file", expected="a YAML file", hint=_list_shipped())
+    shipped = shipped_folder()
+    parts = path.parts
+    if not path.is_absolute() and shipped is not None and (len(parts) == 1 or parts[:1] == ("recipes",)) and parts:
+        for candidate in (parts[-1], f"{parts[-1]}.yaml"):
+            file = shipped / candidate
+            if len(parts) <= 2 and file.suffix in (".yaml", ".yml") and file.is_file():
+                return file, f"{path} is not in the working directory: using the shipped recipe {file}"
+    tried = [str(Path.cwd() / path)] + ([str(shipped)] if shipped else [])
+    here = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    ours = [f"recipes/{file.name}" for file in shipped_recipes()]
+    near = closest(str(path), here + ours)
+    raise RefusedError(
+        f"there is no recipe {path}",
+        found=f"no such file in {' or '.join(tried)}",
+        hint=f"did you mean {near}?" if near else _list_shipped(),
+    )
+
+
+def shipped_folder() -> Path | None:
+    """The folder of the recipes that come with the tool: in the wheel, or the repository's `recipes/`."""
+    package = Path(roundpipe_cli.__file__).resolve().parent
+    for folder in (package / "shipped_recipes", package.parent / "recipes"):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def shipped_recipes() -> list[Path]:
+    """The recipes that come with the tool, by name."""
+    folder = shipped_folder()
+    return sorted(folder.glob("*.yaml")) if folder else []
+
+
+def tried_paths(text: str, folder: Path) -> tuple[Path, ...]:
+    """Where a path of a recipe is looked for: the working directory, then the recipe's `folder`. `~` is expanded."""
+    path = Path(text).expanduser()
+    if path.is_absolute():
+        return (path,)
+    here, there = Path.cwd() / path, folder.absolute() / path
+    return (here,) if here == there else (here, there)
+
+
+def resolve_path(text: str, folder: Path) -> Path | None:
+    """The first of `tried_paths` that exists (file or folder), or None; an error then names all of them."""
+    for path in tried_paths(text, folder):
+        try:
+            if path.exists():
+                return path
+        except (OSError, ValueError):  # a name that is too long, or holds a NUL
+            return None
+    return None
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The recipe with every default written out; loading this text gives an equal recipe."""
+    return yaml.dump(_escaped(plain_data(recipe)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `strict_yaml` reads: no aliases, and quotes wherever a text would read as another value."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    stays_text = isinstance(parse_scalar(text), str)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if stays_text else "'")
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return escape(value) if isinstance(value, str) else value
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RefusedError(f"the recipe cannot be read: {error.strerror}", where=str(file)) from None
+
+
+def _fill_defaults(data: dict[str, Any], stem: str) -> None:
+    """Write the defaults into `data`, so that references to keys that are not given work."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-") or "recipe"
+    data.setdefault("output_dir", f"outputs/{safe}")
+    for field in fields(Recipe):
+        section, is_list = section_of(hints_of(Recipe)[field.name])
+        if section is not None and not is_list:
+            inner = data.setdefault(field.name, {})
+            if isinstance(inner, dict):
+                for name, default in asdict(section()).items():
+                    inner.setdefault(name, plain(default))
+        elif field.default is not MISSING:
+            data.setdefault(field.name, plain(field.default))
+
+
+def _unused(recipe: Recipe) -> list[str]:
+    """Notices about keys that this recipe sets without effect."""
+    if recipe.method == "full" and recipe.lora != LoraConfig():
+        return ["lora: not used, since method is full"]
+    return []
+
+
+def _list_shipped() -> str | None:
+    names = ", ".join(f"recipes/{file.name}" for file in shipped_recipes())
+    return f"the tool comes with {names}" if names else None

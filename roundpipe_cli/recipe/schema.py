@@ -1,0 +1,233 @@
+"""What a recipe may say: every key with its type, range, default and meaning, each written once.
+
+The dataclasses are the contract: `check.py` reads these annotations, so a key added here is accepted, checked and
+documented without another line elsewhere. Sizes are in tokens, rows or microbatches as stated under each field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+MAX_INTEGER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """A closed interval of numbers; `above` and `below` exclude the border."""
+
+    low: float = 0
+    high: float = MAX_INTEGER
+    above: bool = False
+    below: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        over = value > self.low if self.above else value >= self.low
+        under = value < self.high if self.below else value <= self.high
+        return bool(over and under)
+
+    def describe(self, noun: str) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.low:g}"
+        if self.high >= MAX_INTEGER:
+            return f"{noun} {low}" if self.above else f"{noun} of {low}"
+        return f"{noun} {low} and {'below' if self.below else 'at most'} {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Text of a certain form."""
+
+    pattern: str
+    form: str
+
+    def accepts(self, value: Any) -> bool:
+        return re.fullmatch(self.pattern, value) is not None
+
+    def describe(self, noun: str) -> str:
+        return self.form
+
+
+@dataclass(frozen=True)
+class NotEmpty:
+    """At least one item, or one character that is not white space."""
+
+    def accepts(self, value: Any) -> bool:
+        return bool(value.strip()) if isinstance(value, str) else len(value) > 0
+
+    def describe(self, noun: str) -> str:
+        return f"{noun} that is not empty"
+
+
+@dataclass(frozen=True)
+class StageRange:
+    """`[first, last]`, both inclusive; `[a, a - 1]` is an empty stage."""
+
+    def accepts(self, value: Any) -> bool:
+        return len(value) == 2 and value[0] >= 0 and value[1] >= value[0] - 1
+
+    def describe(self, noun: str) -> str:
+        return "an inclusive range of layers such as [0, 6]"
+
+
+Words = Annotated[str, NotEmpty()]
+PositiveInt = Annotated[int, Range(1)]
+Device = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
+Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpty()]
+Column = Literal[
+    "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "system"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, by PEFT. Used when `method` is lora."""
+
+    r: Annotated[int, Range(1, 65536)] = 16
+    """Rank of the adapters. Trainable parameters and adapter size grow with it."""
+    alpha: Annotated[float, Range(0, above=True)] = 32.0
+    """Scaling: the adapter's output is multiplied by alpha / r."""
+    dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Probability that an input of the adapter is zeroed in training. 0 is off."""
+    target_modules: Words | Annotated[tuple[Words, ...], NotEmpty()] = "all-linear"
+    """Modules that get an adapter: `all-linear` (every linear layer but the LM head), or a list of names such as
+    [q_proj, v_proj]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """One source of rows."""
+
+    path: Words
+    """A local file or folder (jsonl, json, parquet, csv), or a hub dataset id. Relative paths are tried from the
+    working directory, then from the recipe's folder."""
+    name: Words | None = None
+    """Configuration of a hub dataset, for instance `main` of openai/gsm8k. null is its default."""
+    type: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """Shape of the rows; `auto` decides by the columns. Only the chat-shaped types need a chat template."""
+    split: Words = "train"
+    """Split of a hub dataset; slices such as `train[:1000]` are the hub library's own."""
+    weight: Annotated[float, Range(0, above=True)] = 1.0
+    """Share of this source among several, relative to the others' weights."""
+    columns: Mapping[Column, Words] = field(default_factory=dict)
+    """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
+    prompt. Empty: the columns have the type's own names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the model is cut and who computes what. Changes speed and memory, never the loss."""
+
+    devices: Literal["auto", "emulated"] | Annotated[tuple[Device, ...], NotEmpty()] = "auto"
+    """One worker for each entry: [cuda:0, cuda:1] or [cpu, cpu]; a device may be listed twice. `auto` is all GPUs, or
+    [cpu, cpu] where there is none. `emulated` runs the real dispatcher without mathematics (bench only)."""
+    schedule: Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"] = "roundpipe"
+    """Order of the work; all but roundpipe are there for comparison."""
+    forward_stages: Literal["auto"] | Stages = "auto"
+    """Inclusive ranges of layers, in order: [[0, 6], [7, 13]]; layer 0 is the embedding. `auto`: the planner cuts."""
+    backward_stages: Literal["auto"] | Stages = "auto"
+    """Like `forward_stages`, first executed first: the stage with the head comes first."""
+    threads_per_worker: Literal["auto"] | Annotated[int, Range(1, 4096)] = "auto"
+    """CPU workers: intra-op threads of each. `auto` is cores / workers. Changes the bits of a loss, not its value."""
+    recompute: Literal["stage", "layer", "none"] = "stage"
+    """What backward computes again instead of keeping: `stage` keeps least memory, `none` keeps all activations."""
+    optimizer_staleness: Literal[0, 1] = 0
+    """Updates by which the weights of a step lag. 0 equals plain PyTorch; 1 hides the optimizer behind the next step
+    and needs 6 more bytes of host memory for each trainable parameter in 16 bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One fine-tuning run."""
+
+    model: Words
+    """Hub id, local folder, .gguf file, or `package:NAME` (the one .gguf in that installed Python package)."""
+    revision: Words | None = None
+    """Branch, tag or commit of a hub model. null is the default branch."""
+    method: Literal["lora", "full"] = "lora"
+    """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters; not used when `method` is full."""
+    load_in_4bit: bool = False
+    """Keep the frozen base weights in 4 bit (NF4): a quarter of the host memory and of the uploads."""
+    datasets: Annotated[tuple[DatasetConfig, ...], NotEmpty()]
+    """Training rows, from one or more sources."""
+    val_set_size: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Fraction of the rows held out for evaluation. 0 is none."""
+    max_seq_length: PositiveInt = 2048
+    """Tokens of the longest row; what happens to longer ones says `long_rows`. Activation memory grows with it."""
+    packing: bool = False
+    """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other."""
+    shuffle: bool = True
+    """New order of the rows in each epoch, from `seed`."""
+    train_on_inputs: bool = False
+    """Train on prompt tokens too; otherwise only on answers."""
+    long_rows: Literal["error", "drop", "truncate"] = "truncate"
+    """Rows over `max_seq_length` tokens; always counted and reported."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Rows without the needed columns; skipped rows are counted and named."""
+    chat_template: Words | None = None
+    """File or Jinja text in place of the tokenizer's own chat template. null is the tokenizer's own."""
+    eval_datasets: tuple[DatasetConfig, ...] = ()
+    """Rows for evaluation only."""
+    micro_batch_size: PositiveInt = 1
+    """Rows of one microbatch, the unit of work of a stage. Activation memory of a device grows with it."""
+    gradient_accumulation_steps: PositiveInt = 8
+    """Microbatches of one step. A step has micro_batch_size x gradient_accumulation_steps rows whatever the number of
+    devices; more microbatches than devices make the pipeline's bubble small."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps after which training ends, before the epochs are done. null is no limit."""
+    num_train_epochs: PositiveInt = 1
+    """Passes over the training rows."""
+    learning_rate: Annotated[float, Range(0, 10, above=True)] = 2.0e-4
+    """Peak learning rate, after warmup."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after warmup: to zero by a cosine or a line, or not at all."""
+    warmup_steps: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.03
+    """Steps in which the learning rate rises from zero: a number of steps, or a fraction (below 1) of all steps."""
+    optim: Words = "adamw"
+    """The optimizer, by name."""
+    weight_decay: Annotated[float, Range(0, 10)] = 0.0
+    """AdamW's decoupled weight decay. 0 is off."""
+    max_grad_norm: Annotated[float, Range(0)] = 1.0
+    """Gradients of a step are scaled down to this global 2-norm. 0 is off, and lets a layer update early."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of weights and activations; masters and moments are float32 always. float16 uses loss scaling."""
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 42
+    """For shuffling, dropout and the start of the adapters."""
+    head_chunk_tokens: PositiveInt = 1024
+    """Tokens for which the LM head computes logits at once. Memory of the head grows with it; it is fixed by the recipe
+    and never planned, since it changes the last bits of the head's gradient."""
+    output_dir: Words
+    """Folder of checkpoints, metrics and the result. Not given: outputs/<name of the recipe file>."""
+    logging_steps: PositiveInt = 1
+    """Steps between two printed lines; metrics.jsonl has every step."""
+    eval_steps: PositiveInt | None = None
+    """Steps between two evaluations. null is at the end only."""
+    save_steps: PositiveInt = 200
+    """Steps between two checkpoints; one is also written at the end and on a signal."""
+    save_total_limit: Annotated[int, Range(2)] = 2
+    """Checkpoints kept; at least 2, so that a damaged newest one leaves another."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that get the metrics too."""
+    resume_from_checkpoint: Words | None = None
+    """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. null starts afresh."""
+    on_oom: Literal["stop", "adapt"] = "stop"
+    """When a device runs out of memory: stop with advice, or adapt the plan and go on."""
+    weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"
+    """Where the base weights live on the host: page-locked (fastest), ordinary memory, or the checkpoint file."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Devices, partition and schedule."""
+
+
+def plain(value: Any) -> Any:
+    """`value` with lists for tuples, at every depth."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def plain_data(recipe: Recipe) -> dict[str, Any]:
+    """Every key and value of a recipe as dictionaries, lists and scalars."""
+    return {key: plain(value) for key, value in asdict(recipe).items()}

@@ -1,0 +1,308 @@
+"""YAML that cannot surprise: plain data out, every value with its place in the file.
+
+PyYAML's C parser only delivers the events; the values are made here, so nothing can be constructed but null, booleans,
+integers, floats, text, lists and mappings with text keys. Scalars follow the core schema of YAML 1.2: `1e-5` is a
+float, `no` is text, `010` is ten and `12:30` is text. Duplicate keys, anchors, aliases, tags, a second
+document and anything over the limits below are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from roundpipe_cli.errors import Problem, RecipeError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 20
+MAX_NODES = 10_000
+MAX_NUMBER_CHARACTERS = 100
+"""Longer digit strings stay text: Python converts decimal digits in quadratic time."""
+
+MAX_DUPLICATES = 20
+"""Duplicate keys listed in one report; a longer list helps nobody."""
+
+KeyPath = tuple[str | int, ...]
+
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INTEGER = re.compile(r"[-+]?[0-9]+\Z")
+_OCTAL_OR_HEX = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)\Z")
+_NAN = frozenset({".nan", ".NaN", ".NAN"})
+_NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written."""
+
+    origin: str
+    """`recipes/a.yaml:12` or `override lora.r=32`."""
+    line: int
+    """For sorting problems; overrides come after the file."""
+    written: str | None = None
+    """The key as the user spelled it, where that was an alias."""
+
+
+@dataclass
+class Document:
+    """A parsed file: the data, the place of every key path, and the mistakes that did not stop the parsing."""
+
+    data: Any
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[tuple[int, Problem]] = field(default_factory=list)
+    """With the line of each."""
+
+
+def parse_scalar(text: str) -> None | bool | int | float | str:
+    """The value of an unquoted scalar by the YAML 1.2 core schema."""
+    if text in _NULL:
+        return None
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        return text
+    if _INTEGER.match(text):
+        return int(text)
+    if _OCTAL_OR_HEX.match(text):
+        return int(text[2:], 8 if text[1] == "o" else 16)
+    if _FLOAT.match(text):
+        return float(text)
+    if _INFINITY.match(text):
+        return float("-inf" if text.startswith("-") else "inf")
+    return float("nan") if text in _NAN else text
+
+
+def format_key(path: KeyPath) -> str:
+    """`("datasets", 0, "path") -> "datasets[0].path"`; control characters are escaped and long keys cut."""
+    parts: list[str] = []
+    for part in path:
+        if isinstance(part, int):
+            parts.append(f"[{part}]")
+            continue
+        shown = part if part.isprintable() and part else ascii(part)
+        parts.append(("." if parts else "") + (shown if len(shown) <= 60 else shown[:57] + "..."))
+    return "".join(parts)
+
+
+def show(value: Any) -> str:
+    """A value as the user might have written it, cut to 100 characters, control characters escaped."""
+    if value is None or isinstance(value, bool):
+        text = "null" if value is None else str(value).lower()
+    elif isinstance(value, int) and abs(value) >= 10**MAX_NUMBER_CHARACTERS:
+        text = "a very large number"
+    else:
+        text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def parse_bytes(raw: bytes, name: str) -> Document:
+    """Parse the bytes of a recipe file called `name`.
+
+    Raises:
+        RecipeError: too large, not UTF-8 text, not YAML, not a mapping, or YAML that is refused (see the module).
+    """
+    document = parse_text(_decode(raw, name), name)
+    if document.data is None:
+        raise _refusal(f"{name}:1:1", "the recipe is empty", expected="keys such as `model:` and `datasets:`")
+    if not isinstance(document.data, dict):
+        kind = "a list" if isinstance(document.data, list) else "a single value"
+        place = document.places[()]
+        raise _refusal(
+            f"{place.origin}:1", f"the recipe is {kind}", expected="a mapping: lines such as `model: Qwen/Qwen3-32B`"
+        )
+    return document
+
+
+def parse_text(text: str, name: str, *, fixed_origin: bool = False) -> Document:
+    """Parse one YAML document; with `fixed_origin` every place is `name` itself (an override has no lines).
+
+    Raises:
+        RecipeError: the text is not YAML, or is refused.
+    """
+    bad = _NOT_TEXT.search(text)
+    if bad:
+        place = _at(name, *_line_and_column(text, bad.start()), fixed_origin)
+        raise _refusal(place, f"the character {ascii(bad.group())} may not stand in a YAML file")
+    builder = _Builder(name, fixed_origin)
+    loader = _Loader(text)
+    try:
+        data = builder.build(_events(loader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise _refusal(_at(name, line, column, fixed_origin), *_explain(error, text, line, column)) from None
+    finally:
+        loader.dispose()
+    return Document(data, builder.places, builder.problems)
+
+
+class _Builder:
+    """Makes plain data from parser events; recursion is bounded by MAX_DEPTH."""
+
+    def __init__(self, name: str, fixed_origin: bool) -> None:
+        self.name = name
+        self.fixed_origin = fixed_origin
+        self.places: dict[KeyPath, Place] = {}
+        self.problems: list[tuple[int, Problem]] = []
+        self.num_nodes = 0
+        self.num_duplicates = 0
+
+    def build(self, events: Iterator[Any]) -> Any:
+        """The data of the only document, or None of an empty stream."""
+        data: Any = None
+        num_documents = 0
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                num_documents += 1
+                if num_documents > 1:
+                    raise self._refuse(event, "a second document starts here", "one document in a file: remove `---`")
+                first = next(events)
+                self._note((), first)
+                data = self._value(first, events, ())
+        return data
+
+    def _value(self, event: Any, events: Iterator[Any], path: KeyPath) -> Any:
+        self._check_event(event, path)
+        if isinstance(event, yaml.ScalarEvent):
+            return parse_scalar(event.value) if event.implicit[0] else event.value
+        if isinstance(event, yaml.SequenceStartEvent):
+            items: list[Any] = []
+            for item in events:
+                if isinstance(item, yaml.SequenceEndEvent):
+                    break
+                here = (*path, len(items))
+                self._note(here, item)
+                items.append(self._value(item, events, here))
+            return items
+        return self._mapping(events, path)
+
+    def _mapping(self, events: Iterator[Any], path: KeyPath) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for event in events:
+            if isinstance(event, yaml.MappingEndEvent):
+                break
+            key = self._key(event, path)
+            here = (*path, key)
+            if key in mapping:
+                self._duplicate(event, here)
+                kept = dict(self.places)
+                self._value(next(events), events, here)
+                self.places = kept
+                continue
+            self._note(here, event)
+            mapping[key] = self._value(next(events), events, here)
+        return mapping
+
+    def _key(self, event: Any, path: KeyPath) -> str:
+        self._check_event(event, path)
+        if not isinstance(event, yaml.ScalarEvent):
+            raise self._refuse(event, "a list or mapping is used as a key", "a key is plain text")
+        key = parse_scalar(event.value) if event.implicit[0] else event.value
+        if not isinstance(key, str):
+            raise self._refuse(event, f"the key {show(event.value)} is not text", "a key is plain text")
+        return key
+
+    def _check_event(self, event: Any, path: KeyPath) -> None:
+        self.num_nodes += 1
+        if isinstance(event, yaml.AliasEvent):
+            raise self._refuse(event, f"the alias {show(event.anchor)} is refused", "values written out")
+        if event.anchor is not None:
+            raise self._refuse(event, f"the anchor {show(event.anchor)} is refused", "values written out")
+        if event.tag is not None:
+            raise self._refuse(event, f"the tag {show(event.tag)} is refused", "plain values without `!`")
+        if len(path) > MAX_DEPTH:
+            raise self._refuse(event, f"the nesting is deeper than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels")
+        if self.num_nodes > MAX_NODES:
+            raise self._refuse(event, f"the recipe has more than {MAX_NODES} values", f"at most {MAX_NODES} values")
+
+    def _duplicate(self, event: Any, path: KeyPath) -> None:
+        self.num_duplicates += 1
+        if self.num_duplicates > MAX_DUPLICATES:
+            return
+        mark = event.start_mark
+        where = _at(self.name, mark.line + 1, mark.column + 1, self.fixed_origin)
+        first = self.places[path]
+        problem = Problem(
+            f"the key {format_key(path)} is given twice",
+            where=f"{where}: {format_key(path)}",
+            found=None if self.fixed_origin else f"first given at {first.origin}",
+            expected="each key once",
+            hint="delete one of the two",
+        )
+        self.problems.append((mark.line + 1, problem))
+
+    def _note(self, path: KeyPath, event: Any) -> None:
+        line = event.start_mark.line + 1
+        self.places[path] = Place(self.name if self.fixed_origin else f"{self.name}:{line}", line)
+
+    def _refuse(self, event: Any, what: str, expected: str) -> RecipeError:
+        mark = event.start_mark
+        return _refusal(_at(self.name, mark.line + 1, mark.column + 1, self.fixed_origin), what, expected=expected)
+
+
+def _events(loader: Any) -> Iterator[Any]:
+    while loader.check_event():
+        yield loader.get_event()
+
+
+def _decode(raw: bytes, name: str) -> str:
+    if len(raw) > MAX_BYTES:
+        raise _refusal(
+            f"{name}:1:1",
+            "the recipe is too large",
+            found=f"more than {MAX_BYTES} bytes",
+            expected=f"at most {MAX_BYTES} bytes",
+            hint="data belongs into files that the recipe names",
+        )
+    if raw.startswith(b"\xef\xbb\xbf"):
+        raise _refusal(f"{name}:1:1", "the file starts with a byte order mark", hint="save it as UTF-8 without BOM")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _refusal(f"{name}:1:1", "the file is UTF-16 text", hint="save it as UTF-8")
+    zero = raw.find(b"\0")
+    if zero >= 0:
+        line, column = raw.count(b"\n", 0, zero) + 1, zero - raw.rfind(b"\n", 0, zero)
+        raise _refusal(f"{name}:{line}:{column}", "the file is binary, not text", expected="YAML in UTF-8")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line, column = _line_and_column(raw[: error.start].decode("utf-8"), error.start)
+        raise _refusal(
+            f"{name}:{line}:{column}", "the file is not UTF-8 text", found=f"byte 0x{raw[error.start]:02x}"
+        ) from None
+
+
+def _line_and_column(text: str, index: int) -> tuple[int, int]:
+    before = text[:index]
+    return before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+
+
+def _at(name: str, line: int, column: int, fixed_origin: bool) -> str:
+    return name if fixed_origin else f"{name}:{line}:{column}"
+
+
+def _explain(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> tuple[str, str | None]:
+    """(what, found) of a syntax error, in one sentence."""
+    lines = text.splitlines()
+    content = lines[line - 1] if line <= len(lines) else ""
+    found = show(content.strip()) if content.strip() else None
+    if "\t" in content[:column] and not content[: column - 1].strip():
+        return "a tab is used for indentation where YAML wants spaces", found
+    what = f"this is not valid YAML: {error.problem or 'the text cannot be parsed'}"
+    if error.context and error.context_mark and error.context_mark.line + 1 != line:
+        what += f" ({error.context} that starts in line {error.context_mark.line + 1})"
+    return what, found
+
+
+def _refusal(
+    where: str, what: str, found: str | None = None, expected: str | None = None, hint: str | None = None
+) -> RecipeError:
+    return RecipeError([Problem(what, where, found, expected, hint)])

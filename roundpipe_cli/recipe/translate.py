@@ -1,0 +1,210 @@
+"""Applies the aliases to what the user wrote, and turns `key=value` overrides into writes to the recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, Writes, is_off, note, value_alias
+from roundpipe_cli.recipe.check import Findings
+from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
+from roundpipe_cli.recipe.strict_yaml import MAX_DEPTH, KeyPath, Place, format_key, parse_text, show
+
+_PATH = re.compile(r"[^.\[\]=\s]+(\.[^.\[\]=\s]+|\[\d{1,5}\])*")
+_LINE_OF_OVERRIDES = 10**8
+"""Sorts the problems of overrides after those of the file."""
+
+
+def dotted(path: KeyPath) -> str:
+    """The key of a path in the tables: `("datasets", 0, "type") -> "datasets[].type"`."""
+    return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def translate_file(data: dict[str, Any], findings: Findings, notices: list[str]) -> None:
+    """Replace every alias in `data` (keys and values), each with a notice; the places move along."""
+    _translate_keys(data, data, (), findings, notices)
+    _translate_values(data, (), findings, notices)
+
+
+def apply_overrides(
+    data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
+) -> dict[str, Any]:
+    """The recipe's data with `key=value` overrides written into it, later ones last."""
+    config = OmegaConf.create(data)
+    assert isinstance(config, DictConfig)
+    for number, text in enumerate(overrides):
+        place = Place(f"override {show(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
+        try:
+            path, value = parse_override(text, place.origin)
+        except RecipeError as error:
+            for problem in error.problems:
+                findings.add_problem(problem, place.line)
+            continue
+        for target, meant, shown in _writes_of(path, value, place, findings, notices):
+            _write(config, target, meant, shown, findings)
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
+    """`lora.r=32 -> (("lora", "r"), 32)`, split at the first `=`; the value is YAML, flow lists and mappings included.
+
+    Raises:
+        RecipeError: no `=`, a key that is no key path, or a value that is not YAML.
+    """
+    key, equals, written = text.partition("=")
+    key = key.strip()
+    if not equals or not _PATH.fullmatch(key):
+        example = "lora.r=32 or datasets[0].path=data/train.jsonl"
+        raise RecipeError([Problem("this override is not of the form key=value", where=origin, expected=example)])
+    path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
+    if len(path) > MAX_DEPTH:
+        raise RecipeError([Problem(f"the key is deeper than {MAX_DEPTH} levels", where=origin)])
+    document = parse_text(written, origin, fixed_origin=True)
+    if document.problems:
+        raise RecipeError([problem for _, problem in document.problems])
+    return path, document.data
+
+
+def _translate_keys(
+    root: dict[str, Any], mapping: dict[str, Any], path: KeyPath, findings: Findings, notices: list[str]
+) -> None:
+    for key in list(mapping):
+        here = (*path, key)
+        name = dotted(here)
+        if name in ALIASES:
+            value = mapping.pop(key)
+            writes = _convert(here, value, findings, notices)
+            for target, meant in writes.items():
+                _move(root, here, tuple(target.split(".")), meant, findings, plain=len(writes) == 1 and meant is value)
+        elif name in NO_COUNTERPART:
+            _no_counterpart(here, mapping.pop(key), findings, notices)
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            _translate_keys(root, value, (*path, key), findings, notices)
+
+
+def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> Writes:
+    """What an alias means, with its notice; nothing, with a finding, where its value has no counterpart."""
+    alias = dotted(path)
+    try:
+        writes = ALIASES[alias](value)
+    except ValueError as error:
+        findings.add(path, f"{alias} has a value without counterpart here", found=show(value), hint=str(error))
+        return {}
+    origin = findings.place(path).origin
+    if not writes:
+        notices.append(f"{origin}: {alias}: {show(value)} changes nothing here and is left out")
+    else:
+        meant = " and ".join(writes)
+        notices.append(f"{origin}: {alias} is read as {meant}{note(alias)}")
+    return writes
+
+
+def _no_counterpart(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> None:
+    name = dotted(path)
+    if is_off(value):
+        notices.append(f"{findings.place(path).origin}: {name}: {show(value)} changes nothing here and is left out")
+    else:
+        findings.add(path, f"unknown key {name}", found=show(value), hint=NO_COUNTERPART[name])
+
+
+def _move(
+    root: dict[str, Any], source: KeyPath, target: KeyPath, value: Any, findings: Findings, *, plain: bool
+) -> None:
+    """Write what stood at the alias `source` to `target`, unless that is given too."""
+    section = root
+    for part in target[:-1]:
+        section = section.setdefault(str(part), {})
+        if not isinstance(section, dict):
+            return  # `lora: 3`: its own type error says enough
+    last = str(target[-1])
+    place = findings.place(source)
+    if last in section:
+        if not plain and section[last] == value:
+            return  # `adapter: qlora` beside `load_in_4bit: true`: said twice, meant once
+        findings.add(
+            source,
+            f"{format_key(source)} and {_written(target, findings)} are both given, and mean the same",
+            found=f"{show(value)} and {show(section[last])}",
+            expected="one of them",
+            hint=f"keep {format_key(target)}",
+        )
+        return
+    section[last] = value
+    for path in [path for path in findings.places if path[: len(source)] == source]:
+        old = findings.places[path]
+        written = format_key(source) if path == source else None
+        findings.places[target + path[len(source) :]] = Place(old.origin, old.line, written)
+    findings.places.setdefault(target, Place(place.origin, place.line, format_key(source)))
+
+
+def _written(path: KeyPath, findings: Findings) -> str:
+    return findings.place(path).written or format_key(path)
+
+
+def _translate_values(value: Any, path: KeyPath, findings: Findings, notices: list[str]) -> Any:
+    """`value` with other trainers' spellings of values replaced."""
+    known, meant = value_alias(dotted(path), value) if path else (False, value)
+    if known:
+        notices.append(f"{findings.place(path).origin}: {format_key(path)}: {show(value)} is read as {show(meant)}")
+        return meant
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _translate_values(value[key], (*path, key), findings, notices)
+    elif isinstance(value, list):
+        value[:] = [_translate_values(item, (*path, i), findings, notices) for i, item in enumerate(value)]
+    return value
+
+
+def _writes_of(
+    path: KeyPath, value: Any, place: Place, findings: Findings, notices: list[str]
+) -> list[tuple[KeyPath, Any, Place]]:
+    """The single values that one override stands for, after aliases; `lora={r: 4, rank: 8}` is read like a file."""
+    if any(isinstance(part, int) for part in path):
+        return [(path, _translate_values(value, path, Findings({path: place}), notices), place)]
+    for part in reversed(path):
+        value = {str(part): value}
+    inner = Findings({(): place})
+    translate_file(value, inner, notices)
+    findings.take(inner)
+    return [(leaf, meant, inner.place(leaf)) for leaf, meant in _leaves(value, ())]
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if path and not (isinstance(value, dict) and value):
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _leaves(item, (*path, key))
+
+
+def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, findings: Findings) -> None:
+    """One override into the merged recipe; mappings are merged, everything else replaced."""
+    if not isinstance(value, dict):
+        for inner in [known for known in findings.places if known[: len(path)] == path]:
+            del findings.places[inner]
+    findings.places[path] = place
+    findings.refused -= {known for known in findings.refused if known[: len(path)] == path}
+    value = refuse_bad_references(value, path, findings)
+    plain = OmegaConf.to_container(config, resolve=False)
+    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not MISSING), ())
+    try:
+        if not isinstance(look_up(plain, section), dict if isinstance(path[len(section)], str) else list):
+            raise TypeError("a name needs a section, an index a list")
+        if any(isinstance(part, int) for part in path[len(section) + 1 :]):
+            raise IndexError("a list is not made by an index into it")
+        OmegaConf.update(config, ".".join(str(part) for part in path), value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, IndexError):
+        findings.add(
+            path,
+            f"{format_key(path)} cannot be set: the recipe has no such item",
+            found=f"{format_key(section) or 'the recipe'} is {show(look_up(plain, section))}",
+            hint="an index names an item that the file has; to set a whole list write key=[...]",
+        )
