@@ -1,0 +1,239 @@
+"""Chat templates: from messages to text, and which characters of that text are trained.
+
+Trained are the turns of the assistant: what the model itself writes behind the generation prompt, up to and including
+the token that ends the turn. Most templates carry no marks that say where that is, so it is found by rendering
+
+    |<-- render(messages[:i], generation prompt) -->|<-- trained -->|
+    |<-- render(messages[:i + 1]) --------------------------------->|
+    |<-- render(messages) --------------------------------------------------------- ...
+
+and each of the three must begin with the one above. Where that fails (templates that rewrite earlier turns once more
+follow, or that move the system prompt about) the turn is rendered again with a placeholder in place of its content,
+and what stands at that place in the real text is compared with the content. What neither way can tell is refused.
+
+Templates are programs from elsewhere: they run in transformers' ImmutableSandboxedEnvironment, and are at most 64 KiB.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundpipe_cli.data.formats import Message
+from roundpipe_cli.data.rows import BadRowError, printable
+from roundpipe_cli.errors import RefusedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TEMPLATE_BYTES = 64 * 1024
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+END_OF_THOUGHT = "</think>"
+
+Span = tuple[int, int]
+"""Half-open range of characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Text for the tokenizer."""
+
+    text: str
+    trained: tuple[Span, ...]
+    """Characters of `text` that are trained, in order."""
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase, override: str | None, folder: Path | None) -> str | None:
+    """The text of the template in force: `override` (a file, or the text itself), else the tokenizer's; None if none.
+
+    Raises:
+        RefusedError: the file does not exist, or the template is too large.
+    """
+    if override is not None:
+        template = override if "{" in override else _read_template(override, folder)
+    else:
+        try:
+            template = str(tokenizer.get_chat_template())
+        except ValueError:  # none set, or several and none called `default`
+            return None
+    if len(template.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
+        raise RefusedError(
+            "the chat template is too large",
+            where="chat_template",
+            found=f"{len(template)} characters",
+            expected=f"at most {MAX_TEMPLATE_BYTES} bytes",
+        )
+    return template
+
+
+def _read_template(path: str, folder: Path | None) -> str:
+    written = Path(path).expanduser()
+    tried = [Path.cwd() / written] + ([folder / written] if folder is not None else [])
+    for candidate in tried:
+        if candidate.is_file():
+            try:
+                return candidate.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise RefusedError("cannot read the chat template", where=str(candidate), found=str(error)) from error
+    raise RefusedError(
+        "chat template not found",
+        where=f"chat_template: {printable(path)}",
+        found="neither " + " nor ".join(str(candidate) for candidate in dict.fromkeys(tried)),
+        expected="a file, or the text of a template",
+    )
+
+
+class ChatTemplate:
+    """A template bound to the tokenizer whose special tokens it may name."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        """
+        Raises:
+            RefusedError: `text` is not valid Jinja.
+        """
+        self.text = text
+        self._tokenizer = tokenizer
+        self._specials = tuple(sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len))
+        self._has_marks = GENERATION_MARK.search(text) is not None
+        self._check_syntax()
+        self._has_generation_prompt = self._probe_generation_prompt()
+        self.end_of_turn = self._probe_end_of_turn()
+        """The special token behind every turn of the assistant, as text; None where the template writes none."""
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """
+        Raises:
+            BadRowError: the template raised, or did what the sandbox forbids.
+        """
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.text
+            )
+        except Exception as error:
+            # A template is a program: besides jinja2's errors it can raise any of Python's.
+            raise BadRowError(
+                "the chat template refuses this conversation",
+                found=printable(f"{type(error).__name__}: {error}"),
+                expected="roles " + ", ".join(message["role"] for message in messages) + " in an order that it takes",
+            ) from error
+        return str(text)
+
+    def render_trained(self, messages: Sequence[Message]) -> Rendered:
+        """The text of a conversation and the spans of the assistant's turns.
+
+        Raises:
+            BadRowError: the template refuses the conversation, or the turns cannot be told apart in its text.
+        """
+        if self._has_marks:
+            text, marked = self._render_marked(messages)
+            return Rendered(text, tuple(self._to_end_of_turn(text, span) for span in marked))
+        text = self.render(messages)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        return Rendered(text, tuple(self._turn_span(messages, index, text) for index in turns))
+
+    def _turn_span(self, messages: Sequence[Message], index: int, text: str) -> Span:
+        span = self._span_by_prefix(messages, index, text) or self._span_by_placeholder(messages, index, text)
+        if span is None:
+            raise BadRowError(
+                "cannot tell what the assistant said in the text that the chat template makes",
+                found=f"turn {index + 1} of {len(messages)} is rewritten by the template",
+                expected="a template that keeps the assistant's words, or has {% generation %} marks around them",
+            )
+        return span
+
+    def _span_by_prefix(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+        if not self._has_generation_prompt:
+            return None
+        before = self._try_render(messages[:index], add_generation_prompt=True)
+        through = text if index == len(messages) - 1 else self._try_render(messages[: index + 1])
+        if before is None or through is None or not text.startswith(through) or not through.startswith(before):
+            return None
+        answer = messages[index]["content"].rsplit(END_OF_THOUGHT, 1)[-1]  # thoughts may be laid out anew
+        if answer.strip() not in through[len(before) :]:
+            return None
+        trimmed = through.rstrip()
+        ends_in_special = len(trimmed) > len(before) and trimmed.endswith(self._specials)
+        return len(before), len(trimmed) if ends_in_special else len(through)
+
+    def _span_by_placeholder(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+        placeholder = "Placeholder0"
+        while placeholder in text:
+            placeholder += "0"
+        replaced = [*messages]
+        replaced[index] = {**messages[index], "content": placeholder}
+        around = (self._try_render(replaced) or "").split(placeholder)
+        if len(around) != 2 or len(text) < len(around[0]) + len(around[1]):
+            return None
+        if not text.startswith(around[0]) or not text.endswith(around[1]):
+            return None
+        start, end = len(around[0]), len(text) - len(around[1])
+        said, content = text[start:end].strip(), messages[index]["content"].strip()
+        # A template may trim the content, or drop the thoughts in front of it; what is left is the content's end.
+        if bool(said) != bool(content) or not content.endswith(said):
+            return None
+        return self._to_end_of_turn(text, (start, end))
+
+    def _to_end_of_turn(self, text: str, span: Span) -> Span:
+        """`span` lengthened over the end-of-turn token, if that comes next."""
+        start, end = span
+        if self.end_of_turn is not None:
+            rest = text[end : end + len(self.end_of_turn) + 16]
+            token_start = len(rest) - len(rest.lstrip())
+            if rest.startswith(self.end_of_turn, token_start):
+                end += token_start + len(self.end_of_turn)
+        return start, end
+
+    def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:
+            raise BadRowError(
+                "the chat template refuses this conversation", found=printable(f"{type(error).__name__}: {error}")
+            ) from error
+        texts, spans = rendered
+        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
+
+    def _try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+        try:
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
+        except BadRowError:
+            return None
+
+    def _check_syntax(self) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self.render([{"role": "user", "content": "x"}])
+        except BadRowError as error:
+            cause = error.__cause__
+            if isinstance(cause, TemplateSyntaxError):
+                raise RefusedError(
+                    "the chat template is not valid Jinja",
+                    where=f"chat_template: line {cause.lineno}",
+                    found=printable(str(cause)),
+                    hint="chat_template: path/to/template.jinja",
+                ) from error
+
+    def _probe_generation_prompt(self) -> bool:
+        """Without one, the header of the assistant's turn would count as what the model writes."""
+        question: list[Message] = [{"role": "user", "content": "x"}]
+        with_prompt = self._try_render(question, add_generation_prompt=True)
+        return with_prompt is not None and with_prompt != self._try_render(question)
+
+    def _probe_end_of_turn(self) -> str | None:
+        answer = "Placeholder0"
+        text = self._try_render([{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}])
+        if text is None or answer not in text:
+            return None
+        tail = text.rsplit(answer, 1)[1].lstrip()
+        return next((special for special in reversed(self._specials) if special and tail.startswith(special)), None)

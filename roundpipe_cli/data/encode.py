@@ -1,0 +1,115 @@
+"""From text with trained spans to token ids with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_cli.data.chat import Rendered, Span
+from roundpipe_cli.data.rows import BadRowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED_LABEL = -100
+"""The label of a token that is not trained (torch's `ignore_index`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of one row."""
+
+    input_ids: npt.NDArray[np.int32]
+    """Shape [tokens]."""
+    trained: npt.NDArray[np.bool_]
+    """Shape [tokens]."""
+
+
+def encode_batch(
+    tokenizer: PreTrainedTokenizerBase, rendered: Sequence[Rendered], *, plain: bool
+) -> list[Encoded | BadRowError]:
+    """Tokenise many rows at once (the fast tokenizers then use all cores).
+
+    A token is trained if any character that it stands for is: where one token spans the border of prompt and answer,
+    the answer's first character would otherwise never be learnt.
+
+    Args:
+        plain: text without a template: the tokenizer adds its own special tokens (BOS), and EOS is appended, trained
+            where the text's last character is. A chat template has written them all itself.
+    """
+    texts = [row.text for row in rendered]
+    if not getattr(tokenizer, "is_fast", False):
+        return [_encode_slow(tokenizer, row, plain=plain) for row in rendered]
+    batch: Any = tokenizer(
+        texts,
+        add_special_tokens=plain,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    encoded: list[Encoded | BadRowError] = []
+    for row, ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
+        trained = _trained_tokens(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), row.trained)
+        encoded.append(_with_eos(tokenizer, np.asarray(ids, dtype=np.int32), trained, row, plain=plain))
+    return encoded
+
+
+def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Which tokens overlap a span. `offsets` [tokens, 2]: first character of each token and the one behind its last."""
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    if len(ends) > 1:
+        # Tokenizers that trim offsets (GPT-2's) give a token of blanks no width, at its end: it begins where the
+        # token before ended. Special tokens that the tokenizer adds are at (0, 0) and stay without width.
+        previous_ends = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
+        starts = np.where((starts == ends) & (ends > previous_ends), previous_ends, starts)
+    trained = np.zeros(len(ends), dtype=np.bool_)
+    for start, end in spans:
+        trained |= (starts < end) & (ends > start) & (ends > starts)
+    return trained
+
+
+def _with_eos(
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: npt.NDArray[np.int32],
+    trained: npt.NDArray[np.bool_],
+    row: Rendered,
+    *,
+    plain: bool,
+) -> Encoded:
+    if not plain:
+        return Encoded(input_ids, trained)
+    eos_trained = bool(row.trained) and row.trained[-1][1] == len(row.text)
+    if len(input_ids) and input_ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it themselves
+        trained[-1] |= eos_trained
+        return Encoded(input_ids, trained)
+    eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
+    return Encoded(np.concatenate([input_ids, eos]), np.concatenate([trained, [eos_trained]]))
+
+
+def _encode_slow(tokenizer: PreTrainedTokenizerBase, row: Rendered, *, plain: bool) -> Encoded | BadRowError:
+    """For tokenizers without character offsets: the tokens of each prefix must be a prefix of the tokens."""
+    ids = _ids(tokenizer, row.text, plain=plain)
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    for span in row.trained:
+        borders = []
+        for position in span:
+            prefix = ids if position == len(row.text) else _ids(tokenizer, row.text[:position], plain=plain)
+            if ids[: len(prefix)] != prefix:
+                return BadRowError(
+                    "cannot tell which tokens belong to the answer",
+                    found="a tokenizer without character offsets, with a token that spans the border",
+                    expected="a fast tokenizer (a model folder with a tokenizer.json)",
+                )
+            borders.append(len(prefix))
+        trained[borders[0] : borders[1]] = True
+    return _with_eos(tokenizer, np.asarray(ids, dtype=np.int32), trained, row, plain=plain)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, plain: bool) -> list[int]:
+    ids: Any = tokenizer(text, add_special_tokens=plain, verbose=False)["input_ids"]
+    return list(ids) if text else []

@@ -1,0 +1,221 @@
+"""Readers of local files. Each yields `RawRow`s in file order and knows where every row came from.
+
+Lines are parsed here rather than by `datasets`, because a bad row must be named by file and line; parquet has no lines
+and is read by pyarrow, which `datasets` is built on. A row that cannot be read is yielded with its fault, so that the
+numbers of the rows behind it stay true; only a file that cannot be read at all raises.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+from roundpipe_cli.data.rows import RawRow, RowFault, describe, printable
+from roundpipe_cli.errors import RefusedError
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+MAX_CSV_FIELD_CHARACTERS = 2**31 - 1
+
+
+def known_suffix(path: Path) -> str | None:
+    """The suffix that decides the reader, `.gz` looked through; None for a file we cannot read."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def read_file(path: Path) -> Iterator[RawRow]:
+    """The rows of one local file.
+
+    Raises:
+        RefusedError: the file cannot be opened or is broken as a whole.
+    """
+    suffix = known_suffix(path)
+    try:
+        if suffix in (".jsonl", ".ndjson"):
+            yield from _read_jsonl(path)
+        elif suffix == ".json":
+            yield from _read_json(path)
+        elif suffix in (".csv", ".tsv"):
+            yield from _read_csv(path, delimiter="\t" if suffix == ".tsv" else ",")
+        elif suffix == ".parquet":
+            yield from _read_parquet(path)
+        else:
+            raise RefusedError(
+                "no reader for this kind of file", where=str(path), expected="a file named *" + ", *".join(SUFFIXES)
+            )
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RefusedError(f"cannot read the dataset: {printable(reason)}", where=str(path)) from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _refuse_utf16(head: bytes, path: Path) -> None:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise RefusedError(
+            "the file is not UTF-8",
+            where=str(path),
+            found="UTF-16",
+            expected="UTF-8",
+            hint=f"iconv -f UTF-16 -t UTF-8 {path.name} > converted{known_suffix(path) or ''}",
+        )
+
+
+def _read_jsonl(path: Path) -> Iterator[RawRow]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                _refuse_utf16(line, path)
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield _parse_json_line(line, number)
+
+
+def _parse_json_line(line: bytes, number: int) -> RawRow:
+    try:
+        return _as_row(json.loads(line.decode("utf-8")), number)
+    except UnicodeDecodeError as error:
+        fault = RowFault("the line is not valid UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
+    except json.JSONDecodeError as error:
+        fault = RowFault("the line is not valid JSON", f"{error.msg} at column {error.colno}", "one JSON object a line")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
+        fault = RowFault("the line cannot be read as JSON", printable(str(error)), "one JSON object a line")
+    return RawRow(number, {}, fault)
+
+
+def _as_row(value: object, number: int) -> RawRow:
+    if isinstance(value, dict):
+        return RawRow(number, value)
+    return RawRow(number, {}, RowFault("the row is not an object", describe(value), 'an object: {"text": "..."}'))
+
+
+def _read_json(path: Path) -> Iterator[RawRow]:
+    """A JSON list of rows, or JSON lines under the name `.json`."""
+    with _open(path) as file:
+        content = file.read()
+    _refuse_utf16(content, path)
+    # Broken bytes survive as lone surrogates here, so that they spoil one row and not the file.
+    text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
+    start = _skip_space(text, 0)
+    if start == len(text):
+        return
+    if text[start] != "[":
+        first_line = text[start:].split("\n", 1)[0]
+        try:
+            json.loads(first_line)
+        except ValueError:
+            raise _broken_json(path, text, start, "this is neither a list of rows nor one row a line") from None
+        yield from _read_jsonl(path)
+        return
+    yield from _read_json_list(path, text, start)
+
+
+def _read_json_list(path: Path, text: str, start: int) -> Iterator[RawRow]:
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, start + 1)
+    line, counted = 1, 0  # `line` is the line of character `counted`
+    if text[position : position + 1] != "]":
+        while True:
+            line, counted = line + text.count("\n", counted, position), position
+            try:
+                value, end = decoder.raw_decode(text, position)
+            except json.JSONDecodeError as error:
+                raise _broken_json(path, text, error.pos, error.msg) from None
+            except (ValueError, RecursionError) as error:
+                raise _broken_json(path, text, position, printable(str(error))) from None
+            yield _checked_utf8(_as_row(value, line), text[position:end])
+            position = _skip_space(text, end)
+            mark = text[position : position + 1]
+            if mark == "]":
+                break
+            if mark != ",":
+                raise _broken_json(path, text, position, "Expecting ',' or ']'")
+            position = _skip_space(text, position + 1)
+    if _skip_space(text, position + 1) != len(text):
+        raise _broken_json(path, text, position + 1, "more text behind the end of the list")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _checked_utf8(row: RawRow, source: str) -> RawRow:
+    if source.isascii():
+        return row
+    try:
+        source.encode("utf-8")
+    except UnicodeEncodeError as error:
+        broken = f"byte 0x{ord(source[error.start]) - 0xDC00:02x} at character {error.start + 1} of the row"
+        return RawRow(row.number, {}, RowFault("the row is not valid UTF-8", broken))
+    return row
+
+
+def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedError:
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    return RefusedError(
+        "the file is not valid JSON",
+        where=f"{path}:{line}:{column}",
+        found=message,
+        expected="a JSON list of objects, or one JSON object a line",
+        hint="with one object a line (.jsonl) a broken row can be skipped by `on_bad_row: skip`",
+    )
+
+
+def _read_csv(path: Path, delimiter: str) -> Iterator[RawRow]:
+    csv.field_size_limit(MAX_CSV_FIELD_CHARACTERS)  # the module's own limit of 131,072 is shorter than real documents
+    with _open(path) as binary:
+        first = binary.read(4)
+    _refuse_utf16(first, path)
+    opener = gzip.open if path.name.lower().endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header = next(reader, None)
+        if header is None:
+            return
+        if len(set(header)) != len(header):
+            raise RefusedError("two columns have the same name", where=f"{path}:1", found=printable(", ".join(header)))
+        number = reader.line_num + 1
+        while True:
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield RawRow(number, {}, RowFault("the row is not valid CSV", printable(str(error))))
+            else:
+                if values:  # an empty line is no row
+                    yield _csv_row(header, values, number)
+            number = reader.line_num + 1
+
+
+def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
+    if len(values) != len(header):
+        fault = RowFault("the row does not fit the header", f"{len(values)} fields", f"{len(header)} fields")
+        return RawRow(number, {}, fault)
+    return RawRow(number, dict(zip(header, values, strict=True)))
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        number = 0
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield RawRow(number, columns)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise RefusedError(
+            "cannot read the parquet file", where=f"{path}: behind row {number}", found=printable(str(error))
+        ) from error

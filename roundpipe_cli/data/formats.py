@@ -1,0 +1,260 @@
+"""Which type a dataset has, and what one of its rows says: a conversation, a prompt with its completion, or a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roundpipe_cli.data.rows import BadRowError, check_text, column_names, describe, printable
+from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.errors import RefusedError, closest
+
+RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text"]
+Message = dict[str, str]
+"""`{"role": ..., "content": ...}`."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+FIELDS: dict[RowType, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+"""What a row of each type must have; `auto` takes the first type, in this order, whose fields are all there."""
+OPTIONAL_FIELDS: dict[RowType, tuple[str, ...]] = {"alpaca": ("input",)}
+PAIR_COLUMNS = (("question", "answer"), ("prompt", "response"), ("instruction", "response"), ("query", "response"))
+"""Other names under which `auto` finds a prompt and its completion."""
+
+# The prompt that the alpaca type is defined with (Stanford Alpaca, 2023), used only where no chat template exists.
+ALPACA_HEAD = "Below is an instruction that describes a task"
+ALPACA_WITH_INPUT = (
+    ALPACA_HEAD + ", paired with an input that provides further context. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA_WITHOUT_INPUT = (
+    ALPACA_HEAD + ". Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that only a chat template turns into text; the assistant's are trained."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A prompt and its completion: a conversation of two turns where there is a chat template, else plain text."""
+
+    user: str
+    """The user's turn."""
+    plain_prompt: str
+    """What stands before the completion without a template."""
+    completion: str
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return ({"role": "user", "content": self.user}, {"role": "assistant", "content": self.completion})
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """A text of which every token is trained."""
+
+    text: str
+
+
+Content = Conversation | Exchange | PlainText
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the rows of one dataset are read."""
+
+    type: RowType
+    columns: Mapping[str, str]
+    """Our field name to the file's column, for every field of the type."""
+    notice: str | None = None
+    """What `auto` decided."""
+
+    def parse(self, row: Mapping[str, object]) -> Content:
+        """
+        Raises:
+            BadRowError: a field is missing, of the wrong type, empty or no text.
+        """
+        if self.type == "chat":
+            return Conversation(_chat_messages(self._field(row, "messages"), self.columns["messages"]))
+        if self.type == "sharegpt":
+            return Conversation(_sharegpt_messages(self._field(row, "conversations"), self.columns["conversations"]))
+        if self.type == "alpaca":
+            return self._alpaca(row)
+        if self.type == "prompt_completion":
+            prompt, completion = self._text(row, "prompt"), self._text(row, "completion", filled=True)
+            return Exchange(prompt, prompt, completion)
+        return PlainText(self._text(row, "text", filled=True))
+
+    def _alpaca(self, row: Mapping[str, object]) -> Exchange:
+        instruction = self._text(row, "instruction", filled=True)
+        has_input = row.get(self.columns["input"]) is not None
+        context = self._text(row, "input") if has_input else ""
+        output = self._text(row, "output", filled=True)
+        if not context.strip():
+            return Exchange(instruction, ALPACA_WITHOUT_INPUT.format(instruction=instruction), output)
+        plain_prompt = ALPACA_WITH_INPUT.format(instruction=instruction, input=context)
+        return Exchange(f"{instruction}\n\n{context}", plain_prompt, output)
+
+    def _field(self, row: Mapping[str, object], field: str) -> object:
+        column = self.columns[field]
+        if column not in row:
+            raise BadRowError(
+                f"`{column}` is missing", found=column_names(row), expected=f"`{column}` (type {self.type})"
+            )
+        return row[column]
+
+    def _text(self, row: Mapping[str, object], field: str, *, filled: bool = False) -> str:
+        column = self.columns[field]
+        return _checked_text(self._field(row, field), f"`{column}`", filled=filled)
+
+
+def _checked_text(value: object, field: str, *, filled: bool) -> str:
+    if not isinstance(value, str):
+        raise BadRowError(f"{field} is not text", found=describe(value), expected="a string")
+    if filled and not value.strip():
+        raise BadRowError(f"{field} is empty", found=describe(value), expected="a string with some text")
+    check_text(value, field)
+    return value
+
+
+def _list_of_objects(value: object, column: str) -> Sequence[Mapping[str, object]]:
+    if not isinstance(value, (list, tuple)):
+        raise BadRowError(f"`{column}` is not a list", found=describe(value), expected="a list of messages")
+    if not value:
+        raise BadRowError(f"`{column}` is empty", found="a list of 0", expected="at least one message")
+    for index, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise BadRowError(f"`{column}[{index}]` is not a message", found=describe(item), expected="an object")
+    return value
+
+
+def _chat_messages(value: object, column: str) -> tuple[Message, ...]:
+    messages = []
+    for index, item in enumerate(_list_of_objects(value, column)):
+        role, field = item.get("role"), f"`{column}[{index}]"
+        if role not in ROLES:
+            known = "one of " + ", ".join(ROLES)
+            raise BadRowError(f"{field}.role` is unknown", found=_shown_role(role), expected=known)
+        if item.get("tool_calls"):
+            raise BadRowError(f"{field}.tool_calls` is not supported yet", expected="messages with role and content")
+        content = _checked_text(item.get("content"), f"{field}.content`", filled=False)
+        messages.append({"role": str(role), "content": content})
+    return _with_assistant(messages, column)
+
+
+def _sharegpt_messages(value: object, column: str) -> tuple[Message, ...]:
+    messages = []
+    for index, item in enumerate(_list_of_objects(value, column)):
+        speaker, field = item.get("from"), f"`{column}[{index}]"
+        role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+        if role is None:
+            known = "one of " + ", ".join(SHAREGPT_ROLES)
+            raise BadRowError(f"{field}.from` is unknown", found=_shown_role(speaker), expected=known)
+        content = _checked_text(item.get("value"), f"{field}.value`", filled=False)
+        messages.append({"role": role, "content": content})
+    return _with_assistant(messages, column)
+
+
+def _with_assistant(messages: list[Message], column: str) -> tuple[Message, ...]:
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        roles = ", ".join(message["role"] for message in messages)
+        raise BadRowError(
+            f"`{column}` has nothing to train on",
+            found=printable(f"roles {roles}"),
+            expected="at least one message of the assistant that is not empty",
+        )
+    return tuple(messages)
+
+
+def _shown_role(role: object) -> str:
+    return f"`{printable(role, 40)}`" if isinstance(role, str) else describe(role)
+
+
+def decide_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat:
+    """The type and the columns of a dataset whose first readable row has `columns`.
+
+    Raises:
+        RefusedError: no type fits, the type is unknown, or `spec.columns` maps a field that the type does not have.
+    """
+    known: list[str] = [*FIELDS, "auto"]
+    if spec.type not in known:
+        near = closest(str(spec.type), known)
+        raise RefusedError(
+            "unknown dataset type",
+            where=where,
+            found=f"type: {printable(str(spec.type))}",
+            expected="one of " + ", ".join(known),
+            hint=f"did you mean `{near}`?" if near else None,
+        )
+    if spec.type != "auto":
+        _check_mapping(spec, _all_fields(spec.type), where)
+        pair = _pair_format(spec, columns, where) if spec.type == "prompt_completion" else None
+        return pair or RowFormat(spec.type, _mapped(spec.type, spec.columns))
+    _check_mapping(spec, [field for row_type in FIELDS for field in _all_fields(row_type)], where)
+    return _detect(spec, columns, where)
+
+
+def _detect(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat:
+    for row_type, fields in FIELDS.items():
+        mapped = _mapped(row_type, spec.columns)
+        if all(mapped[field] in columns for field in fields):
+            shown = ", ".join(mapped[field] for field in _all_fields(row_type) if mapped[field] in columns)
+            return RowFormat(row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
+        pair = _pair_format(spec, columns, where) if row_type == "prompt_completion" else None
+        if pair is not None:
+            return pair
+    expected = "; ".join(f"{row_type}: {', '.join(fields)}" for row_type, fields in FIELDS.items())
+    first, second = ([*columns, "COLUMN", "COLUMN"])[:2]
+    raise RefusedError(
+        "cannot tell the type of this dataset from its columns",
+        where=where,
+        found=column_names(dict.fromkeys(columns)),
+        expected=expected,
+        hint=f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
+    )
+
+
+def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:
+    """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
+    if spec.columns or "prompt" in columns and "completion" in columns:
+        return None
+    for prompt, completion in PAIR_COLUMNS:
+        if prompt in columns and completion in columns:
+            decided = f"read as type prompt_completion, {prompt} as the prompt and {completion} as the completion"
+            return RowFormat("prompt_completion", {"prompt": prompt, "completion": completion}, f"{where}: {decided}")
+    return None
+
+
+def _all_fields(row_type: RowType) -> tuple[str, ...]:
+    return FIELDS[row_type] + OPTIONAL_FIELDS.get(row_type, ())
+
+
+def _mapped(row_type: RowType, columns: Mapping[str, str]) -> dict[str, str]:
+    return {field: columns.get(field, field) for field in _all_fields(row_type)}
+
+
+def _check_mapping(spec: DatasetSpec, fields: Sequence[str], where: str) -> None:
+    for field in spec.columns:
+        if field not in fields:
+            near = closest(field, list(fields))
+            raise RefusedError(
+                "`columns` maps a field that this type does not have",
+                where=where,
+                found=printable(field),
+                expected="one of " + ", ".join(dict.fromkeys(fields)),
+                hint=f"did you mean `{near}`?" if near else None,
+            )

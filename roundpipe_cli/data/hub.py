@@ -1,0 +1,102 @@
+"""Datasets of the Hugging Face hub, and local folders in its layout, through the `datasets` library.
+
+No code of a repository is ever run (`datasets` >= 4 has no loading scripts), and `offline` opens no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.data.rows import RawRow, printable
+from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.errors import RefusedError
+
+PROBE_TIMEOUT_S = 10.0
+"""How long the hub may take to answer the first question; `datasets` alone would retry for 23 s without a network."""
+
+
+def read_hub(spec: DatasetSpec, offline: bool) -> Iterator[RawRow]:
+    """The rows of a hub dataset (or of a local folder), numbered from 1 within the slice.
+
+    Raises:
+        RefusedError: missing, private, unreachable and not cached, or without the split or configuration.
+    """
+    import datasets
+
+    is_folder = Path(spec.path).is_dir()
+    use_cache_only = offline or (not is_folder and not _hub_answers(spec))
+    try:
+        with _no_network(use_cache_only):
+            table: Any = datasets.load_dataset(spec.path, spec.name, split=spec.split)
+    except Exception as error:
+        # `datasets` raises a dozen unrelated types here (ValueError for a split, OSError, DatasetsError, pyarrow's).
+        raise _refusal(spec, error, use_cache_only, offline) from error
+    for number, columns in enumerate(table, start=1):
+        yield RawRow(number, columns)
+
+
+def _hub_answers(spec: DatasetSpec) -> bool:
+    """Whether the hub can be asked for this dataset; False without a network, and then only the cache can help.
+
+    Raises:
+        RefusedError: the hub answered that there is no such dataset for this user.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(spec.path, timeout=PROBE_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise _missing(spec, "the dataset is gated, and you have no access to it") from error
+    except RepositoryNotFoundError as error:
+        raise _missing(spec, "no such file, and no such dataset on the hub (or it is private)") from error
+    except Exception:
+        # No name lookup, no route, time-out, 5xx: the types belong to whichever HTTP library the hub client uses.
+        return False
+    return True
+
+
+def _missing(spec: DatasetSpec, found: str) -> RefusedError:
+    return RefusedError(
+        "dataset not found",
+        where=f"datasets: {printable(spec.path)}",
+        found=found,
+        expected="a file, a folder or the id of a hub dataset",
+        hint="check the spelling; for a private or gated dataset log in with `hf auth login`",
+    )
+
+
+def _refusal(spec: DatasetSpec, error: Exception, use_cache_only: bool, offline: bool) -> RefusedError:
+    where = f"datasets: {printable(spec.path)}"
+    if use_cache_only and isinstance(error, OSError):
+        return RefusedError(
+            "the hub dataset is not in the local cache",
+            where=where,
+            found="offline mode" if offline else "the hub cannot be reached",
+            expected="a local file or folder, or a dataset that was downloaded before",
+            hint="run once with a network, or name a local .jsonl, .json, .csv or .parquet file",
+        )
+    return RefusedError(
+        f"cannot load split `{printable(spec.split)}` of the dataset",
+        where=where,
+        found=printable(f"{type(error).__name__}: {error}"),
+        hint=None if spec.name else "some datasets need a configuration: `name: ...` beside `path:`",
+    )
+
+
+@contextmanager
+def _no_network(active: bool) -> Iterator[None]:
+    """Switch both libraries offline while the body runs; they read the environment only once, when imported."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    before = (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
+    if active:
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before

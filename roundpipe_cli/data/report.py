@@ -1,0 +1,89 @@
+"""What became of the rows: nothing that was dropped, cut or skipped goes unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from roundpipe_cli.data.formats import RowType
+from roundpipe_cli.data.rows import RowFault
+
+MAX_LISTED = 10
+"""Rows named in one message; the report holds them all."""
+
+
+@dataclass
+class SourceReport:
+    """Counts of one file or hub dataset, filled while it is read. Row numbers count as in `RawRow.number`."""
+
+    name: str
+    type: RowType | None = None
+    """As the recipe says or as decided from the columns; None where no row could be read."""
+    rows_read: int = 0
+    rows_kept: int = 0
+    bad_rows: list[tuple[int, RowFault]] = field(default_factory=list)
+    too_long_rows: list[int] = field(default_factory=list)
+    """Rows of more than `max_seq_length` tokens: kept and cut, dropped or refused, as `long_rows` says."""
+    untrained_rows: list[int] = field(default_factory=list)
+    """Rows without one token to train (left), always dropped."""
+    trained_tokens: int = 0
+    """Labels that count in the loss: all but each row's first token, which nothing predicts."""
+    total_tokens: int = 0
+    longest_row_tokens: int = 0
+    """Before any cut."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """All sources together."""
+
+    sources: tuple[SourceReport, ...]
+    long_rows: str
+    """What was done with `too_long_rows`: error, drop or truncate."""
+
+    @property
+    def rows_read(self) -> int:
+        return sum(source.rows_read for source in self.sources)
+
+    @property
+    def rows_kept(self) -> int:
+        return sum(source.rows_kept for source in self.sources)
+
+    @property
+    def rows_bad(self) -> int:
+        return sum(len(source.bad_rows) for source in self.sources)
+
+    @property
+    def rows_too_long(self) -> int:
+        return sum(len(source.too_long_rows) for source in self.sources)
+
+    @property
+    def rows_truncated(self) -> int:
+        return self.rows_too_long if self.long_rows == "truncate" else 0
+
+    @property
+    def rows_untrained(self) -> int:
+        return sum(len(source.untrained_rows) for source in self.sources)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(source.trained_tokens for source in self.sources)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(source.total_tokens for source in self.sources)
+
+    def filter_counts(self) -> str:
+        """`120 rows read, 3 bad, 2 too long, 0 without a trained token, 115 kept`."""
+        long_verb = "cut" if self.long_rows == "truncate" else "too long"
+        return (
+            f"{self.rows_read} rows read, {self.rows_bad} bad, {self.rows_too_long} {long_verb}, "
+            f"{self.rows_untrained} without a trained token, {self.rows_kept} kept"
+        )
+
+
+def listed(places: Sequence[str]) -> str:
+    """The first places, and how many more there are."""
+    shown = ", ".join(places[:MAX_LISTED])
+    rest = len(places) - MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown

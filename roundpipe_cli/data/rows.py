@@ -1,0 +1,98 @@
+"""Rows on their way from a file to tokens, and how a bad one is described without repeating what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roundpipe_cli.errors import Problem
+
+MAX_SHOWN_CHARACTERS = 200
+"""No message shows more than this of a row's text (RELIABILITY S20)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """Why a row cannot be used."""
+
+    what: str
+    found: str | None = None
+    expected: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row as its source holds it: its columns, or the reason why they could not be read."""
+
+    number: int
+    """Counted from 1: the line of a text file at which the row begins, or the row of a table or a hub dataset."""
+    columns: Mapping[str, object]
+    fault: RowFault | None = None
+
+
+class BadRowError(Exception):
+    """A row that does not hold what its type needs. Caught where rows are read; never reaches the user as such."""
+
+    def __init__(self, what: str, *, found: str | None = None, expected: str | None = None) -> None:
+        super().__init__(what)
+        self.fault = RowFault(what, found, expected)
+
+
+def fault_problem(fault: RowFault, where: str) -> Problem:
+    return Problem(fault.what, where=where, found=fault.found, expected=fault.expected)
+
+
+def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
+    """`text` with control characters escaped and cut to `limit` characters, safe for a terminal and a log."""
+    shown = []
+    for character in text[: limit + 1]:
+        shown.append(character if character.isprintable() else character.encode("unicode_escape").decode("ascii"))
+    escaped = "".join(shown)
+    return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
+
+
+def describe(value: object) -> str:
+    """The kind of a value in the words of JSON, never its text: `a number`, `a list of 3`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"an object with {column_names(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def column_names(columns: Mapping[str, object]) -> str:
+    """`columns question, answer`, escaped and bounded."""
+    if not columns:
+        return "no columns"
+    return printable("columns " + ", ".join(str(name) for name in columns))
+
+
+def check_text(text: str, field: str) -> None:
+    """Refuse what no tokenizer should see.
+
+    Raises:
+        BadRowError: a NUL character, or half of a surrogate pair (text that was not valid Unicode).
+    """
+    if "\0" in text:
+        raise BadRowError(
+            f"{field} holds a NUL character",
+            found=f"at character {text.index(chr(0)) + 1} of {len(text)}",
+            expected="text without NUL characters",
+        )
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRowError(
+                f"{field} is not valid Unicode text",
+                found=f"a broken character at position {error.start + 1} of {len(text)}",
+                expected="UTF-8 text",
+            ) from None

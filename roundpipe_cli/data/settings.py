@@ -1,0 +1,45 @@
+"""What the data room is asked to do, in plain arguments; the recipe's keys of the same names say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+DataType = Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One entry of the recipe's `datasets`."""
+
+    path: str
+    """A file, a glob of files, a folder, or the id of a dataset on the hub."""
+    type: DataType = "auto"
+    split: str = "train"
+    """Name of the split, with an optional slice: `train[:200]`, `train[10%:20%]`."""
+    name: str | None = None
+    """Configuration of a hub dataset, e.g. `main`."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our field name to the file's column: `{"prompt": "question"}`."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Everything that decides which tokens are trained, in which order of rows they are read."""
+
+    datasets: tuple[DatasetSpec, ...]
+    max_seq_length: int
+    """Tokens of the longest row that is kept whole."""
+    train_on_inputs: bool = False
+    long_rows: Literal["error", "drop", "truncate"] = "truncate"
+    on_bad_row: Literal["error", "skip"] = "error"
+    shuffle: bool = True
+    """Read by `BatchSampler`'s caller; building a dataset keeps the order of the files."""
+    seed: int = 0
+    folder: Path | None = None
+    """The recipe's folder: relative paths are tried from the working directory first, then from here."""
+    offline: bool = False
+    chat_template: str | None = None
+    """A file or the text of a template in place of the tokenizer's own."""

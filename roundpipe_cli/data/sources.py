@@ -1,0 +1,166 @@
+"""From a `DatasetSpec` to a source of rows: which files or which hub dataset it names, and which slice of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from roundpipe_cli.data.files import SUFFIXES, known_suffix, read_file
+from roundpipe_cli.data.rows import RawRow, printable
+from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.errors import RefusedError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+GLOB_CHARACTERS = "*?["
+SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+
+
+@dataclass(frozen=True)
+class Split:
+    """`train[10%:200]`: a name and two bounds as the user wrote them (None: open)."""
+
+    name: str
+    start: str | None = None
+    stop: str | None = None
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether the bounds say nothing before the rows are counted."""
+        return any(bound is not None and (bound.startswith("-") or bound.endswith("%")) for bound in self.bounds)
+
+    @property
+    def bounds(self) -> tuple[str | None, str | None]:
+        return self.start, self.stop
+
+    def range(self, num_rows: int) -> tuple[int, int]:
+        """The half-open range of rows, percentages rounded to the closest row as `datasets` does."""
+        start = 0 if self.start is None else _bound(self.start, num_rows)
+        stop = num_rows if self.stop is None else _bound(self.stop, num_rows)
+        return start, stop
+
+
+def _bound(bound: str, num_rows: int) -> int:
+    value = round(int(bound[:-1]) * num_rows / 100) if bound.endswith("%") else int(bound)
+    if value < 0:
+        value += num_rows
+    return min(max(value, 0), num_rows)
+
+
+def parse_split(text: str) -> Split:
+    """
+    Raises:
+        RefusedError: `text` is not a name with an optional slice.
+    """
+    match = SPLIT.fullmatch(text.strip())
+    if match is None:
+        raise RefusedError(
+            "this split cannot be read",
+            where="datasets: split",
+            found=printable(text),
+            expected="a name with an optional slice: train, train[:200], train[10%:20%], test[-100:]",
+            hint="to join splits, list the dataset once for each of them",
+        )
+    return Split(match["name"], match["start"], match["stop"])
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one file, or of one hub dataset or folder that `datasets` reads."""
+
+    name: str
+    """As shown in messages: the path as found, or the hub id with its split."""
+    file: Path | None
+    spec: DatasetSpec
+    offline: bool
+
+    def rows(self) -> Iterator[RawRow]:
+        if self.file is not None:
+            return _local_rows(self.file, parse_split(self.spec.split))
+        from roundpipe_cli.data.hub import read_hub
+
+        return read_hub(self.spec, self.offline)
+
+    def where(self, number: int) -> str:
+        """`data/train.jsonl:17`, or `row 17` where there are no lines."""
+        has_lines = self.file is not None and known_suffix(self.file) != ".parquet"
+        return f"{self.name}:{number}" if has_lines else f"{self.name}: row {number}"
+
+
+def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[Source]:
+    """What `spec.path` names: one file, each file of a glob (sorted), a folder, or a hub dataset.
+
+    Relative paths are tried from the working directory, then from `folder`.
+
+    Raises:
+        RefusedError: nothing there, and it cannot be a hub id.
+    """
+    split = parse_split(spec.split)
+    tried = _candidates(spec.path, folder)
+    for candidate in tried:
+        if any(character in spec.path for character in GLOB_CHARACTERS):
+            files = sorted(path for path in candidate.parent.glob(candidate.name) if path.is_file())
+            if files:
+                if split.bounds != (None, None):
+                    raise RefusedError(
+                        "a slice of several files is not supported",
+                        where=f"datasets: {spec.path}",
+                        found=spec.split,
+                        expected="one file, or no slice",
+                    )
+                return [_file_source(path, spec, offline) for path in files]
+        elif candidate.is_file():
+            return [_file_source(candidate, spec, offline)]
+        elif candidate.is_dir():
+            return [Source(str(candidate), None, _with_path(spec, candidate), offline)]
+    if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
+        raise RefusedError(
+            "dataset not found",
+            where=f"datasets: {printable(spec.path)}",
+            found="neither " + " nor ".join(str(path) for path in tried) if len(tried) > 1 else f"no {tried[0]}",
+            expected="a file, a folder or the id of a hub dataset",
+        )
+    return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
+
+
+def _with_path(spec: DatasetSpec, path: Path) -> DatasetSpec:
+    return DatasetSpec(str(path), spec.type, spec.split, spec.name, spec.columns)
+
+
+def _candidates(path: str, folder: Path | None) -> list[Path]:
+    written = Path(path).expanduser()
+    candidates = [Path.cwd() / written]
+    if folder is not None and (folder / written) not in candidates:
+        candidates.append(folder / written)
+    return candidates
+
+
+def _looks_like_file(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or "\\" in path or known_suffix(Path(path)) is not None
+
+
+def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
+    shown = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    if known_suffix(path) is None:
+        raise RefusedError("no reader for this kind of file", where=shown, expected="*" + ", *".join(SUFFIXES))
+    split = parse_split(spec.split)
+    if split.name not in ("train", "all", path.name.split(".")[0]):
+        raise RefusedError(
+            "a local file has only the split `train`",
+            where=f"datasets: {shown}",
+            found=f"split: {spec.split}",
+            hint="split: " + spec.split.replace(split.name, "train", 1),
+        )
+    return Source(shown, path, spec, offline)
+
+
+def _local_rows(path: Path, split: Split) -> Iterator[RawRow]:
+    if split.bounds == (None, None):
+        return read_file(path)
+    if split.needs_length:
+        start, stop = split.range(sum(1 for _ in read_file(path)))
+    else:
+        start, stop = int(split.start or 0), int(split.stop) if split.stop else None  # type: ignore[assignment]
+    return islice(read_file(path), start, stop)
