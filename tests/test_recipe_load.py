@@ -242,7 +242,7 @@ def test_references_cannot_grow_without_bound(tmp_path: Path) -> None:
         f'  - {{path: "${{datasets[{i}].path}}${{datasets[{i}].path}}"}}' for i in range(30)
     ]
     found = problems_of(write(tmp_path, "model: m\ndatasets:\n" + "\n".join(items) + "\n"))
-    assert len(found) == 1 and "grows to more than 65536 characters" in found[0]
+    assert len(found) == 1 and "grow to more than 65536 characters" in found[0]
 
 
 def test_the_resolved_text_loads_to_an_equal_recipe(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from roundpipe_cli.errors import Problem, closest
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, show
 
-MAX_UNKNOWN = 20
-"""Unknown keys listed one by one; the rest are counted (a suggestion takes about a millisecond)."""
+MAX_SHOWN = 30
+"""Problems shown one by one; the rest are counted."""
 
 REFUSED: Any = object()
 """In place of a value that was refused; its problem is among the findings."""
@@ -23,8 +23,9 @@ REFUSED: Any = object()
 class Findings:
     """Collects problems with their places, so that all can be shown at once in the order of the file."""
 
-    def __init__(self, places: dict[KeyPath, Place]) -> None:
+    def __init__(self, places: dict[KeyPath, Place], parent: Findings | None = None) -> None:
         self.places = places
+        self._parent = parent
         self.refused: set[KeyPath] = set()
         """Key paths that already have a problem, or depend on one: not looked at again."""
         self._found: list[tuple[int, Problem]] = []
@@ -56,17 +57,26 @@ class Findings:
 
     def trial(self) -> Findings:
         """Empty findings about the same data, to try one reading of a value."""
-        findings = Findings(self.places)
-        findings.refused = set(self.refused)
-        return findings
+        return Findings(self.places, self)
+
+    def is_refused(self, path: KeyPath) -> bool:
+        return path in self.refused or (self._parent is not None and self._parent.is_refused(path))
 
     def take(self, other: Findings) -> None:
         self._found += other._found
         self.refused |= other.refused
 
     @property
+    def num_found(self) -> int:
+        return len(self._found)
+
+    @property
     def problems(self) -> list[Problem]:
-        return [problem for _, problem in sorted(self._found, key=lambda entry: entry[0])]
+        """In the order of the file, the overrides last, at most MAX_SHOWN and a line about the rest."""
+        problems = [problem for _, problem in sorted(self._found, key=lambda entry: entry[0])]
+        if len(problems) > MAX_SHOWN:
+            problems[MAX_SHOWN:] = [Problem(f"and {len(problems) - MAX_SHOWN} more mistakes: mend these first")]
+        return problems
 
 
 @cache
@@ -121,16 +131,15 @@ def remove_unknown_keys(
 
 def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     """The value as the annotation wants it (tuples for lists, dataclasses for sections), or REFUSED with findings."""
-    if path in findings.refused:
+    if findings.is_refused(path):
         return REFUSED
     origin = get_origin(hint)
     if origin is Annotated:
         base, *constraints = get_args(hint)
-        trial = findings.trial()
-        result = check(value, base, path, trial)
-        if result is REFUSED and isinstance(value, (list, dict)) and path not in trial.refused:
-            findings.take(trial)  # an item is wrong: its own problem says more
-            return REFUSED
+        is_list = get_origin(base) is tuple and isinstance(value, list)
+        result = check(value, base, path, findings) if is_list else _scalar(value, base)
+        if result is REFUSED and is_list:
+            return REFUSED  # an item is wrong, and has said so
         if result is REFUSED or not all(constraint.accepts(result) for constraint in constraints):
             return _refuse(value, hint, path, findings)
         return result
@@ -262,7 +271,12 @@ def _advice(value: Any, hint: Any) -> str | None:
     if isinstance(value, str):
         if "true or false" in wanted and value.lower() in ("yes", "no", "on", "off", "y", "n", "true", "false"):
             return f"write {'true' if value.lower() in ('yes', 'on', 'y', 'true') else 'false'}, without quotes"
-        if ("integer" in wanted or "number" in wanted) and value.replace("_", "").replace(".", "", 1).isdigit():
+        is_short = len(value) <= 20
+        if (
+            is_short
+            and ("integer" in wanted or "number" in wanted)
+            and value.replace("_", "").replace(".", "", 1).isdigit()
+        ):
             return f"write {value.replace('_', '')}, without quotes or underscores"
         choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
         return _mean(value, choices) or (f"write [{value}]" if "a list" in wanted else None)
@@ -291,15 +305,10 @@ def _mean(word: str, candidates: list[str]) -> str | None:
 
 def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, also_known: list[str]) -> None:
     here = (*path, key)
-    num_unknown = sum(1 for problem in findings.problems if problem.what.startswith("unknown key"))
-    if num_unknown >= MAX_UNKNOWN:
-        findings.refused.add(here)
-        if num_unknown == MAX_UNKNOWN:
-            findings.add(here, "unknown key, and perhaps more after it", hint="mend those listed first")
-        return
+    hint: str | None = None
     if key == "<<":
-        hint: str | None = "merge keys are refused: write the values out"
-    else:
+        hint = "merge keys are refused: write the values out"
+    elif findings.num_found < MAX_SHOWN:  # a suggestion takes about a millisecond
         near = suggest(key, path, list(hints_of(schema)), also_known)
         hint = f"did you mean {near}?" if near else None
     findings.add(here, f"unknown key {format_key(here)}", hint=hint)

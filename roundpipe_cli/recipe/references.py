@@ -7,7 +7,7 @@ cycles and texts that would grow without bound included. `\\${` stands for a lit
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -17,11 +17,24 @@ from roundpipe_cli.recipe.strict_yaml import KeyPath, format_key, show
 MAX_CHARACTERS = 65_536
 """Longest text after its references are replaced."""
 
+MAX_CHAIN = 20
+"""References that may lead from one to the next."""
+
 MISSING: Any = object()
 """In place of an item that does not exist."""
 
 _OPENING = re.compile(r"(\\*)\$\{")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d{1,5}\])*)\}")
+
+
+_LONG_CHAIN = f"is part of a chain of more than {MAX_CHAIN} references"
+
+
+class _Size(NamedTuple):
+    length: int
+    """Characters after replacing."""
+    chain: int
+    """References that lead from one to the next."""
 
 
 def escape(text: str) -> str:
@@ -61,9 +74,9 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
     texts = {path: text for path, text in _texts(data, ()) if "${" in text}
     if not texts:
         return data
-    lengths: dict[KeyPath, int] = {}
+    sizes: dict[KeyPath, _Size] = {}
     for path in texts:
-        _measure(path, data, lengths, [], findings)
+        _measure(path, data, sizes, [], findings)
     for path in texts:
         if path in findings.refused:
             _replace(data, path, None)
@@ -96,39 +109,40 @@ def _texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
 
 
 def _measure(
-    path: KeyPath, data: dict[str, Any], lengths: dict[KeyPath, int], open_paths: list[KeyPath], findings: Findings
-) -> int:
-    """Length of the text at `path` after replacing; a finding where it cannot be replaced. Nothing is expanded."""
-    if path in lengths:
-        return lengths[path]
+    path: KeyPath, data: dict[str, Any], sizes: dict[KeyPath, _Size], open_paths: list[KeyPath], findings: Findings
+) -> _Size:
+    """Size of the text at `path` after replacing; a finding where it cannot be replaced. Nothing is expanded."""
     value = look_up(data, path)
-    if not isinstance(value, str):
-        return len(show(value))
-    length = len(value)
+    if path in sizes or not isinstance(value, str):
+        return sizes.get(path, _Size(len(show(value)), 0))
+    length, chain = len(value), 0
     for opening in _openings(value):
         match = _REFERENCE.match(value, opening)
         assert match is not None, "refuse_bad_references comes first"
         target = _parse(match[1])
         problem = _problem_of(target, data, [*open_paths, path])
         if problem is None:
-            length += _measure(target, data, lengths, [*open_paths, path], findings)
-            if target in findings.refused:
-                findings.refused.add(path)
-            elif length > MAX_CHARACTERS:
-                problem = f"grows to more than {MAX_CHARACTERS} characters"
-        if problem is not None and path not in findings.refused:
+            size = _measure(target, data, sizes, [*open_paths, path], findings)
+            length, chain = length + size.length, max(chain, size.chain + 1)
+            if length > MAX_CHARACTERS:
+                problem = f"makes the text grow to more than {MAX_CHARACTERS} characters"
+            elif chain > MAX_CHAIN:
+                problem = _LONG_CHAIN
+        if target in findings.refused:
+            findings.refused.add(path)
+        elif problem is not None and path not in findings.refused:
             findings.add(path, f"{format_key(path)}: the reference {match[0]} {problem}", found=show(value))
         if path in findings.refused:
             break
-    lengths[path] = length
-    return length
+    sizes[path] = _Size(length, chain)
+    return sizes[path]
 
 
 def _problem_of(target: KeyPath, data: dict[str, Any], open_paths: list[KeyPath]) -> str | None:
     if target in open_paths:
         return "leads back to itself"
-    if len(open_paths) > 50:
-        return "is part of a chain of more than 50 references"
+    if len(open_paths) > MAX_CHAIN:
+        return _LONG_CHAIN
     value = look_up(data, target)
     if value is MISSING:
         return "names a key that the recipe does not have"

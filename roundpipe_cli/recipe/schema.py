@@ -75,9 +75,7 @@ Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
 Device = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpty()]
-Column = Literal[
-    "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "system"
-]
+Column = Literal["text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations"]
 
 
 @dataclass(frozen=True, kw_only=True)

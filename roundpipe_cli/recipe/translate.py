@@ -35,6 +35,8 @@ def apply_overrides(
     data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
 ) -> dict[str, Any]:
     """The recipe's data with `key=value` overrides written into it, later ones last."""
+    if not overrides:
+        return data
     config = OmegaConf.create(data)
     assert isinstance(config, DictConfig)
     for number, text in enumerate(overrides):
