@@ -1,0 +1,124 @@
+"""How long a roundpipe partition takes, exactly, one candidate at a time and without building a schedule. Seconds.
+
+The stages of a round are walked in execution order, which is also the order of every worker's list, so one pass settles
+all times. A stage is a lead (what may run before the previous stage has delivered: the recompute, or the fused head's
+forward) and a rest:
+
+      end[m] = max(end[m - 1] + lead, arrival[m]) + rest
+
+Stage k of a round runs on worker (start + k) mod workers; the next round starts on the worker that is free first.
+`search_batch` does the same for many partitions at once; the search uses that, this one is what it is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.stages import StageRange, StageSums
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What is run: how many microbatches each round has, and after which rounds the time is read."""
+
+    round_sizes: tuple[int, ...]
+    first_end: int
+    """Rounds in the first step."""
+    half_end: int
+    """Rounds in the first half of the steps; 0 for a single step."""
+    num_steps: int
+
+    def step_s(self, first_s: float, half_s: float, full_s: float) -> float:
+        """Time per step, given the makespans of one step, of half and of all chained steps."""
+        if not self.half_end:
+            return first_s
+        return (full_s - half_s) / (self.num_steps - self.num_steps // 2)
+
+
+def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps: int) -> Chain:
+    """The rounds of a run. With staleness 0 a barrier separates steps, so that one step tells all."""
+    step = [min(per_round, num_microbatches - first) for first in range(0, num_microbatches, per_round)]
+    if staleness == 0 or num_steps == 1:
+        return Chain(tuple(step), len(step), 0, 1)
+    return Chain(tuple(step * num_steps), len(step), len(step) * (num_steps // 2), num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """One stage as the walk sees it, on a worker of speed 1."""
+
+    lead_s: float
+    rest_s: float
+    fused_s: float = 0.0
+    """For the stage with the head: lead and rest together, of which the rest is what the lead leaves."""
+
+    def on(self, speed: float) -> tuple[float, float]:
+        """Lead and rest on a worker of this speed, rounded as the schedule's cost function rounds."""
+        lead = self.lead_s / speed
+        return lead, self.fused_s / speed - lead if self.fused_s else self.rest_s / speed
+
+
+def stage_works(
+    sums: StageSums, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
+) -> list[StageWork]:
+    """The stages of one round in execution order."""
+    works = [StageWork(0.0, sums.forward_s[first][last + 1]) for first, last in forward_stages]
+    first, last = backward_stages[0]
+    head = sums.forward_s[first][last + 1]
+    works.append(StageWork(head, 0.0, sums.backward_s[first][last + 1] + head))
+    for first, last in backward_stages[1:]:
+        works.append(StageWork(sums.recompute_s[first][last + 1], sums.backward_s[first][last + 1]))
+    return works
+
+
+def walk_rounds(
+    works: Sequence[StageWork], round_sizes: Sequence[int], speeds: Sequence[float], hop_s: float
+) -> list[float]:
+    """The makespan after each round, no barrier between them."""
+    num_workers = len(speeds)
+    table = [[work.on(speed) for speed in speeds] for work in works]
+    hop = hop_s if num_workers > 1 else 0.0
+    free = [0.0] * num_workers
+    makespan = 0.0
+    makespans = []
+    for size in round_sizes:
+        worker = free.index(min(free))
+        ends = [0.0] * size
+        for position, row in enumerate(table):
+            lead, rest = row[worker]
+            latency = hop if position else 0.0
+            clock = free[worker]
+            for index in range(size):
+                ready = clock + lead
+                arrival = ends[index] + latency
+                clock = (ready if ready > arrival else arrival) + rest
+                ends[index] = clock
+            free[worker] = clock
+            if lead + rest > 0 and clock > makespan:
+                makespan = clock
+            worker = worker + 1 if worker + 1 < num_workers else 0
+        makespans.append(makespan)
+    return makespans
+
+
+def evaluate_partition(
+    costs: CostModel,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+    *,
+    num_workers: int,
+    chain: Chain,
+) -> tuple[float, float]:
+    """Makespan of the first step and time per step, by the published rules."""
+    works = stage_works(StageSums(costs), forward_stages, backward_stages)
+    ends = walk_rounds(works, chain.round_sizes, worker_speeds(costs, num_workers), costs.hop_s)
+    first_s = ends[chain.first_end - 1]
+    return first_s, chain.step_s(first_s, ends[chain.half_end - 1] if chain.half_end else 0.0, ends[-1])
+
+
+def worker_speeds(costs: CostModel, num_workers: int) -> tuple[float, ...]:
+    """Relative speed of each worker; those beyond the list run at speed 1."""
+    speeds = tuple(costs.worker_speed or ())[:num_workers]
+    return speeds + (1.0,) * (num_workers - len(speeds))

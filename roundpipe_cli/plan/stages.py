@@ -1,0 +1,144 @@
+"""Stages as runs of layers: sizes, ranges, sums of layer costs and limits.
+
+The planner counts in sizes: how many layers each stage holds, in execution order. Forward stages start at layer 0,
+backward stages at the last layer; the first backward stage holds the head and is not part of any forward stage:
+
+      layer      0   1   2   3   4   5  head
+      forward   |  0  |    1    |             sizes (2, 3)
+      backward  |  2  |  1  |       0    |    sizes (3, 2, 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plan.cost import CostModel, LayerCost
+
+StageRange = tuple[int, int]
+"""Inclusive range of layer indices."""
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """The most bytes that one stage may hold on a device. None: no limit.
+
+    A forward stage holds its weights. A backward stage holds its weights, its gradient accumulators and the activations
+    of one microbatch.
+    """
+
+    forward_bytes: int | None = None
+    backward_bytes: int | None = None
+    head_bytes: int | None = None
+    """Of the first backward stage, on top of which come its logits; None: as `backward_bytes`."""
+
+
+class StageSums:
+    """Sums of layer costs over every run of layers `first:stop`.
+
+    Each is summed from left to right, as the schedule's own cost function does, so that times agree to the last bit.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        layers = costs.layers
+        self.num_layers = len(layers)
+        self.forward_s = _sums(layers, lambda layer: layer.forward_s)
+        self.recompute_s = _sums(layers, lambda layer: layer.forward_s if layer.recompute else 0.0)
+        self.backward_s = _sums(layers, lambda layer: layer.backward_s)
+        self.param_bytes = _sums(layers, lambda layer: layer.param_bytes)
+        self.grad_bytes = _sums(layers, lambda layer: layer.grad_bytes)
+        self.activation_bytes = _sums(layers, lambda layer: layer.activation_bytes)
+
+    def backward_bytes(self, first: int, stop: int) -> float:
+        """Bytes on the device while the backward stage `first:stop` runs one microbatch."""
+        return self.param_bytes[first][stop] + self.grad_bytes[first][stop] + self.activation_bytes[first][stop]
+
+
+def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> list[list[float]]:
+    """`sums[first][stop]` over `layers[first:stop]`; 0 where the run is empty."""
+    count = len(layers)
+    rows = []
+    for first in range(count + 1):
+        row = [0.0] * (count + 1)
+        total = 0.0
+        for stop in range(first + 1, count + 1):
+            total += value(layers[stop - 1])
+            row[stop] = total
+        rows.append(row)
+    return rows
+
+
+def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
+    """Sizes in execution order to layer ranges, from layer 0 up."""
+    ranges = []
+    first = 0
+    for size in sizes:
+        ranges.append((first, first + size - 1))
+        first += size
+    return tuple(ranges)
+
+
+def backward_ranges(sizes: Sequence[int], num_layers: int) -> tuple[StageRange, ...]:
+    """Sizes in execution order to layer ranges, from the last layer down."""
+    ranges = []
+    stop = num_layers
+    for size in sizes:
+        ranges.append((stop - size, stop - 1))
+        stop -= size
+    return tuple(ranges)
+
+
+def even_sizes(total: int, parts: int, *, larger_first: bool) -> tuple[int, ...]:
+    """`total` in `parts` that differ by at most one."""
+    size, larger = divmod(total, parts)
+    small, large = [size] * (parts - larger), [size + 1] * larger
+    return tuple(large + small if larger_first else small + large)
+
+
+def balanced_partition(
+    num_layers: int, num_forward_stages: int, num_backward_stages: int, *, head_blocks: int = 0
+) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...]]:
+    """Forward and backward stages with about equal numbers of layers.
+
+    Args:
+        num_layers: all layers; the last one is the head.
+        num_backward_stages: including the stage with the head.
+        head_blocks: layers that the head's stage holds beside the head.
+
+    Raises:
+        RefusedError: more stages than layers.
+    """
+    blocks = num_layers - 1 - head_blocks
+    for direction, parts in (("forward", num_forward_stages), ("backward", num_backward_stages - 1)):
+        if parts > blocks or (parts < 1 and blocks > 0):
+            raise RefusedError(
+                f"cannot cut {blocks} layers into {parts} {direction} stages",
+                found=f"{parts} {direction} stages",
+                expected=f"1 to {blocks}, beside the stage with the head",
+            )
+    forward = even_sizes(blocks, num_forward_stages, larger_first=False) if blocks else ()
+    backward = (1 + head_blocks, *(even_sizes(blocks, num_backward_stages - 1, larger_first=True) if blocks else ()))
+    return forward_ranges(forward), backward_ranges(backward, num_layers)
+
+
+def check_costs(costs: CostModel) -> None:
+    """Refuse costs that no plan can be made from.
+
+    Raises:
+        RefusedError: no layers, or a negative or infinite cost; names the layer.
+    """
+    if not costs.layers:
+        raise RefusedError("the costs list no layers", expected="at least the head")
+    for index, layer in enumerate(costs.layers):
+        for field in ("forward_s", "backward_s", "param_bytes", "boundary_bytes", "grad_bytes", "activation_bytes"):
+            value = getattr(layer, field)
+            if not 0 <= value < float("inf"):
+                raise RefusedError(
+                    f"{field} must be a number from 0 up", where=f"layers[{index}] ({layer.name})", found=str(value)
+                )
+    if not 0 <= costs.hop_s < float("inf"):
+        raise RefusedError("hop_s must be a number from 0 up", where="hop_s", found=str(costs.hop_s))
+    for worker, speed in enumerate(costs.worker_speed or ()):
+        if not 0 < speed < float("inf"):
+            raise RefusedError("a worker's speed must be above 0", where=f"worker_speed[{worker}]", found=str(speed))
