@@ -1,0 +1,121 @@
+"""Boundary tensors between stages, in host memory, and what each microbatch needs everywhere.
+
+A boundary is named by (kind, layer, microbatch): the hidden states at the input of `layer`, or their gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from roundpipe_cli.engine.backends.base import Event
+from roundpipe_cli.model.split import BlockCall
+from roundpipe_cli.model.worker_model import Prologue
+
+
+class BoundaryKind(str, Enum):
+    """What a boundary tensor is."""
+
+    HIDDEN = "hidden"
+    GRADIENT = "gradient"
+
+
+BoundaryKey = tuple[BoundaryKind, int, int]
+
+
+class AbortedError(Exception):
+    """Another thread failed: leave quietly, its error is the one to show."""
+
+
+class Progress:
+    """Shared by all threads of a step: wakes waiters, spreads an abort, tells the watchdog that something moved."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.aborted = False
+        self.last_s = time.monotonic()
+
+    def abort(self) -> None:
+        with self.condition:
+            self.aborted = True
+            self.condition.notify_all()
+
+    def moved(self) -> None:
+        """Say that something has happened."""
+        with self.condition:
+            self.last_s = time.monotonic()
+            self.condition.notify_all()
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until `ready()`, which is called with the condition held.
+
+        Raises:
+            AbortedError: another thread of the step failed.
+        """
+        with self.condition:
+            while not ready():
+                if self.aborted:
+                    raise AbortedError
+                self.condition.wait()
+            if self.aborted:
+                raise AbortedError
+
+
+@dataclass
+class _Stored:
+    tensor: torch.Tensor
+    event: Event
+    readers_left: int
+
+
+class BoundaryStore:
+    """Host tensors that wait for their readers; each is dropped when the last one has it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._stored: dict[BoundaryKey, _Stored] = {}
+
+    def put(self, key: BoundaryKey, tensor: torch.Tensor, event: Event, num_readers: int) -> None:
+        """Publish a boundary for `num_readers` readers."""
+        if num_readers == 0:
+            return
+        with self._progress.condition:
+            assert key not in self._stored, f"boundary {key} written twice"
+            self._stored[key] = _Stored(tensor, event, num_readers)
+        self._progress.moved()
+
+    def take(self, key: BoundaryKey) -> tuple[torch.Tensor, Event]:
+        """Wait for a boundary and read it once."""
+        self._progress.wait_for(lambda: key in self._stored)
+        with self._progress.condition:
+            stored = self._stored[key]
+            stored.readers_left -= 1
+            if stored.readers_left == 0:
+                del self._stored[key]
+        return stored.tensor, stored.event
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+@dataclass
+class MicrobatchState:
+    """One microbatch on its way through a step."""
+
+    index: int
+    input_ids: torch.Tensor
+    """[B, T], on the host."""
+    target_indices: torch.Tensor
+    """[N], positions of target tokens in B * T."""
+    target_ids: torch.Tensor
+    """[N]"""
+    prologue: Prologue | None = None
+    calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
+    """Block arguments on each worker's device, made once."""
+    loss_sum: float | None = None
+    num_readers_left: int = 0

@@ -1,0 +1,131 @@
+"""Logical workers on the processor: the same threads, queues and copies as on a GPU, with host memory as the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe_cli.engine.backends.base import CHUNK_BYTES, Backend, Event
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that computations under this mode have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.permanent_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count `tensor`'s storage, once, until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def update_peak(self) -> None:
+        """Forget what has been freed and note the total."""
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        total = self.permanent_bytes + sum(size for _, size in self._storages.values())
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if _is_tensor(t)}
+        for output in torch.utils._pytree.tree_leaves(outputs):
+            if _is_tensor(output) and output.untyped_storage()._cdata not in inputs:
+                self.add(output)
+        self.update_peak()
+        return outputs
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class CpuBackend(Backend):
+    """One logical worker. Host weights are used in place by default; `copy=True` moves every byte as a GPU would."""
+
+    def __init__(self, num_threads: int, *, copy: bool = False, count_bytes: bool = False) -> None:
+        """
+        Args:
+            num_threads: intra-op threads of this worker.
+            copy: copy weights and boundaries in and out instead of sharing memory.
+            count_bytes: count live bytes (slow; for tests and for checking the memory model).
+        """
+        self.device = torch.device("cpu")
+        self.aliases_host = not copy
+        self._num_threads = num_threads
+        self._live = LiveBytes() if count_bytes else None
+
+    @contextmanager
+    def worker_thread(self) -> Iterator[None]:
+        # A thread inherits the setting of whichever thread set it last, so each sets its own first.
+        torch.set_num_threads(self._num_threads)
+        yield
+
+    def copy_thread(self) -> AbstractContextManager[None]:
+        return self.worker_thread()
+
+    def compute(self) -> AbstractContextManager[None]:
+        return self._live if self._live is not None else nullcontext()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        if self._live is not None:
+            self._live.permanent_bytes += num_bytes
+        padded = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        start = -padded.data_ptr() % 64
+        return padded[start : start + num_bytes]
+
+    def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> Event:
+        for target, source in copies:
+            size = max(1, CHUNK_BYTES // source.element_size())
+            for start in range(0, source.numel(), size):
+                target[start : start + size].copy_(source[start : start + size])
+
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        return (tensor if self.aliases_host else tensor.clone()), None
+
+    def download(self, host: torch.Tensor, tensor: torch.Tensor) -> Event:
+        host.copy_(tensor)
+
+    def receive(self, tensor: torch.Tensor, ready: Event) -> torch.Tensor:
+        if self.aliases_host:
+            return tensor
+        copied = tensor.clone()
+        if self._live is not None:
+            self._live.add(copied)
+            self._live.update_peak()
+        return copied
+
+    def record(self) -> Event:
+        return None
+
+    def wait(self, event: Event) -> None:
+        return None
+
+    def finish(self, event: Event) -> None:
+        return None
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        return float(end - start)
+
+    def synchronize(self) -> None:
+        return None
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._live.peak_bytes if self._live is not None else 0
+
+    def reset_peak(self) -> None:
+        if self._live is not None:
+            self._live.peak_bytes = 0

@@ -1,0 +1,330 @@
+"""The engine: runs one step of a schedule on a pool of stateless workers.
+
+    with Engine(model, split, store, backends, ...) as engine:
+        result = engine.run_step(microbatches, schedule, step=0)     # gradients are in store.gradients afterwards
+
+All that lasts is in host stores. A step's loss and gradients do not depend on the number of workers, the partition,
+the schedule or the timing. The threads live as long as the `with` block.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import queue
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState, Progress
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.gradients import GradientFold, square_sum
+from roundpipe_cli.engine.program import Visit, folds_on_device, hidden_readers, visits_of
+from roundpipe_cli.engine.stage import StageRunner, StepContext
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_bytes, stage_gradient_elements
+from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.model.dropout import has_dropout
+from roundpipe_cli.model.head import target_rows
+from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.schedule.actions import Action, Schedule
+
+JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward unit of work, on the host."""
+
+    input_ids: torch.Tensor
+    """int64 [B, T], padded on the right."""
+    labels: torch.Tensor
+    """int64 [B, T]; -100 where nothing is trained. The loss at t is for label t + 1."""
+
+
+@dataclass(frozen=True)
+class ActionTime:
+    """When a worker carried out an action, in seconds from the start of the step."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of one step. The gradients are in the weight store."""
+
+    loss: float
+    """Sum of the target tokens' losses / number of target tokens of the step."""
+    num_target_tokens: int
+    gradient_norm: float
+    """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
+    step_s: float
+    """Forward and backward; without the optimizer."""
+    actions: tuple[ActionTime, ...]
+    num_workers: int
+    upload_bytes: int
+    device_peak_bytes: tuple[int, ...]
+
+    @property
+    def utilization(self) -> tuple[float, ...]:
+        """Per worker, the share of the step that it computed."""
+        busy = [0.0] * self.num_workers
+        for item in self.actions:
+            busy[item.action.worker] += item.end_s - item.start_s
+        return tuple(seconds / self.step_s for seconds in busy)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - busy / (workers x makespan)."""
+        return 1.0 - sum(self.utilization) / self.num_workers
+
+
+class Engine:
+    """A pool of workers over one weight store."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        store: WeightStore,
+        backends: Sequence[Backend],
+        *,
+        seed: int = 0,
+        head_chunk_tokens: int = 1024,
+        recompute: str = "stage",
+        num_slots: int = 2,
+        watchdog_s: float | None = 600.0,
+    ) -> None:
+        """
+        Args:
+            model: skeleton of the causal language model (parameters on the meta device), adapters included.
+            split: how it comes apart.
+            store: the weights.
+            backends: one per worker.
+            seed: of dropout masks.
+            head_chunk_tokens: target tokens per chunk of the LM head; part of what fixes a run's bits.
+            recompute: `stage` (activations of one stage and microbatch at a time) or `layer` (of one layer).
+            num_slots: stages whose weights are on a device at once.
+            watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
+        """
+        self.store = store
+        self.split = split
+        self.num_layers = len(store.layouts)
+        self._seed = seed if has_dropout(model) else None
+        self._head_chunk_tokens = head_chunk_tokens
+        self._recompute_each_layer = recompute == "layer"
+        self._num_slots = num_slots
+        self._watchdog_s = watchdog_s
+        self._results: queue.Queue[WorkResult] = queue.Queue()
+        self._workers = []
+        for index, backend in enumerate(backends):
+            worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device)
+            runner = StageRunner(index, worker_model, backend)
+            self._workers.append(Worker(index, runner, backend, store, self._results))
+        trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
+        self._first_trainable_layer = self._lowest_trained(trained)
+        self._open = False
+
+    def _lowest_trained(self, trained: list[int]) -> int:
+        # A tied table is kept with the head but trained through the embed layer too.
+        tied = self.store.views.keys() - {p.name for layout in self.store.layouts[:1] for p in layout.places}
+        embedding = f"{self.split.embedding_path}.weight"
+        if embedding in tied and embedding in self.store.trainable_names:
+            return 0
+        return min(trained, default=self.num_layers)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def __enter__(self) -> Engine:
+        for worker in self._workers:
+            worker.start()
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        for worker in self._workers:
+            worker.stop(JOIN_TIMEOUT_S)
+
+    def run_step(
+        self, microbatches: Sequence[Microbatch], schedule: Schedule, *, step: int, loss_scale: float = 1.0
+    ) -> StepResult:
+        """Forward and backward of one step; leaves the sum of gradients, times `loss_scale`, in the store.
+
+        Args:
+            microbatches: as many as the schedule has.
+            schedule: for as many workers as the engine has.
+            step: index of the step, from 0; seeds dropout.
+            loss_scale: the loss is multiplied by this before differentiation (float16).
+
+        Raises:
+            ResourceError: out of device memory (exit code 5).
+            InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
+        """
+        assert self._open, "use the engine inside its `with` block"
+        assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
+        visits = visits_of(schedule)
+        context = self._context(microbatches, schedule, visits, step, loss_scale)
+        self._reserve(visits)
+        started_s = time.perf_counter()
+        starts = [worker.backend.mark() for worker in self._workers]
+        for worker, row in zip(self._workers, visits, strict=True):
+            worker.backend.reset_peak()
+            worker.give(WorkItem(context, row))
+        results = self._collect(context)
+        seconds = time.perf_counter() - started_s
+        self._raise_first(results, context)
+        return self._finish(context, results, starts, seconds, loss_scale)
+
+    def _context(
+        self,
+        microbatches: Sequence[Microbatch],
+        schedule: Schedule,
+        visits: list[list[Visit]],
+        step: int,
+        loss_scale: float,
+    ) -> StepContext:
+        progress = Progress()
+        states = []
+        for index, microbatch in enumerate(microbatches):
+            indices, targets = target_rows(microbatch.labels)
+            states.append(MicrobatchState(index, microbatch.input_ids, indices, targets))
+        num_targets = sum(len(state.target_ids) for state in states)
+        folds = [
+            GradientFold(layout, gradient, len(states), progress) if layout.num_trainable_elements else None
+            for layout, gradient in zip(self.store.layouts, self.store.gradients, strict=True)
+        ]
+        copies = not self._workers[0].backend.aliases_host
+        return StepContext(
+            step=step,
+            schedule=schedule,
+            microbatches=states,
+            gradient_scale=loss_scale / max(num_targets, 1),
+            dropout_seed=self._seed,
+            head_chunk_tokens=self._head_chunk_tokens,
+            recompute_each_layer=self._recompute_each_layer,
+            first_trainable_layer=self._first_trainable_layer,
+            readers=hidden_readers(schedule, self._recompute_each_layer),
+            progress=progress,
+            boundaries=BoundaryStore(progress),
+            folds=folds,
+            device_folds=copies and folds_on_device(visits),
+        )
+
+    def _reserve(self, visits: list[list[Visit]]) -> None:
+        layouts = self.store.layouts
+        every = [visit for row in visits for visit in row]
+        weight_bytes = max(stage_bytes(layouts, visit.layer_range) for visit in every)
+        elements = max((stage_gradient_elements(layouts, v.layer_range) for v in every if v.backward), default=0)
+        for worker in self._workers:
+            worker.reserve_slots(self._num_slots, weight_bytes, elements)
+
+    def _collect(self, context: StepContext) -> list[WorkResult]:
+        """One result per worker; a step that stands still is ended by the watchdog."""
+        results: list[WorkResult] = []
+        while len(results) < self.num_workers:
+            try:
+                results.append(self._results.get(timeout=0.5))
+            except queue.Empty:
+                still_s = time.monotonic() - context.progress.last_s
+                if self._watchdog_s is not None and still_s > self._watchdog_s and not results_failed(results):
+                    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                    context.progress.abort()
+                    self._results = queue.Queue()
+                    raise InternalError(
+                        f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
+                        where=f"step {context.step}",
+                    ) from None
+        return results
+
+    def _raise_first(self, results: list[WorkResult], context: StepContext) -> None:
+        failed = [result for result in results if result.error is not None]
+        if not failed:
+            return
+        result = failed[0]
+        error = result.error
+        assert error is not None
+        if isinstance(error, RoundpipeError):
+            raise error
+        worker = self._workers[result.worker]
+        where = f"worker {result.worker} ({worker.backend.device}), {result.where}, layer {self._layer_name(worker)}"
+        text = f"{type(error).__name__}: {error}".strip()
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            raise ResourceError(
+                "out of memory on a worker",
+                where=where,
+                found=text,
+                hint="lower micro_batch_size or max_seq_length, or set pipeline.recompute=layer",
+            ) from error
+        raise InternalError(f"a worker failed: {text}", where=where) from error
+
+    def _layer_name(self, worker: Worker) -> str:
+        return self.split.layer_names()[worker.runner.layer]
+
+    def _finish(
+        self, context: StepContext, results: list[WorkResult], starts: list[object], seconds: float, loss_scale: float
+    ) -> StepResult:
+        self._fold_embed_gradients(context)
+        squares = [float(context.square_sums[layer]) for layer, fold in enumerate(context.folds) if fold is not None]
+        loss_sum = 0.0
+        for state in context.microbatches:
+            assert state.loss_sum is not None
+            loss_sum += state.loss_sum
+        num_targets = sum(len(state.target_ids) for state in context.microbatches)
+        assert len(context.boundaries) == 0, "a boundary tensor was never read"
+        actions = []
+        for result in results:
+            backend, start = self._workers[result.worker].backend, starts[result.worker]
+            for interval in result.intervals:
+                begin_s = backend.seconds_between(start, interval.start)
+                end_s = backend.seconds_between(start, interval.end)
+                actions.append(ActionTime(interval.action, begin_s, end_s))
+        return StepResult(
+            loss=loss_sum / num_targets if num_targets else 0.0,
+            num_target_tokens=num_targets,
+            gradient_norm=math.sqrt(sum(squares)) / loss_scale,
+            step_s=seconds,
+            actions=tuple(actions),
+            num_workers=self.num_workers,
+            upload_bytes=context.upload_bytes,
+            device_peak_bytes=tuple(worker.backend.peak_bytes for worker in self._workers),
+        )
+
+    def _fold_embed_gradients(self, context: StepContext) -> None:
+        """Add the embed layer's gradients in microbatch order: after the head's, where the table is tied to it."""
+        touched: set[int] = {0} if context.folds[0] is not None else set()
+        for index in sorted(context.embed_gradients):
+            for item in context.embed_gradients[index]:
+                layer = self.store.layer_of(item.name)
+                fold = context.folds[layer]
+                assert fold is not None
+                if layer not in touched:
+                    self._workers[0].backend.finish(fold.event)
+                touched.add(layer)
+                target = self.store.gradient(item.name)
+                if item.token_ids is None:
+                    target.add_(item.gradient)
+                else:  # ids are distinct, so the order of additions is fixed
+                    target.index_add_(0, item.token_ids, item.gradient.float())
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a sum over several threads would depend on their number
+        for layer in touched:
+            context.square_sums[layer] = square_sum(self.store.gradients[layer])
+        torch.set_num_threads(threads)
+
+
+def results_failed(results: list[WorkResult]) -> bool:
+    """Whether some worker has already reported an error (the others are then only leaving)."""
+    return any(result.error is not None for result in results)

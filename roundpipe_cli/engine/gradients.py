@@ -1,0 +1,98 @@
+"""Gradient sums: a strict left fold over the step's microbatches in ascending order, in float32.
+
+g = 0; for m in 0..M-1: g = g + float32(g_m). Rounds, workers, partitions and schedules do not regroup it, so they do
+not change its bits. Two ways, chosen once per step for each layer:
+
+- on the host: gradients of one microbatch at a time; one that comes before its turn waits in line;
+- on the device: each visit of a stage continues the sum of the visit before, which it uploads with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from roundpipe_cli.engine.activations import Progress
+from roundpipe_cli.engine.backends.base import Event
+from roundpipe_cli.model.layout import LayerLayout
+
+Gradients = Sequence["torch.Tensor | None"]
+
+
+class GradientFold:
+    """The gradient sum of one layer during one step."""
+
+    def __init__(self, layout: LayerLayout, flat: torch.Tensor, num_microbatches: int, progress: Progress) -> None:
+        """
+        Args:
+            layout: the layer.
+            flat: float32 [num_trainable_elements], the host's accumulator; set to zero here.
+            num_microbatches: of the step.
+            progress: shared by the step's threads.
+        """
+        self.flat = flat
+        self.num_microbatches = num_microbatches
+        self.views = [place.trainable_view(flat) for place in layout.trainable]
+        self._progress = progress
+        self._next = 0
+        self._folding = False
+        self._waiting: dict[int, list[Gradients]] = {}
+        self.event: Event = None
+        """When the device's last download into `flat` is complete."""
+        flat.zero_()
+
+    def is_turn(self, microbatch: int) -> bool:
+        """Whether `microbatch` comes next. Only the caller who holds that microbatch's gradients may rely on it."""
+        with self._progress.condition:
+            return self._next == microbatch
+
+    def fold(self, microbatch: int, parts: list[Gradients]) -> bool:
+        """Add one microbatch's gradients (several parts for a head in chunks), or keep them until it is their turn.
+
+        Returns:
+            whether this call added the step's last microbatch.
+        """
+        with self._progress.condition:
+            self._waiting[microbatch] = parts
+            if self._folding:
+                return False
+            self._folding = True
+        while True:
+            with self._progress.condition:
+                if self._next not in self._waiting:
+                    self._folding = False
+                    complete = self._next == self.num_microbatches
+                    break
+                turn = self._waiting.pop(self._next)
+            for gradients in turn:
+                add_gradients(self.views, gradients)
+            with self._progress.condition:
+                self._next += 1
+        self._progress.moved()
+        return complete
+
+    def wait_turn(self, microbatch: int) -> Event:
+        """Block until all microbatches before `microbatch` are in `flat`; returns the event of their download."""
+        self._progress.wait_for(lambda: self._next >= microbatch)
+        assert self._next == microbatch, "a stage was visited out of order"
+        return self.event
+
+    def finish_visit(self, next_microbatch: int, event: Event) -> None:
+        """`flat` holds (once `event` has happened) the sum of all microbatches before `next_microbatch`."""
+        with self._progress.condition:
+            self.event = event
+            self._next = next_microbatch
+        self._progress.moved()
+
+
+def add_gradients(accumulators: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    """accumulators += gradients, in the accumulators' dtype; a gradient that is None counts as zero."""
+    for accumulator, gradient in zip(accumulators, gradients, strict=True):
+        if gradient is not None:
+            accumulator.add_(gradient)
+
+
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64, a 0-dim tensor on `flat`'s device."""
+    return torch.linalg.vector_norm(flat, 2, dtype=torch.float64).square()

@@ -1,0 +1,295 @@
+"""What one worker does in an action: forward, recompute and backward of one stage for one microbatch.
+
+Each layer is a graph of its own (its input is detached), so where stages are cut does not change a bit:
+
+    forward    hidden --layer--> hidden --layer--> hidden          no graph; saves what backward stages start from
+    recompute  leaf --layer--> y | leaf --layer--> y               one graph a layer, kept until the backward
+    backward   gradient <--layer-- gradient <--layer-- gradient    freed layer by layer, gradients folded at once
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.engine.activations import BoundaryKind, BoundaryStore, MicrobatchState, Progress
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.gradients import GradientFold, Gradients, add_gradients, square_sum
+from roundpipe_cli.engine.program import Visit
+from roundpipe_cli.faults import fault
+from roundpipe_cli.model.dropout import layer_seed
+from roundpipe_cli.model.head import run_head
+from roundpipe_cli.model.split import BlockCall
+from roundpipe_cli.model.worker_model import EmbedGradient, WorkerModel
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+
+
+@dataclass
+class StepContext:
+    """Everything that the threads of one step share."""
+
+    step: int
+    schedule: Schedule
+    microbatches: list[MicrobatchState]
+    gradient_scale: float
+    """What each token's loss gradient is multiplied by: loss scale / target tokens of the step."""
+    dropout_seed: int | None
+    """The run's seed, or None if the model drops nothing."""
+    head_chunk_tokens: int
+    recompute_each_layer: bool
+    first_trainable_layer: int
+    readers: Counter[int]
+    progress: Progress
+    boundaries: BoundaryStore
+    folds: list[GradientFold | None]
+    """Per layer; None where nothing is trained."""
+    device_folds: bool
+    """Gradient sums travel with the stage instead of being folded on the host."""
+    square_sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    embed_gradients: dict[int, list[EmbedGradient]] = field(default_factory=dict)
+    upload_bytes: int = 0
+
+
+@dataclass
+class _LayerGraph:
+    """One layer's recomputed forward, waiting for its backward."""
+
+    layer: int
+    leaf: torch.Tensor
+    output: torch.Tensor | None
+    """None for a layer below everything that is trained."""
+
+
+class StageRunner:
+    """Runs actions of one worker on its module objects."""
+
+    def __init__(self, worker: int, model: WorkerModel, backend: Backend) -> None:
+        self.worker = worker
+        self.model = model
+        self.backend = backend
+        self.parameters: dict[int, list[nn.Parameter]] = {}
+        """Per layer, the trainable parameters as bound now, in layout order."""
+        self.accumulators: dict[int, list[torch.Tensor]] = {}
+        """Per layer of the current visit, the device's gradient sums (empty if folded on the host)."""
+        self._graphs: dict[int, list[_LayerGraph]] = {}
+        self._head_input: dict[int, torch.Tensor] = {}
+        self.layer = 0
+        """The layer in work, for error messages."""
+
+    def run(self, context: StepContext, visit: Visit, action: Action) -> None:
+        """Carry out one action of a visit."""
+        state = context.microbatches[action.microbatch]
+        fault("compute", step=context.step, worker=self.worker)
+        if action.kind == Kind.FORWARD:
+            self._forward(context, visit, state)
+        elif action.kind == Kind.RECOMPUTE:
+            if not context.recompute_each_layer:
+                self._recompute(context, visit, state)
+        else:
+            self._backward(context, visit, state)
+
+    def reset(self) -> None:
+        """Drop what a failed step left."""
+        self._graphs.clear()
+        self._head_input.clear()
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _forward(self, context: StepContext, visit: Visit, state: MicrobatchState) -> None:
+        hidden = self._take_hidden(context, visit.layers[0], state)
+        num_layers = len(context.folds)
+        for layer in visit.layer_range:
+            if layer == num_layers - 1:
+                break  # the head's forward is done with its backward
+            if layer > visit.layers[0]:
+                self._put_hidden(context, layer, state, hidden)
+            if layer > 0:
+                with torch.no_grad(), self.backend.compute():
+                    hidden = self._run_block(context, layer, state, hidden)
+        end = min(visit.layers[1] + 1, num_layers - 1)
+        if end > visit.layers[0]:
+            self._put_hidden(context, end, state, hidden)
+
+    def _run_block(
+        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        self.layer = layer
+        calls = self._calls(state)
+        seed = None
+        if context.dropout_seed is not None:
+            seed = layer_seed(context.dropout_seed, context.step, state.index, layer)
+        return self.model.run_block(layer - 1, calls[layer - 1], hidden, seed)
+
+    def _calls(self, state: MicrobatchState) -> tuple[BlockCall, ...]:
+        """How blocks are called for this microbatch, with tensors on this worker's device, made once."""
+        if self.worker not in state.calls_by_worker:
+            assert state.prologue is not None
+            moved: dict[int, torch.Tensor] = {}
+
+            def move(tensor: torch.Tensor) -> torch.Tensor:
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = self.backend.receive(tensor, None)
+                return moved[id(tensor)]
+
+            state.calls_by_worker[self.worker] = tuple(call.map_tensors(move) for call in state.prologue.calls)
+        return state.calls_by_worker[self.worker]
+
+    def _take_hidden(self, context: StepContext, layer: int, state: MicrobatchState) -> torch.Tensor:
+        self.layer = layer
+        if layer == 0:
+            return self.backend.receive(self._embed(context, state), None)
+        tensor, event = context.boundaries.take((BoundaryKind.HIDDEN, layer, state.index))
+        return self.backend.receive(tensor, event)
+
+    def _embed(self, context: StepContext, state: MicrobatchState) -> torch.Tensor:
+        if state.prologue is None:
+            seed = None
+            if context.dropout_seed is not None:
+                seed = layer_seed(context.dropout_seed, context.step, state.index, 0)
+            state.prologue = self.model.prologue(state.input_ids, seed)
+        return state.prologue.hidden.detach()
+
+    def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:
+        readers = context.readers[layer]
+        if readers:
+            host, event = self.backend.send(hidden.detach())
+            context.boundaries.put((BoundaryKind.HIDDEN, layer, state.index), host, event, readers)
+
+    # -- recompute -----------------------------------------------------------------------------------------------
+
+    def _recompute(self, context: StepContext, visit: Visit, state: MicrobatchState) -> None:
+        hidden = self._take_hidden(context, visit.layers[0], state)
+        graphs: list[_LayerGraph] = []
+        for layer in visit.layer_range:
+            if layer == len(context.folds) - 1:
+                self._head_input[state.index] = hidden
+            elif layer > 0:
+                graph = self._graph_of(context, layer, state, hidden)
+                graphs.append(graph)
+                if graph.output is not None:
+                    hidden = graph.output.detach()
+                else:
+                    with torch.no_grad(), self.backend.compute():
+                        hidden = self._run_block(context, layer, state, hidden)
+        self._graphs[state.index] = graphs
+
+    def _graph_of(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> _LayerGraph:
+        """The forward of one layer with its graph; no graph below the first trained layer."""
+        leaf = hidden.detach()
+        if layer < context.first_trainable_layer:
+            return _LayerGraph(layer, leaf, None)
+        leaf.requires_grad_(layer > context.first_trainable_layer)
+        with torch.enable_grad(), self.backend.compute():
+            return _LayerGraph(layer, leaf, self._run_block(context, layer, state, leaf))
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _backward(self, context: StepContext, visit: Visit, state: MicrobatchState) -> None:
+        first, last = visit.layers
+        has_head = last == len(context.folds) - 1
+        fused = context.schedule.fused_head and has_head
+        if fused or (has_head and context.recompute_each_layer):
+            self._recompute(context, visit, state)
+        gradient: torch.Tensor | None
+        if has_head:
+            gradient = self._run_head(context, state)
+        else:
+            if last < context.first_trainable_layer:
+                return
+            host, event = context.boundaries.take((BoundaryKind.GRADIENT, last + 1, state.index))
+            gradient = self.backend.receive(host, event)
+        if context.recompute_each_layer and not has_head:
+            gradient = self._backward_layer_by_layer(context, visit, state, gradient)
+        else:
+            graphs = self._graphs.pop(state.index)
+            while graphs:
+                gradient = self._layer_backward(context, graphs.pop(), state, gradient)
+        if first == 0:
+            self._embed_backward(context, state, gradient)
+        elif first > context.first_trainable_layer:
+            assert gradient is not None
+            tensor, event = self.backend.send(gradient)
+            context.boundaries.put((BoundaryKind.GRADIENT, first, state.index), tensor, event, 1)
+
+    def _run_head(self, context: StepContext, state: MicrobatchState) -> torch.Tensor | None:
+        layer = self.layer = len(context.folds) - 1
+        fold = context.folds[layer]
+        parts: list[Gradients] = []
+        adds_now = fold is not None and (context.device_folds or fold.is_turn(state.index))
+
+        def take(gradients: Gradients) -> None:
+            if not adds_now:
+                parts.append(gradients)
+            elif context.device_folds:
+                add_gradients(self.accumulators[layer], gradients)
+            else:
+                assert fold is not None
+                add_gradients(fold.views, gradients)
+
+        with self.backend.compute():
+            result = run_head(
+                self.model.logits,
+                self._head_input.pop(state.index),
+                state.target_indices.to(self.backend.device),
+                state.target_ids.to(self.backend.device),
+                gradient_scale=context.gradient_scale,
+                chunk_tokens=context.head_chunk_tokens,
+                parameters=self.parameters[layer],
+                fold=take,
+                needs_hidden_grad=context.first_trainable_layer < layer,
+            )
+        state.loss_sum = result.loss_sum
+        if fold is not None and not context.device_folds and fold.fold(state.index, parts):
+            context.square_sums[layer] = square_sum(fold.flat)
+        return result.grad_hidden
+
+    def _backward_layer_by_layer(
+        self, context: StepContext, visit: Visit, state: MicrobatchState, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Recompute one layer, take its backward, go on to the layer before: one layer's activations at a time."""
+        for layer in reversed(visit.layer_range):
+            if layer == 0:
+                break
+            hidden = self._take_hidden(context, layer, state)
+            graph = self._graph_of(context, layer, state, hidden)
+            gradient = self._layer_backward(context, graph, state, gradient)
+        return gradient
+
+    def _layer_backward(
+        self, context: StepContext, graph: _LayerGraph, state: MicrobatchState, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Backward of one layer: folds its parameters' gradients, returns that of its input."""
+        if graph.output is None:
+            return None
+        self.layer = graph.layer
+        parameters = self.parameters[graph.layer]
+        inputs: list[Any] = [graph.leaf, *parameters] if graph.leaf.requires_grad else list(parameters)
+        with self.backend.compute():
+            gradients = torch.autograd.grad(graph.output, inputs, gradient, allow_unused=True)
+            graph.output = None
+            result = gradients[0] if graph.leaf.requires_grad else None
+            if graph.leaf.requires_grad:
+                gradients = gradients[1:]
+            fold = context.folds[graph.layer]
+            if fold is not None and context.device_folds:
+                add_gradients(self.accumulators[graph.layer], gradients)
+        if fold is not None and not context.device_folds and fold.fold(state.index, [self._on_host(gradients)]):
+            context.square_sums[graph.layer] = square_sum(fold.flat)
+        return result
+
+    def _on_host(self, gradients: Gradients) -> Gradients:
+        if self.backend.device.type == "cpu":
+            return gradients
+        return [None if gradient is None else gradient.cpu() for gradient in gradients]
+
+    def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
+        self.layer = 0
+        if state.prologue is not None and state.prologue.leaves and gradient is not None:
+            host, event = self.backend.send(gradient)
+            self.backend.finish(event)
+            context.embed_gradients[state.index] = state.prologue.backward(host)
+            state.prologue.hidden = state.prologue.hidden.detach()

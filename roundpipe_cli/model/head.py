@@ -1,0 +1,120 @@
+"""The LM head and its loss, in token chunks: all logits of a microbatch never exist at once.
+
+Only target tokens pass through the head. The loss is a sum over target tokens; its gradient is scaled by the caller
+(1 / target tokens of the whole step), so neither microbatches nor chunks change what is optimised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+Fold = Callable[[Sequence["torch.Tensor | None"]], None]
+"""Takes the gradients of the head's trainable parameters for one chunk."""
+
+
+@dataclass
+class HeadResult:
+    """Loss and gradients of the head for one microbatch."""
+
+    loss_sum: float
+    """Sum of the target tokens' losses in nats, accumulated in float64."""
+    grad_hidden: torch.Tensor | None
+    """Gradient of the last block's output, [B, T, H]."""
+
+
+def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions whose next token is a target, and that token. `labels` [B, T], -100 where nothing is trained.
+
+    Returns:
+        indices [N] into the flattened [B * T] hidden states, and target ids [N].
+    """
+    shifted = torch.full_like(labels, -100)
+    shifted[:, :-1] = labels[:, 1:]
+    flat = shifted.flatten()
+    indices = (flat != -100).nonzero().flatten()
+    return indices, flat[indices]
+
+
+def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Cross entropy of `logits` [N, V] against `targets` [N], in float32.
+
+    Returns:
+        the sum of losses, accumulated in float64, and the gradient of that sum with respect to the logits, float32.
+    """
+    log_probabilities = torch.log_softmax(logits.detach().float(), dim=-1)
+    picked = log_probabilities.gather(1, targets[:, None])
+    loss_sum = -float(picked.double().sum())
+    gradient = log_probabilities.exp_()  # softmax, in place
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, -1.0))
+    return loss_sum, gradient
+
+
+def run_head(
+    logits_of: Logits,
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    gradient_scale: float,
+    chunk_tokens: int,
+    parameters: Sequence[torch.Tensor],
+    fold: Fold,
+    needs_hidden_grad: bool,
+) -> HeadResult:
+    """Forward and backward of the head for one microbatch.
+
+    Args:
+        logits_of: hidden states [N, H] -> logits [N, V], with a graph.
+        hidden: output of the last block, [B, T, H].
+        indices: positions of target tokens in [B * T], from `target_rows`.
+        targets: their token ids.
+        gradient_scale: what the loss sum is multiplied by before differentiation.
+        chunk_tokens: target tokens per chunk.
+        parameters: the head's trainable parameters.
+        fold: called once per chunk, in order, with their gradients.
+        needs_hidden_grad: whether anything below the head is trained.
+    """
+    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    rows = flat[indices]
+    result = HeadResult(0.0, None)
+    grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
+    for start in range(0, rows.shape[0], chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        chunk = rows[part].detach().requires_grad_(needs_hidden_grad)
+        with torch.enable_grad():
+            logits = logits_of(chunk)
+        loss_sum, grad_logits = chunk_loss(logits, targets[part])
+        result.loss_sum += loss_sum
+        wanted = [chunk, *parameters] if needs_hidden_grad else list(parameters)
+        if not wanted:
+            continue
+        grad_logits = grad_logits.mul_(gradient_scale).to(logits.dtype)
+        gradients = torch.autograd.grad(logits, wanted, grad_logits, allow_unused=True)
+        del logits, grad_logits
+        if grad_rows is not None:
+            grad_rows[part] = gradients[0]
+            gradients = gradients[1:]
+        if parameters:
+            fold(gradients)
+    if grad_rows is not None:
+        grad_flat = torch.zeros_like(flat)
+        grad_flat[indices] = grad_rows
+        result.grad_hidden = grad_flat.view(hidden.shape)
+    return result
+
+
+def evaluate_head(
+    logits_of: Logits, hidden: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, chunk_tokens: int
+) -> float:
+    """Sum of the target tokens' losses, without gradients."""
+    rows = hidden.reshape(-1, hidden.shape[-1])[indices]
+    loss_sum = 0.0
+    with torch.no_grad():
+        for start in range(0, rows.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            loss_sum += chunk_loss(logits_of(rows[part]), targets[part])[0]
+    return loss_sum

@@ -1,0 +1,377 @@
+"""From a Hugging Face causal language model to a list of layers, without per-model code.
+
+The model's own forward runs once with its blocks replaced by recording stubs. Each stub notes how its block was called
+and passes the hidden states on, so the model's own code decides masks, position embeddings and whatever else a block
+is given:
+
+    input_ids -> [embed: everything before the first block] -> block.0 -> ... -> block.L-1 -> [tail: norm] -> LM head
+                  runs on the host, records each block's        stages, cut anywhere           one layer, `head`
+                  arguments on the way
+
+The same run proves what the engine relies on, or refuses the model: every block is called once and in order, nothing
+happens between two blocks, no argument is an object that a block could change, no parameter is shared between blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+
+
+class _Hidden:
+    """Stands for the hidden states in recorded arguments."""
+
+    def __repr__(self) -> str:
+        return "HIDDEN"
+
+
+HIDDEN = _Hidden()
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How the model called one block, the hidden states replaced by `HIDDEN`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BlockCall:
+        """This call with `function` applied to every tensor among its arguments."""
+        return BlockCall(
+            tuple(_map(value, function) for value in self.args),
+            {key: _map(value, function) for key, value in self.kwargs.items()},
+        )
+
+    def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Call `block` on `hidden` [batch, tokens, hidden_size]; returns hidden states of the same shape."""
+        args = tuple(hidden if value is HIDDEN else value for value in self.args)
+        kwargs = {key: hidden if value is HIDDEN else value for key, value in self.kwargs.items()}
+        result = block(*args, **kwargs)
+        return result[0] if isinstance(result, tuple) else result
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(_map(item, function) for item in value)
+    return value
+
+
+class SplitRefusedError(RefusedError):
+    """The model does something that the split cannot carry. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one model comes apart. Paths are dotted module names within the causal language model."""
+
+    blocks_path: str
+    num_blocks: int
+    backbone_path: str
+    """The module that the causal model calls to get its last hidden states."""
+    tail_paths: tuple[str, ...]
+    """Modules that run between the last block and the backbone's output, in order."""
+    embedding_path: str
+    result_length: int
+    """0 if blocks return the hidden states, else the length of the tuple that they return."""
+    output_type: type
+    """Class of the backbone's output."""
+
+    def layer_names(self) -> tuple[str, ...]:
+        return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
+
+
+@dataclass
+class Recorder:
+    """What the stubs of one forward noted."""
+
+    num_blocks: int
+    result_length: int
+    calls: list[BlockCall] = field(default_factory=list)
+    first_hidden: torch.Tensor | None = None
+    last_hidden: torch.Tensor | None = None
+    """Set before the forward: the last stub returns it in place of what it was given."""
+    _expected: torch.Tensor | None = None
+
+    def reset(self) -> None:
+        self.calls, self.first_hidden, self._expected = [], None, None
+
+    def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the call of block `index`; returns what the block's caller expects."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+            raise _WrongResultShape
+        if index != len(self.calls):
+            raise SplitRefusedError(
+                "the model does not call its blocks once and in order",
+                where=f"block.{index}",
+                found=f"call number {len(self.calls) + 1} of a forward is block {index}",
+                expected=f"block {len(self.calls)}",
+            )
+        if self._expected is not None and hidden is not self._expected:
+            if hidden.shape != self._expected.shape:
+                raise _WrongResultShape
+            raise SplitRefusedError(
+                "the model changes the hidden states between two blocks", where=f"block.{index - 1} to block.{index}"
+            )
+        if self.first_hidden is None:
+            self.first_hidden = hidden
+        if args:
+            call = BlockCall((HIDDEN, *args[1:]), dict(kwargs))
+        else:
+            call = BlockCall((), {key: HIDDEN if key == "hidden_states" else value for key, value in kwargs.items()})
+        self.calls.append(call)
+        if index == self.num_blocks - 1 and self.last_hidden is not None:
+            hidden = self.last_hidden
+        self._expected = hidden
+        return hidden if self.result_length == 0 else (hidden, *([None] * (self.result_length - 1)))
+
+
+class _WrongResultShape(Exception):
+    """The blocks of this model return something else than this recorder gives."""
+
+
+class RecordingBlock(nn.Module):
+    """Stands in for one block: notes how it was called and passes the hidden states on."""
+
+    def __init__(self, block: nn.Module, index: int, recorder: Recorder) -> None:
+        super().__init__()
+        self.__dict__["_stands_for"] = block  # not a submodule: attributes are looked up, weights are not held
+        self._index = index
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._recorder.record(self._index, args, kwargs)
+
+
+class PassThrough(nn.Module):
+    """Returns its first argument."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Put `module` at `path` in `model`; returns what was there."""
+    parent_path, _, name = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    old = getattr(parent, name)
+    setattr(parent, name, module)
+    assert isinstance(old, nn.Module)
+    return old
+
+
+def install_stubs(model: nn.Module, blocks_path: str, recorder: Recorder) -> list[nn.Module]:
+    """Replace the blocks of `model` by recording stubs; returns the blocks."""
+    blocks = list(model.get_submodule(blocks_path).children())
+    stubs = nn.ModuleList(RecordingBlock(block, index, recorder) for index, block in enumerate(blocks))
+    replace_module(model, blocks_path, stubs)
+    return blocks
+
+
+def find_blocks(model: nn.Module) -> str:
+    """Path of the module list that holds most of the model's parameters.
+
+    Raises:
+        SplitRefusedError: there is no such list.
+    """
+    best_path, best_size = "", 0
+    for path, module in model.named_modules():  # outer modules come first, so the shallowest of equals wins
+        if isinstance(module, nn.ModuleList) and len(module) > 0:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if size > best_size:
+                best_path, best_size = path, size
+    if not best_path:
+        raise SplitRefusedError("the model has no list of blocks", where=type(model).__name__)
+    return best_path
+
+
+def split_model(model: nn.Module) -> Split:
+    """Find out how `model` (parameters on the meta device or real) comes apart, and prove it.
+
+    Runs the model's forward on five tokens with stubs for blocks and made-up weights for the rest.
+
+    Raises:
+        SplitRefusedError: the model does something that the split cannot carry; names layer and argument.
+    """
+    blocks_path = find_blocks(model)
+    num_blocks = len(list(model.get_submodule(blocks_path).children()))
+    _refuse_shared_parameters(model, blocks_path)
+    for result_length in (0, 1, 2, 3, 4):
+        recorder = Recorder(num_blocks, result_length)
+        try:
+            return _probe(model, blocks_path, recorder)
+        except (_WrongResultShape, IndexError, TypeError, ValueError, AttributeError) as error:
+            last_error = error
+    raise SplitRefusedError(
+        "the model's forward does not run with stand-ins for its blocks",
+        where=type(model).__name__,
+        found=f"{type(last_error).__name__}: {last_error}" if str(last_error) else "blocks of an unknown result type",
+    )
+
+
+def _refuse_shared_parameters(model: nn.Module, blocks_path: str) -> None:
+    owner: dict[int, str] = {}
+    for index, block in enumerate(model.get_submodule(blocks_path).children()):
+        for name, parameter in block.named_parameters():
+            here = f"block.{index}"
+            if owner.setdefault(id(parameter), here) != here:
+                raise SplitRefusedError(
+                    "two blocks share a parameter", where=f"{owner[id(parameter)]} and {here}", found=name
+                )
+
+
+@dataclass
+class _Trace:
+    """Which modules ran, outermost only, before and after the last block."""
+
+    after_blocks: list[str] = field(default_factory=list)
+    top_level: list[str] = field(default_factory=list)
+    backbone_output: Any = None
+
+
+def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
+    probe = _materialised_copy(model, blocks_path)
+    install_stubs(probe, blocks_path, recorder)
+    config: Any = probe.config
+    hidden_size = config.get_text_config().hidden_size
+    recorder.last_hidden = torch.randn(1, 5, hidden_size).to(_float_dtype(probe))
+    trace = _Trace()
+    handles = list(_install_trace(probe, blocks_path, recorder, trace))
+    ids = torch.arange(1, 6)[None] % config.get_text_config().vocab_size
+    try:
+        with torch.no_grad():
+            probe.train(False)(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(recorder.calls) != recorder.num_blocks:
+        raise SplitRefusedError(
+            "the model does not call each of its blocks once",
+            where=blocks_path,
+            found=f"{len(recorder.calls)} calls",
+            expected=f"{recorder.num_blocks}",
+        )
+    for index, call in enumerate(recorder.calls):
+        _refuse_mutable_arguments(index, call)
+    backbone_path = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
+    if not backbone_path:
+        raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
+    tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
+    _check_tail(probe, tail_paths, recorder.last_hidden, trace)
+    embedding = probe.get_input_embeddings()  # type: ignore[operator]
+    embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
+    return Split(
+        blocks_path,
+        recorder.num_blocks,
+        backbone_path,
+        tail_paths,
+        embedding_path,
+        recorder.result_length,
+        type(trace.backbone_output),
+    )
+
+
+def _float_dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
+    """A copy whose parameters outside the blocks are real. Large ones are zero pages that cost no memory."""
+    probe = copy.deepcopy(model)
+    real: dict[int, nn.Parameter] = {}
+    for path, module in probe.named_modules():
+        if path == blocks_path or path.startswith(blocks_path + "."):
+            continue
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.device.type != "meta":
+                continue
+            if id(parameter) not in real:
+                data = torch.empty(parameter.shape, dtype=parameter.dtype)
+                if data.numel() < 1_000_000:
+                    data.normal_()
+                real[id(parameter)] = nn.Parameter(data, requires_grad=False)
+            module._parameters[name] = real[id(parameter)]
+    return probe
+
+
+def _install_trace(
+    probe: nn.Module, blocks_path: str, recorder: Recorder, trace: _Trace
+) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    depth = 0
+    after_depth: int | None = None
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal depth, after_depth
+            depth += 1
+            if depth == 1:
+                trace.top_level.append(path)
+            if after_depth is None and len(recorder.calls) == recorder.num_blocks and not blocks_path.startswith(path):
+                trace.after_blocks.append(path)
+                after_depth = depth
+
+        return hook
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            nonlocal depth, after_depth
+            if after_depth == depth:
+                after_depth = None
+            depth -= 1
+            if depth == 0 and blocks_path.startswith(path + "."):
+                trace.backbone_output = output
+
+        return hook
+
+    for path, module in probe.named_modules():
+        if path and not (path == blocks_path or path.startswith(blocks_path + ".")):
+            yield module.register_forward_pre_hook(enter(path))
+            yield module.register_forward_hook(leave(path))
+
+
+def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> None:
+    expected = trace.backbone_output[0]
+    with torch.no_grad():
+        for path in tail_paths:
+            hidden = probe.get_submodule(path)(hidden)
+    if hidden.shape != expected.shape or not torch.equal(hidden, expected):
+        raise SplitRefusedError(
+            "what the model does between its last block and its head is more than its modules",
+            where=", ".join(tail_paths) or "after the last block",
+        )
+
+
+def _refuse_mutable_arguments(index: int, call: BlockCall) -> None:
+    named = [(f"argument {position}", value) for position, value in enumerate(call.args)]
+    for name, value in [*named, *call.kwargs.items()]:
+        if not _carries(value):
+            raise SplitRefusedError(
+                "a block is given an object that it could change, which the split cannot carry",
+                where=f"block.{index}, {name}",
+                found=type(value).__name__,
+                expected="tensors, numbers, strings, None, or tuples of these",
+                hint="this architecture is not supported; choose another model",
+            )
+
+
+def _carries(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_carries(item) for item in value)
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, _Hidden)
+    return value is None or isinstance(value, plain)

@@ -1,0 +1,284 @@
+"""One worker's own module objects: blocks and head whose parameters are rebound to whatever buffer holds them.
+
+Shapes: B sequences in a microbatch, T tokens each, H hidden size, V vocabulary, N target tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.model.dropout import SeededDropout
+from roundpipe_cli.model.expert_lora import isolate_expert_adapters
+from roundpipe_cli.model.split import (
+    BlockCall,
+    PassThrough,
+    Recorder,
+    Split,
+    install_stubs,
+    replace_module,
+)
+
+
+class GatheringEmbedding(nn.Module):
+    """The model's input embedding on the host: gathers the rows that a microbatch needs and nothing else.
+
+    The table itself never becomes a leaf of a graph; its gradient comes back as rows.
+    """
+
+    def __init__(self, embedding: nn.Module, trainable: bool) -> None:
+        super().__init__()
+        self.__dict__["_embedding"] = embedding
+        self._trainable = trainable
+        self.token_ids: torch.Tensor | None = None
+        """After a forward: the distinct token ids, [U]."""
+        self.rows: torch.Tensor | None = None
+        """After a forward: their rows [U, H], the leaf whose gradient is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_embedding"], name)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedding = self.__dict__["_embedding"]
+        if not self._trainable:
+            result: torch.Tensor = embedding(input_ids)
+            return result
+        table = embedding._parameters["weight"]
+        padding = embedding.padding_idx
+        self.token_ids, positions = torch.unique(input_ids, return_inverse=True)
+        self.rows = table.detach()[self.token_ids].requires_grad_()
+        # Rows are renumbered, so the padding row (whose gradient is left out) is too.
+        matches = [] if padding is None else (self.token_ids == padding).nonzero().flatten().tolist()
+        embedding._parameters["weight"], embedding.padding_idx = self.rows, matches[0] if matches else None
+        try:
+            result = embedding(positions)
+        finally:
+            embedding._parameters["weight"], embedding.padding_idx = table, padding
+        return result
+
+
+@dataclass
+class EmbedGradient:
+    """Gradient of one parameter of the embed layer for one microbatch."""
+
+    name: str
+    token_ids: torch.Tensor | None
+    """Rows of the parameter that `gradient` [U, H] belongs to; None if it is the whole parameter's."""
+    gradient: torch.Tensor
+
+
+@dataclass
+class Prologue:
+    """What happens before the first block, for one microbatch, on the host."""
+
+    hidden: torch.Tensor
+    """Input of block 0, [B, T, H], with its graph if the embed layer is trainable."""
+    calls: tuple[BlockCall, ...]
+    """How each block is to be called; tensors on the host."""
+    leaves: tuple[tuple[str, torch.Tensor | None, torch.Tensor], ...] = ()
+    """(parameter name, token ids or None, leaf) of what is trainable in the embed layer."""
+
+    def backward(self, grad_hidden: torch.Tensor) -> list[EmbedGradient]:
+        """Gradients of the embed layer's parameters from that of `hidden`; frees the graph."""
+        leaves = [leaf for _, _, leaf in self.leaves]
+        gradients = torch.autograd.grad(self.hidden, leaves, grad_hidden.to(self.hidden.dtype), allow_unused=True)
+        return [
+            EmbedGradient(name, token_ids, gradient)
+            for (name, token_ids, _), gradient in zip(self.leaves, gradients, strict=True)
+            if gradient is not None
+        ]
+
+
+class _BackboneStub(nn.Module):
+    """Stands in for the backbone below the LM head: returns the hidden states that it was handed."""
+
+    def __init__(self, output_type: type, backbone: nn.Module) -> None:
+        super().__init__()
+        self._output_type = output_type
+        self.__dict__["_stands_for"] = backbone
+        self.hidden: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output_type(last_hidden_state=self.hidden)
+
+
+Binding = tuple[nn.Module, str, str]
+"""(module, attribute, parameter name)."""
+
+
+class WorkerModel:
+    """Module objects of one worker. Blocks and head live on `device`, the embed layer on the host."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        host_views: Mapping[str, torch.Tensor],
+        trainable: frozenset[str],
+        device: torch.device,
+    ) -> None:
+        """Copy the skeleton `model` (parameters on the meta device, buffers real).
+
+        Args:
+            model: the causal language model, adapters included; not kept.
+            split: how it comes apart.
+            host_views: parameter name -> the host's weights, for the embed layer.
+            trainable: names of all trainable parameters.
+            device: where blocks and head run.
+        """
+        self.split = split
+        self.device = device
+        names = {id(p): name for name, p in model.named_parameters()}
+        memo: dict[int, Any] = {}
+        causal = copy.deepcopy(model, memo)
+        own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
+        causal.train()
+        isolate_expert_adapters(causal)
+        self._recorder = Recorder(split.num_blocks, split.result_length)
+        self._tail = [causal.get_submodule(path) for path in split.tail_paths]
+        for path in split.tail_paths:
+            replace_module(causal, path, PassThrough())
+        self.blocks = install_stubs(causal, split.blocks_path, self._recorder)
+        self._backbone = causal.get_submodule(split.backbone_path)
+        self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
+        replace_module(causal, split.backbone_path, self._backbone_stub)
+        self._causal = causal
+        roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
+        self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
+        self._move_buffers(roots[1:])
+        self._embedding = self._bind_embed(split, host_views, trainable)
+
+    def _move_buffers(self, roots: list[list[nn.Module]]) -> None:
+        for modules in roots:
+            for root in modules:
+                for module in root.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None:
+                            module._buffers[name] = buffer.to(self.device)
+
+    def _bind_embed(
+        self, split: Split, host_views: Mapping[str, torch.Tensor], trainable: frozenset[str]
+    ) -> GatheringEmbedding:
+        embedding = self._backbone.get_submodule(split.embedding_path[len(split.backbone_path) + 1 :])
+        self._embed_leaves: list[tuple[str, torch.Tensor]] = []
+        self._embedding_name = ""
+        for module, attribute, name in self._bindings[0]:
+            if module is embedding and attribute == "weight":
+                module._parameters[attribute] = nn.Parameter(host_views[name], requires_grad=False)
+                self._embedding_name = name
+                continue
+            leaf = nn.Parameter(host_views[name], requires_grad=name in trainable)
+            module._parameters[attribute] = leaf
+            if leaf.requires_grad:
+                self._embed_leaves.append((name, leaf))
+        gathering = GatheringEmbedding(embedding, self._embedding_name in trainable)
+        replace_module(self._backbone, split.embedding_path[len(split.backbone_path) + 1 :], gathering)
+        return gathering
+
+    def bindings(self, layer: int) -> list[Binding]:
+        """Where the parameters of `layer` sit in this worker's modules."""
+        return self._bindings[layer]
+
+    def bind(self, layer: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make the modules of `layer` use `parameters`, by name."""
+        for module, attribute, name in self._bindings[layer]:
+            module._parameters[attribute] = parameters[name]
+
+    def prologue(self, input_ids: torch.Tensor, dropout_seed: int | None = None) -> Prologue:
+        """Everything before the first block, on the host, for `input_ids` [B, T]."""
+        self._recorder.reset()
+        trainable = self._embedding._trainable or bool(self._embed_leaves)
+        with torch.set_grad_enabled(trainable), seeded(dropout_seed, torch.device("cpu")):
+            self._backbone(input_ids=input_ids, use_cache=False)
+        hidden = self._recorder.first_hidden
+        assert hidden is not None
+        leaves: list[tuple[str, torch.Tensor | None, torch.Tensor]] = [
+            (n, None, leaf) for n, leaf in self._embed_leaves
+        ]
+        if self._embedding._trainable:
+            assert self._embedding.rows is not None
+            leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
+        return Prologue(hidden, tuple(self._recorder.calls), tuple(leaves))
+
+    def run_block(
+        self, index: int, call: BlockCall, hidden: torch.Tensor, dropout_seed: int | None = None
+    ) -> torch.Tensor:
+        """Block `index` on `hidden` [B, T, H]; `call` holds tensors on this worker's device."""
+        with seeded(dropout_seed, self.device):
+            return call.run(self.blocks[index], hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Tail and LM head of the model's own forward: hidden states [N, H] -> logits [N, V]."""
+        rows = hidden[None]
+        for module in self._tail:
+            rows = module(rows)
+        self._backbone_stub.hidden = rows
+        try:
+            ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
+            logits: torch.Tensor = self._causal(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._backbone_stub.hidden = None
+        return logits
+
+
+class _NoSeed:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def seeded(dropout_seed: int | None, device: torch.device) -> SeededDropout | _NoSeed:
+    """The dropout mode of one layer call; nothing if the model drops nothing (`dropout_seed` is None)."""
+    return _NoSeed() if dropout_seed is None else SeededDropout(dropout_seed, device)
+
+
+def _bindings(modules: Sequence[nn.Module], names: Mapping[int, str]) -> Iterator[Binding]:
+    for root in modules:
+        for module in root.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield module, attribute, names[id(parameter)]
+
+
+def layer_parameters(model: nn.Module, split: Split) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each layer, `embed` first and `head` last. A parameter that both share belongs to the head."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    blocks = [
+        [(names[id(p)], p) for p in block.parameters()] for block in model.get_submodule(split.blocks_path).children()
+    ]
+    in_blocks = {id(p) for block in blocks for _, p in block}
+    tail_ids = {id(p) for path in split.tail_paths for p in model.get_submodule(path).parameters()}
+    backbone_ids = {id(p) for p in model.get_submodule(split.backbone_path).parameters()}
+    outside_ids = _parameters_outside(model, split.backbone_path)
+    head_ids = (tail_ids | outside_ids) - in_blocks
+    head = [(name, p) for name, p in model.named_parameters() if id(p) in head_ids]
+    embed = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if id(p) in backbone_ids and id(p) not in head_ids and id(p) not in in_blocks
+    ]
+    return [embed, *blocks, head]
+
+
+def _parameters_outside(model: nn.Module, backbone_path: str) -> set[int]:
+    found: set[int] = set()
+    for path, module in model.named_modules():
+        if path != backbone_path and not path.startswith(backbone_path + "."):
+            found.update(id(p) for p in module.parameters(recurse=False))
+    return found
