@@ -116,6 +116,11 @@ ALIASES: dict[str, Conversion] = {
     "assistant_only_loss": _one_of(_ON_INPUTS),
     "gradient_checkpointing": _recompute,
     "stage": _one_of({"sft": {}}),
+    "flash_attention": _one_of({True: {}, False: {}, None: {}}),
+    "strict": _one_of({True: {}, False: {}, None: {}}),
+    "dataset_prepared_path": lambda value: {},
+    "overwrite_cache": lambda value: {},
+    "preprocessing_num_workers": lambda value: {},
     "do_train": _one_of({True: {}}),
     "auto_resume_from_checkpoints": _one_of({True: {"resume_from_checkpoint": "auto"}, False: {}}),
 }
@@ -139,7 +144,19 @@ NO_COUNTERPART: dict[str, str] = {
     "push_to_hub": "upload the finished adapter with `hf upload`",
     "peft_use_dora": "DoRA is not offered",
     "use_dora": "DoRA is not offered",
-    "flash_attention": "the attention kernel is chosen automatically",
+    "tf32": "float32 products are exact here; for speed use dtype: bfloat16",
+    "flash_attn": "the attention kernel is chosen automatically",
+    "lora_model_dir": "training starts from a fresh adapter; a checkpoint goes into resume_from_checkpoint",
+    "special_tokens": "the tokenizer's own special tokens are used",
+    "tokens": "the tokenizer's own tokens are used",
+    "wandb_project": "see report_to; the project's name goes into the WANDB_PROJECT variable",
+    "wandb_entity": "see report_to; the entity goes into the WANDB_ENTITY variable",
+    "hub_model_id": "upload the finished adapter with `hf upload`",
+    "evals_per_epoch": "give the number of steps in eval_steps",
+    "saves_per_epoch": "give the number of steps in save_steps",
+    "save_strategy": "give the number of steps in save_steps",
+    "eval_strategy": "give the number of steps in eval_steps",
+    "max_samples": "take a part of the split: datasets: [{path: data/train.jsonl, split: 'train[:1000]'}]",
 }
 """Keys of other trainers without a key here: refused with this advice, dropped with a notice where they are off."""
 

@@ -64,7 +64,7 @@ def find_unsupported(data: dict[str, Any], findings: Findings) -> None:
                 written = entry.off if isinstance(entry.off, str) else show(entry.off)
                 findings.add(
                     path,
-                    f"{entry.feature} is not yet supported",
+                    f"not yet supported: {entry.feature}",
                     found=show(value),
                     expected=f"{format_key(path)}: {written}",
                     hint=f"delete the line, or write `{path[-1]}: {written}`",
