@@ -48,7 +48,8 @@ class TokenizedRows(Sequence[Row]):
     def __init__(
         self, row_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], encoded: Sequence[Encoded]
     ) -> None:
-        self._row_ids = row_ids
+        self.row_ids = row_ids
+        """Ascending, shape [rows]."""
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self._input_ids = np.concatenate([row.input_ids for row in encoded])
         trained = np.concatenate([row.trained for row in encoded])
@@ -56,7 +57,7 @@ class TokenizedRows(Sequence[Row]):
         self._input_ids.flags.writeable = self._labels.flags.writeable = False
 
     def __len__(self) -> int:
-        return len(self._row_ids)
+        return len(self.row_ids)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -69,7 +70,7 @@ class TokenizedRows(Sequence[Row]):
         if not 0 <= position < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         start, stop = int(self._starts[position]), int(self._starts[position + 1])
-        return Row(int(self._row_ids[position]), self._input_ids[start:stop], self._labels[start:stop])
+        return Row(int(self.row_ids[position]), self._input_ids[start:stop], self._labels[start:stop])
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -96,8 +97,9 @@ class TokenizedDataset:
     """Decisions and losses that the user should read, one line each."""
     chat_template: str | None
     """The template in force, to be saved beside the adapter."""
-    places: tuple[str, ...]
-    """Where each kept row came from, in the order of `rows`."""
+    sources: tuple[Source, ...]
+    origins: npt.NDArray[np.int64]
+    """[rows, 2]: for each kept row the index of its source and its number in there."""
 
     def where(self, row_id: int) -> str:
         """`data/train.jsonl:17` of a kept row.
@@ -105,11 +107,11 @@ class TokenizedDataset:
         Raises:
             KeyError: no kept row has this id.
         """
-        row_ids = self.rows._row_ids
-        position = int(np.searchsorted(row_ids, row_id))
-        if position == len(row_ids) or row_ids[position] != row_id:
+        position = int(np.searchsorted(self.rows.row_ids, row_id))
+        if position == len(self.rows) or self.rows.row_ids[position] != row_id:
             raise KeyError(row_id)
-        return self.places[position]
+        source, number = self.origins[position]
+        return self.sources[int(source)].where(int(number))
 
 
 def build_dataset(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> TokenizedDataset:
@@ -139,7 +141,7 @@ class _Builder:
         self._notices: list[str] = []
         self._encoded: list[Encoded] = []
         self._row_ids: list[int] = []
-        self._places: list[str] = []
+        self._origins: list[tuple[int, int]] = []
         self._num_read = 0
 
     def add(self, source: Source) -> None:
@@ -164,16 +166,18 @@ class _Builder:
             )
 
     def _decide(self, source: Source, report: SourceReport, chunk: Sequence[RawRow]) -> RowFormat | None:
-        first = next((row for row in chunk if row.fault is None), None)
-        if first is None:
+        layouts = list(dict.fromkeys(tuple(row.columns) for row in chunk if row.fault is None))
+        if not layouts:
             return None
-        row_format = decide_format(source.spec, list(first.columns), source.name)
+        row_format = decide_format(source.spec, layouts, source.name)
         report.type = row_format.type
         if row_format.notice is not None:
             self._notices.append(row_format.notice)
         if self._template is None:
             self._do_without_template(source, row_format)
-        elif row_format.type != "text" and self._template.end_of_turn is None:
+        elif row_format.type == "text":
+            self._check_eos(source, row_format)
+        elif self._template.end_of_turn is None:
             self._notices.append(
                 "the chat template ends the assistant's turns without a special token: the model may not learn to stop"
             )
@@ -188,22 +192,22 @@ class _Builder:
                 expected="the template that the model was trained with, or any for a base model",
                 hint="add to the recipe: `chat_template: path/to/template.jinja`",
             )
-        if self._tokenizer.eos_token_id is None:
-            self._refuse_without_eos(source, row_format)
+        self._check_eos(source, row_format)
         if row_format.type != "text":
             layout = "the Alpaca prompt" if row_format.type == "alpaca" else "prompt and completion as they stand"
             self._notices.append(
                 f"{source.name}: the tokenizer has no chat template; rows are {layout}, joined without a blank, and EOS"
             )
 
-    def _refuse_without_eos(self, source: Source, row_format: RowFormat) -> None:
-        raise RefusedError(
-            "the tokenizer has no end-of-sequence token",
-            where=source.name,
-            found=f"type {row_format.type}, a tokenizer without `eos_token`",
-            expected="a token that tells the model where a text ends",
-            hint='add to the model\'s tokenizer_config.json: `"eos_token": "</s>"`, with the token it was trained with',
-        )
+    def _check_eos(self, source: Source, row_format: RowFormat) -> None:
+        if self._tokenizer.eos_token_id is None:
+            raise RefusedError(
+                "the tokenizer has no end-of-sequence token",
+                where=source.name,
+                found=f"type {row_format.type}, a tokenizer without `eos_token`",
+                expected="a token that tells the model where a text ends",
+                hint='add to the model\'s tokenizer_config.json: `"eos_token": "</s>"`, with the model\'s own token',
+            )
 
     def _add_chunk(
         self, source: Source, report: SourceReport, row_format: RowFormat | None, chunk: Sequence[RawRow]
@@ -221,14 +225,12 @@ class _Builder:
         if report.bad_rows and self._settings.on_bad_row == "error":
             return  # the rest is read only to count what is wrong with it
         plain = row_format is not None and (row_format.type == "text" or self._template is None)
-        if plain and kept and self._tokenizer.eos_token_id is None and row_format is not None:
-            self._refuse_without_eos(source, row_format)
         results = encode_batch(self._tokenizer, [rendered for _, _, rendered in kept], plain=plain)
         for (row_id, number, _), result in zip(kept, results, strict=True):
             if isinstance(result, BadRowError):
                 report.bad_rows.append((number, result.fault))
             else:
-                self._keep(source, report, row_id, number, result)
+                self._keep(report, row_id, number, result)
 
     def _render(self, content: Content) -> Rendered:
         train_all = self._settings.train_on_inputs
@@ -243,7 +245,7 @@ class _Builder:
         assert not isinstance(content, Conversation), "refused when the format was decided"
         return Rendered(content.text, ((0, len(content.text)),))
 
-    def _keep(self, source: Source, report: SourceReport, row_id: int, number: int, row: Encoded) -> None:
+    def _keep(self, report: SourceReport, row_id: int, number: int, row: Encoded) -> None:
         limit = self._settings.max_seq_length
         report.longest_row_tokens = max(report.longest_row_tokens, len(row.input_ids))
         if len(row.input_ids) > limit:
@@ -260,7 +262,7 @@ class _Builder:
         report.total_tokens += len(row.input_ids)
         self._encoded.append(row)
         self._row_ids.append(row_id)
-        self._places.append(source.where(number))
+        self._origins.append((len(self._sources) - 1, number))
 
     def finish(self) -> TokenizedDataset:
         """
@@ -284,7 +286,8 @@ class _Builder:
         rows = TokenizedRows(np.array(self._row_ids, dtype=np.int64), lengths, self._encoded)
         notices = tuple(dict.fromkeys([*self._notices, *self._loss_notices(report)]))
         template = self._template.text if self._template is not None else None
-        return TokenizedDataset(rows, report, rows.content_hash(), notices, template, tuple(self._places))
+        origins = np.array(self._origins, dtype=np.int64)
+        return TokenizedDataset(rows, report, rows.content_hash(), notices, template, tuple(self._sources), origins)
 
     def _empty_hint(self, report: DataReport) -> str | None:
         if not report.rows_too_long:

@@ -184,8 +184,12 @@ def _shown_role(role: object) -> str:
     return f"`{printable(role, 40)}`" if isinstance(role, str) else describe(role)
 
 
-def decide_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat:
-    """The type and the columns of a dataset whose first readable row has `columns`.
+def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
+    """The type and the columns of a dataset.
+
+    Args:
+        layouts: the different sets of columns of its first rows, in order; at least one. `auto` takes the first that
+            fits a type, so that a row without its field is named as bad even where it is the first of the file.
 
     Raises:
         RefusedError: no type fits, the type is unknown, or `spec.columns` maps a field that the type does not have.
@@ -202,13 +206,25 @@ def decide_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowF
         )
     if spec.type != "auto":
         _check_mapping(spec, _all_fields(spec.type), where)
-        pair = _pair_format(spec, columns, where) if spec.type == "prompt_completion" else None
+        pair = _pair_format(spec, layouts[0], where) if spec.type == "prompt_completion" else None
         return pair or RowFormat(spec.type, _mapped(spec.type, spec.columns))
     _check_mapping(spec, [field for row_type in FIELDS for field in _all_fields(row_type)], where)
-    return _detect(spec, columns, where)
+    for columns in layouts:
+        row_format = _detect(spec, columns, where)
+        if row_format is not None:
+            return row_format
+    expected = "; ".join(f"{row_type}: {', '.join(fields)}" for row_type, fields in FIELDS.items())
+    first, second = [*layouts[0], "COLUMN", "COLUMN"][:2]
+    raise RefusedError(
+        "cannot tell the type of this dataset from its columns",
+        where=where,
+        found=column_names(dict.fromkeys(layouts[0])),
+        expected=expected,
+        hint=f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
+    )
 
 
-def _detect(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat:
+def _detect(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:
     for row_type, fields in FIELDS.items():
         mapped = _mapped(row_type, spec.columns)
         if all(mapped[field] in columns for field in fields):
@@ -217,15 +233,7 @@ def _detect(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat:
         pair = _pair_format(spec, columns, where) if row_type == "prompt_completion" else None
         if pair is not None:
             return pair
-    expected = "; ".join(f"{row_type}: {', '.join(fields)}" for row_type, fields in FIELDS.items())
-    first, second = ([*columns, "COLUMN", "COLUMN"])[:2]
-    raise RefusedError(
-        "cannot tell the type of this dataset from its columns",
-        where=where,
-        found=column_names(dict.fromkeys(columns)),
-        expected=expected,
-        hint=f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
-    )
+    return None
 
 
 def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:

@@ -1,0 +1,231 @@
+"""Finding and reading datasets: every bad row is named by file and line, and nothing is dropped in silence."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.data.rows import RawRow, printable
+from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.data.sources import Source, find_sources, parse_split
+from roundpipe_cli.errors import RefusedError
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def read(path: Path, split: str = "train") -> list[RawRow]:
+    (source,) = find_sources(DatasetSpec(str(path), split=split), None, offline=True)
+    return list(source.rows())
+
+
+def summary(rows: list[RawRow]) -> list[tuple[int, object]]:
+    """(number, the value of column `a`, or what is wrong with the row)."""
+    return [(row.number, row.fault.what if row.fault else row.columns["a"]) for row in rows]
+
+
+def test_jsonl_numbers_are_line_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "\xe2\x80\xa8"}\n[3]\n{"a": 4')
+    assert summary(read(path)) == [
+        (1, 1), (4, "\u2028"), (5, "the row is not an object"), (6, "the line is not valid JSON"),
+    ]  # fmt: skip
+
+
+def test_jsonl_line_that_is_not_utf8_spoils_only_itself(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n{"a": 3}\n'))
+    assert summary(rows) == [(1, 1), (2, "the line is not valid UTF-8"), (3, 3)]
+    assert rows[1].fault is not None and rows[1].fault.found == "byte 0xff at column 8"
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"a": ' + "9" * 10_000 + "}", '{"a": "x\0"}', '{"a" 1}', "nonsense"])
+def test_jsonl_hostile_lines_are_rows_with_a_fault(tmp_path: Path, line: str) -> None:
+    rows = read(write(tmp_path / "x.jsonl", line + '\n{"a": 2}\n'))
+    assert rows[0].fault is not None and rows[0].fault.what.startswith("the line")
+    assert rows[1].columns == {"a": 2}
+
+
+def test_json_list_numbers_are_the_lines_where_rows_begin(tmp_path: Path) -> None:
+    text = json.dumps([{"a": 1, "b": "x\ny"}, {"a": 2}, 3], indent=2)
+    assert summary(read(write(tmp_path / "x.json", text))) == [(2, 1), (6, 2), (9, "the row is not an object")]
+
+
+def test_json_list_with_broken_bytes_keeps_the_other_rows(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "x.json", b'[{"a": "\xc3\xa9"},\n{"a": "\xff"},\n{"a": 3}]'))
+    assert summary(rows) == [(1, "é"), (2, "the row is not valid UTF-8"), (3, 3)]
+
+
+def test_json_name_with_a_row_a_line(tmp_path: Path) -> None:
+    assert summary(read(write(tmp_path / "x.json", '{"a": 1}\n{"a": 2}\n'))) == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[{"a": 1},\n {"a" 2}]', ":2:7"),
+        ('[{"a": 1}\n {"a": 2}]', ":2:2"),
+        ('[{"a": 1}', ":1:10"),
+        ('[{"a": 1}] x', ":1:11"),
+        ('{\n "data": []\n}', ":1:1"),
+    ],
+)
+def test_broken_json_file_is_refused_with_line_and_column(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path / "x.json", text)
+    with pytest.raises(RefusedError) as caught:
+        read(path)
+    assert (caught.value.problems[0].where or "").endswith("x.json" + place)
+
+
+@pytest.mark.parametrize("content", ["", "[]", " \n", "[ ]\n"])
+def test_empty_json_has_no_rows(tmp_path: Path, content: str) -> None:
+    assert read(write(tmp_path / "x.json", content)) == []
+
+
+def test_csv_rows_with_line_breaks_quotes_and_faults(tmp_path: Path) -> None:
+    text = 'a,b\n"one\ntwo",x\n\n3,y,z\n"4""",w\n'
+    assert summary(read(write(tmp_path / "x.csv", text))) == [
+        (2, "one\ntwo"), (5, "the row does not fit the header"), (6, '4"'),
+    ]  # fmt: skip
+    assert summary(read(write(tmp_path / "x.tsv", "a\tb\n1\t2\n"))) == [(2, "1")]
+    long_field = "word " * 100_000
+    assert read(write(tmp_path / "long.csv", f"a,b\n{long_field},1\n"))[0].columns["a"] == long_field
+
+
+def test_csv_header_only_and_double_columns(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "x.csv", "a,b\n")) == []
+    assert read(write(tmp_path / "zero.csv", "")) == []
+    with pytest.raises(RefusedError, match="two columns have the same name"):
+        read(write(tmp_path / "y.csv", "a,a\n1,2\n"))
+
+
+def test_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": list(range(3000)), "m": [[{"role": "user"}]] * 3000}), path)
+    rows = read(path, "train[1500:]")
+    assert (rows[0].number, rows[0].columns) == (1501, {"a": 1500, "m": [{"role": "user"}]})
+    assert len(rows) == 1500
+    (source,) = find_sources(DatasetSpec(str(path)), None, offline=True)
+    assert source.where(7).endswith("x.parquet: row 7")
+    with pytest.raises(RefusedError, match="cannot read the parquet file"):
+        read(write(tmp_path / "bad.parquet", b"PAR1 but not really"))
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
+    assert summary(read(path)) == [(1, 1), (2, 2)]
+    with pytest.raises(RefusedError, match="cannot read the dataset"):
+        read(write(tmp_path / "cut.jsonl.gz", path.read_bytes()[:-9]))
+
+
+def test_utf16_and_unknown_kinds_are_refused(tmp_path: Path) -> None:
+    for name in ("x.jsonl", "x.json", "x.csv"):
+        with pytest.raises(RefusedError, match="not UTF-8"):
+            read(write(tmp_path / name, '{"a": 1}'.encode("utf-16")))
+    with pytest.raises(RefusedError, match="no reader for this kind of file"):
+        read(write(tmp_path / "x.docx", "PK"))
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", range(10)),
+        ("train[:3]", range(3)),
+        ("train[2:4]", range(2, 4)),
+        ("train[7:]", range(7, 10)),
+        ("train[-3:]", range(7, 10)),
+        ("train[:-8]", range(2)),
+        ("train[10%:25%]", range(1, 2)),
+        ("train[50%:]", range(5, 10)),
+        ("train[:99]", range(10)),
+        ("train[0:0]", range(0)),
+        ("train[5:2]", range(0)),
+    ],
+)
+def test_slices_are_those_of_datasets(tmp_path: Path, split: str, expected: range) -> None:
+    path = write(tmp_path / "x.jsonl", "".join(f'{{"a": {index}}}\n' for index in range(10)))
+    assert [row.columns["a"] for row in read(path, split)] == list(expected)
+
+
+def test_bad_splits(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", '{"a": 1}\n')
+    for text in ("train[1]", "train[:3", "train+test", "", "train[a:b]"):
+        with pytest.raises(RefusedError, match="this split cannot be read"):
+            parse_split(text)
+    with pytest.raises(RefusedError) as caught:
+        read(path, "test[:5]")
+    assert caught.value.problems[0].hint == "split: train[:5]"
+
+
+def test_relative_paths_from_the_working_directory_then_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, recipe = tmp_path / "here", tmp_path / "recipes"
+    here.mkdir()
+    recipe.mkdir()
+    monkeypatch.chdir(here)
+    write(recipe / "x.jsonl", '{"a": "recipe"}\n')
+
+    def found() -> Source:
+        (source,) = find_sources(DatasetSpec("x.jsonl"), recipe, offline=True)
+        return source
+
+    assert summary(list(found().rows())) == [(1, "recipe")]
+    write(here / "x.jsonl", '{"a": "here"}\n')
+    assert summary(list(found().rows())) == [(1, "here")]
+    assert found().where(3) == "x.jsonl:3"
+    with pytest.raises(RefusedError) as caught:
+        find_sources(DatasetSpec("data/none.jsonl"), recipe, offline=True)
+    message = str(caught.value)
+    assert str(here / "data/none.jsonl") in message and str(recipe / "data/none.jsonl") in message
+    assert caught.value.exit_code == 2
+
+
+def test_globs_are_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write(tmp_path / f"{name}.jsonl", "{}\n")
+    sources = find_sources(DatasetSpec(str(tmp_path / "*.jsonl")), None, offline=True)
+    assert [Path(source.name).name for source in sources] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    with pytest.raises(RefusedError, match="dataset not found"):
+        find_sources(DatasetSpec(str(tmp_path / "*.csv")), None, offline=True)
+    with pytest.raises(RefusedError, match="slice of several files"):
+        find_sources(DatasetSpec(str(tmp_path / "*.jsonl"), split="train[:2]"), None, offline=True)
+
+
+def test_a_folder_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write(folder / "train.jsonl", '{"a": 1}\n{"a": 2}\n')
+    write(folder / "test.jsonl", '{"a": 3}\n')
+    assert summary(read(folder)) == [(1, 1), (2, 2)]
+    assert summary(read(folder, "test")) == [(1, 3)]
+    with pytest.raises(RefusedError, match="cannot load split `nope`"):
+        read(folder, "nope")
+
+
+def test_hub_dataset_offline_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    (source,) = find_sources(DatasetSpec("some-org/some-set", split="train[:5]"), None, offline=True)
+    with pytest.raises(RefusedError) as caught:
+        list(source.rows())
+    assert caught.value.problems[0].found == "offline mode"
+    assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
+
+
+def test_text_in_messages_is_escaped_and_cut() -> None:
+    assert printable("a\x1b[31m\n\u202e\x07") == "a\\x1b[31m\\n\\u202e\\x07"
+    assert len(printable("x" * 10_000_000)) == 200
