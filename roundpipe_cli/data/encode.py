@@ -41,11 +41,12 @@ def encode_batch(
         plain: text without a template: the tokenizer adds its own special tokens (BOS), and EOS is appended, trained
             where the text's last character is. A chat template has written them all itself.
     """
-    texts = [row.text for row in rendered]
+    if not rendered:  # the tokenizers take no empty batch
+        return []
     if not getattr(tokenizer, "is_fast", False):
         return [_encode_slow(tokenizer, row, plain=plain) for row in rendered]
     batch: Any = tokenizer(
-        texts,
+        [row.text for row in rendered],
         add_special_tokens=plain,
         return_offsets_mapping=True,
         return_attention_mask=False,

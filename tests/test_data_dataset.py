@@ -1,0 +1,381 @@
+"""From files to labels: types, layouts without a template, long rows, bad rows, empty datasets, templates missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.errors import RefusedError
+
+CHATML = (
+    "{%- for m in messages %}{{- '<s>' + m.role + '\n' + m.content + '</s>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<s>assistant\n' }}{%- endif %}"
+)
+
+
+def byte_tokenizer(*, template: str | None = CHATML, eos: bool = True, bos: bool = False, trim: bool = False) -> Any:
+    """One token a byte; `<s>` and `</s>` are special. `trim` trims offsets as GPT-2's tokenizer does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)} | {"ĠĠ": 256}, merges=[("Ġ", "Ġ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=trim)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "</s>")])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        )
+    elif trim:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>" if eos else None)
+    made.chat_template = template
+    return made
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def build(path: Path, tokenizer: Any | None = None, **options: Any) -> TokenizedDataset:
+    spec_names = ("type", "split", "columns")
+    spec = DatasetSpec(str(path), **{name: options.pop(name) for name in spec_names if name in options})
+    options = {"max_seq_length": 1000, **options}
+    return build_dataset(DataSettings((spec,), **options), tokenizer or byte_tokenizer())
+
+
+def trained_text(tokenizer: Any, dataset: TokenizedDataset, index: int = 0) -> tuple[str, str]:
+    """(whole text, trained text) of a row."""
+    row = dataset.rows[index]
+    return tokenizer.decode(row.input_ids), tokenizer.decode(row.labels[row.labels != -100])
+
+
+CHAT_TEXT = "<s>user\nHi</s>\n<s>assistant\nYo</s>\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "decided", "columns"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}, "chat", {}),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, "sharegpt", {}),
+        ({"instruction": "Hi", "input": "", "output": "Yo"}, "alpaca", {}),
+        ({"instruction": "Hi", "output": "Yo"}, "alpaca", {}),
+        ({"instruction": "Hi", "input": None, "output": "Yo"}, "alpaca", {}),
+        ({"prompt": "Hi", "completion": "Yo"}, "prompt_completion", {}),
+        ({"question": "Hi", "answer": "Yo", "text": "no"}, "prompt_completion", {}),
+        ({"prompt": "Hi", "response": "Yo"}, "prompt_completion", {}),
+        ({"q": "Hi", "a": "Yo"}, "prompt_completion", {"prompt": "q", "completion": "a"}),
+        ({"talk": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}, "chat",
+         {"messages": "talk"}),
+    ],
+)  # fmt: skip
+def test_auto_decides_by_columns_and_says_so(
+    tmp_path: Path, row: dict[str, object], decided: str, columns: dict[str, str]
+) -> None:
+    tokenizer = byte_tokenizer()
+    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer, columns=columns)
+    assert trained_text(tokenizer, dataset) == (CHAT_TEXT, "Yo</s>")
+    assert dataset.report.sources[0].type == decided
+    assert len(dataset.notices) == 1 and f"read as type {decided}" in dataset.notices[0]
+    assert dataset.chat_template == CHATML
+
+
+def test_alpaca_input_follows_the_instruction(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [{"instruction": "Add", "input": "1 2", "output": "3"}])
+    assert trained_text(tokenizer, build(path, tokenizer))[0] == "<s>user\nAdd\n\n1 2</s>\n<s>assistant\n3</s>\n"
+
+
+def test_a_named_type_needs_no_notice_and_is_believed(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Hi", "completion": "Yo", "text": "A b"}])
+    dataset = build(path, tokenizer, type="text")
+    assert trained_text(tokenizer, dataset) == ("A b</s>", "A b</s>")
+    assert dataset.notices == ()
+    assert dataset.report.trained_tokens == 3  # the first token has nothing before it
+
+
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_plain_layout_without_a_template(tmp_path: Path, bos: bool, trim: bool) -> None:
+    tokenizer = byte_tokenizer(template=None, bos=bos, trim=trim)
+    head = "<s>" if bos else ""
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Q:  ", "completion": "  é  b\n"}])
+    dataset = build(path, tokenizer)
+    assert trained_text(tokenizer, dataset) == (head + "Q:    é  b\n</s>", "  é  b\n</s>")
+    assert any("no chat template" in notice for notice in dataset.notices)
+    everything = build(path, tokenizer, train_on_inputs=True)
+    assert trained_text(tokenizer, everything)[1] == "Q:    é  b\n</s>"
+
+
+def test_plain_alpaca_uses_the_prompt_that_defines_the_type(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(template=None)
+    path = write_rows(tmp_path / "x.jsonl", [{"instruction": "Add", "input": "1 2", "output": "3"}])
+    text, trained = trained_text(tokenizer, build(path, tokenizer))
+    assert text.endswith("### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n3</s>")
+    assert trained == "3</s>"
+
+
+def test_slow_and_fast_tokenizers_agree(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+
+    class WithoutOffsets:
+        """The same tokenizer as one that cannot tell offsets."""
+
+        is_fast = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            assert "return_offsets_mapping" not in options
+            return tokenizer(text, **options)
+
+    rows = [{"prompt": f"Hi {index}", "completion": f"Yo é {index}"} for index in range(5)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    assert build(path, WithoutOffsets()).content_hash == build(path, tokenizer).content_hash
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "policy", "kept"),
+    [
+        (9, "error", 9), (10, "error", 10), (11, "error", None),
+        (9, "drop", 9), (10, "drop", 10), (11, "drop", 0), (1000, "drop", 0),
+        (10, "truncate", 10), (11, "truncate", 10), (1000, "truncate", 10),
+    ],
+)  # fmt: skip
+def test_long_rows(tmp_path: Path, num_tokens: int, policy: str, kept: int | None) -> None:
+    rows = [{"text": "short"}, {"text": "x" * (num_tokens - 1)}]  # and EOS
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    options: dict[str, Any] = {"type": "text", "max_seq_length": 10, "long_rows": policy}
+    if kept is None:
+        with pytest.raises(RefusedError) as caught:
+            build(path, **options)
+        problem = caught.value.problems[0]
+        assert "1 of 2 rows are longer than 10 tokens" in problem.what and (problem.where or "").endswith("x.jsonl:2")
+        assert "max_seq_length=11" in (problem.hint or "")
+        return
+    dataset = build(path, **options)
+    assert dataset.rows.lengths.tolist() == [6, kept][: 2 if kept else 1]
+    is_long = num_tokens > 10
+    assert dataset.report.sources[0].too_long_rows == ([2] if is_long else [])
+    assert dataset.report.rows_truncated == int(is_long and policy == "truncate")
+    assert dataset.report.sources[0].longest_row_tokens == num_tokens
+    assert [notice for notice in dataset.notices if "x.jsonl:2" in notice] == list(dataset.notices)
+    assert len(dataset.notices) == int(is_long)
+
+
+def test_answer_beyond_the_cut_is_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "completion": "Yo"}] * 3 + [{"prompt": "x" * 500, "completion": "Yo"}]
+    dataset = build(write_rows(tmp_path / "x.jsonl", rows), max_seq_length=100)
+    assert [row.row_id for row in dataset.rows] == [0, 1, 2]
+    assert dataset.report.sources[0].untrained_rows == [4]
+    assert dataset.report.filter_counts() == "4 rows read, 0 bad, 1 cut, 1 without a trained token, 3 kept"
+    assert any(notice.startswith("warning: 1 of 4 rows dropped") for notice in dataset.notices)
+    with pytest.raises(RefusedError) as caught:
+        build(write_rows(tmp_path / "y.jsonl", rows[3:]), max_seq_length=100)
+    problem = caught.value.problems[0]
+    assert "no row is left" in problem.what and "1 cut, 1 without a trained token, 0 kept" in (problem.found or "")
+
+
+MESSAGES_BAD: list[tuple[object, str]] = [
+    ({}, "`messages` is missing"),
+    ({"messages": None}, "`messages` is not a list"),
+    ({"messages": "hi"}, "`messages` is not a list"),
+    ({"messages": []}, "`messages` is empty"),
+    ({"messages": ["hi"]}, "`messages[0]` is not a message"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "`messages[0].role` is unknown"),
+    ({"messages": [{"content": "x"}]}, "`messages[0].role` is unknown"),
+    ({"messages": [{"role": "user", "content": None}]}, "`messages[0].content` is not text"),
+    ({"messages": [{"role": "user", "content": 3}]}, "`messages[0].content` is not text"),
+    ({"messages": [{"role": "user", "content": "a\0b"}]}, "`messages[0].content` holds a NUL character"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "`messages[0].content` is not valid Unicode text"),
+    ({"messages": [{"role": "user", "content": "only me"}]}, "`messages` has nothing to train on"),
+    ({"messages": [{"role": "assistant", "content": ""}]}, "`messages` has nothing to train on"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
+     "`messages[0].tool_calls` is not supported yet"),
+    ([1], "the row is not an object"),
+]  # fmt: skip
+GOOD_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("bad", "what"), MESSAGES_BAD)
+def test_bad_rows_are_named_by_line_field_and_expectation(tmp_path: Path, bad: object, what: str, place: int) -> None:
+    rows: list[object] = [GOOD_CHAT, GOOD_CHAT]
+    rows.insert(place, bad)
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    with pytest.raises(RefusedError) as caught:
+        build(path)
+    head, problem = caught.value.problems
+    assert caught.value.exit_code == 2
+    assert head.what == "1 of 3 rows cannot be used:" and "on_bad_row=skip" in (head.hint or "")
+    assert problem.what == what and (problem.where or "").endswith(f"x.jsonl:{place + 1}")
+    dataset = build(path, on_bad_row="skip")
+    assert [row.row_id for row in dataset.rows] == [index for index in range(3) if index != place]
+    assert any(f"x.jsonl:{place + 1} ({what})" in notice for notice in dataset.notices)
+    assert [number for number, _ in dataset.report.sources[0].bad_rows] == [place + 1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        ({"prompt": "Hi"}, "`completion` is missing"),
+        ({"prompt": 3, "completion": "Yo"}, "`prompt` is not text"),
+        ({"prompt": "Hi", "completion": ""}, "`completion` is empty"),
+        ({"prompt": "Hi", "completion": ["a"]}, "`completion` is not text"),
+    ],
+)
+def test_bad_prompts(tmp_path: Path, bad: object, what: str) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [bad, {"prompt": "Hi", "completion": "Yo"}])
+    with pytest.raises(RefusedError) as caught:
+        build(path)
+    assert caught.value.problems[1].what == what
+
+
+def test_many_bad_rows_ten_listed_with_the_total(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(('{"text": "ok"}\n' * 9 + '{"text": 3}\n') * 300)
+    with pytest.raises(RefusedError) as caught:
+        build(path)
+    problems = caught.value.problems
+    assert problems[0].what == "300 of 3000 rows cannot be used; the first 10:"
+    assert [problem.where for problem in problems[1:]] == [f"{path}:{line}" for line in range(10, 101, 10)]
+    notices = build(path, on_bad_row="skip").notices
+    assert any("300 of 3000 rows skipped" in notice and "and 290 more" in notice for notice in notices)
+
+
+def test_row_text_never_reaches_the_message(tmp_path: Path) -> None:
+    secret = "SECRET" * 1000
+    rows = [{"messages": [{"role": "\x1b]0;evil\x07" + secret, "content": secret}]}, {"messages": secret}]
+    rows += [{"messages": [{"role": "user", "content": secret + "\0"}]}]
+    with pytest.raises(RefusedError) as caught:
+        build(write_rows(tmp_path / "x.jsonl", rows), type="chat")
+    message = str(caught.value)
+    assert "\x1b" not in message and "\x07" not in message
+    assert message.count("SECRET") < 40 and max(map(len, message.splitlines())) < 400
+
+
+def test_columns_that_tell_nothing(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"foo": "a", "bar": "b"}])
+    with pytest.raises(RefusedError) as caught:
+        build(path)
+    assert caught.value.problems[0].found == "columns foo, bar"
+    assert "columns: {prompt: foo, completion: bar}" in (caught.value.problems[0].hint or "")
+    with pytest.raises(RefusedError) as caught:
+        build(path, columns={"promt": "foo"})
+    assert caught.value.problems[0].hint == "did you mean `prompt`?"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("x.jsonl", ""), ("x.json", "[]"), ("x.json", ""), ("x.csv", "prompt,completion\n"), ("x.csv", "")],
+)
+def test_empty_datasets_are_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RefusedError, match="the dataset is empty") as caught:
+        build(tmp_path / name)
+    assert caught.value.exit_code == 2
+
+
+def test_all_rows_filtered_is_refused_with_counts(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "x" * 50}, {"text": 3}, {"text": "x" * 60}])
+    with pytest.raises(RefusedError) as caught:
+        build(path, max_seq_length=10, long_rows="drop", on_bad_row="skip")
+    problem = caught.value.problems[0]
+    assert problem.found == "3 rows read, 1 bad, 2 too long, 0 without a trained token, 0 kept"
+    assert problem.hint == "the longest row has 61 tokens: max_seq_length=61"
+    with pytest.raises(RefusedError, match="no row is left"):
+        build(write_rows(tmp_path / "y.jsonl", [3, 4]), on_bad_row="skip")
+
+
+def test_chat_without_a_template_names_the_line_to_add(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
+    with pytest.raises(RefusedError, match="needs a chat template") as caught:
+        build(path, byte_tokenizer(template=None, eos=False))
+    assert "`chat_template: path/to/template.jinja`" in (caught.value.problems[0].hint or "")
+    (tmp_path / "t.jinja").write_text(CHATML)
+    tokenizer = byte_tokenizer(template=None)
+    dataset = build(path, tokenizer, chat_template="t.jinja", folder=tmp_path)
+    assert trained_text(tokenizer, dataset) == (CHAT_TEXT, "Yo</s>")
+    assert dataset.chat_template == CHATML and tokenizer.chat_template is None
+    assert build(path, tokenizer, chat_template=CHATML).content_hash == dataset.content_hash
+    with pytest.raises(RefusedError, match="chat template not found"):
+        build(path, chat_template="missing.jinja", folder=tmp_path)
+
+
+def test_text_needs_an_end_of_sequence_token(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "hello"}])
+    for template in (None, CHATML):
+        with pytest.raises(RefusedError, match="no end-of-sequence token") as caught:
+            build(path, byte_tokenizer(template=template, eos=False))
+        assert '"eos_token": "</s>"' in (caught.value.problems[0].hint or "")
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{% for m in messages %}", "not valid Jinja"),
+        ("{{ raise_exception('roles must alternate') }}", "1 of 1 rows cannot be used"),
+        ("{{ ''.__class__.__mro__ }}", "1 of 1 rows cannot be used"),
+        ("{{ messages[0].nope.nope }}", "1 of 1 rows cannot be used"),
+        ("{#" + "x" * 70_000 + "#}", "too large"),
+    ],
+)
+def test_templates_that_fail_are_refused(tmp_path: Path, template: str, what: str) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
+    with pytest.raises(RefusedError, match=what) as caught:
+        build(path, byte_tokenizer(template=template))
+    assert caught.value.exit_code == 2 and len(str(caught.value)) < 1500
+
+
+def test_several_datasets_keep_their_order_and_places(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    second = tmp_path / "b.csv"
+    second.write_text("prompt,completion\nHi,Yo\n")
+    settings = DataSettings((DatasetSpec(str(first), split="train[1:]"), DatasetSpec(str(second))), 1000)
+    tokenizer = byte_tokenizer()
+    dataset = build_dataset(settings, tokenizer)
+    assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == ["two</s>", CHAT_TEXT]
+    assert [dataset.where(row.row_id) for row in dataset.rows] == [f"{first}:2", f"{second}:2"]
+    assert [source.type for source in dataset.report.sources] == ["text", "prompt_completion"]
+    assert dataset.report.total_tokens == sum(len(row.input_ids) for row in dataset.rows)
+    with pytest.raises(KeyError):
+        dataset.where(2)
+    with pytest.raises(IndexError):
+        dataset.rows[2]
+    assert len(dataset.rows[-1].input_ids) == len(dataset.rows[1].input_ids)
+
+
+def test_content_hash_tells_every_change(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "completion": "Yo"}, {"prompt": "a", "completion": "b"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    base = build(path).content_hash
+    assert build(path).content_hash == base
+    moved = write_rows(tmp_path / "y.jsonl", rows)
+    assert build(moved).content_hash == base, "the same rows elsewhere are the same data"
+    changed = [
+        build(path, train_on_inputs=True),
+        build(path, max_seq_length=24),
+        build(path, byte_tokenizer(template=CHATML + " ")),
+        build(write_rows(tmp_path / "z.jsonl", rows[::-1])),
+        build(write_rows(tmp_path / "w.jsonl", [{**rows[0], "completion": "yo"}, rows[1]])),
+    ]
+    assert len({base, *(dataset.content_hash for dataset in changed)}) == 6
+
+
+def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"text": "hello"}]))
+    row = dataset.rows[0]
+    assert row.input_ids.dtype == row.labels.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        row.input_ids[0] = 1
