@@ -1,0 +1,428 @@
+"""Lowering: from a schedule to a program that simulator and engine interpret. Plain data, no clock, no device.
+
+A program is a list of operations: the schedule's F, R and B; uploads (U) of weights and of boundary tensors; downloads
+(D) of boundary tensors and of weight gradients; and the host's updates (O). Each names the operations it waits for.
+
+    host          U weights(visit)            D boundary 1        U boundary 1           D gradients(visit) -> O
+                     |                           ^    |               |                     ^
+    worker 0         +--> 0F0 0F1 0F2 -----------+    |               |                     |
+    worker 1                                          +--------> 1F0 ... 0B0 -> D gradient -> U gradient -> 1R0 1B0
+
+A visit is a worker's stay on one range of layers: from the upload of its weights into a slot until another visit takes
+the slot. A bound stage that goes back and forth between forward and backward is one visit per step.
+
+Interpretation, the same for both:
+- Compute operations of a worker run in the order of `compute[worker]`. A transfer waits in the queue of its worker's
+  link (`lane` up or down) and goes by `priority`, smallest first. Up: boundaries that unblock compute, weights of the
+  next visit, deeper prefetch. Down: boundaries, saved activations, weight gradients. Host updates go one by one.
+- An operation starts when its `deps` have ended. A dependency between operations of two different workers arrives a hop
+  later. `late_deps` are needed only after the first part of a backward (its recompute or the head's forward, which runs
+  ahead and ends when they arrive); an interpreter without such parts treats them as `deps`.
+- Where a tensor has no bytes no transfer is made and the consumer depends on the producer itself.
+
+Rules of the contract that the dependencies spell out: two boundary tensors at most wait per worker and direction; at
+staleness 0 a step's updates start when all its gradients have landed, and the next step's weights wait for theirs; at
+staleness 1 step k uses the weights after update k - 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
+
+NUM_STAGING = 2
+"""Boundary tensors that may wait on a worker, per direction (DESIGN.md, section 5)."""
+
+WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
+"""What a transfer carries. `GRADIENT` is that of a boundary."""
+
+URGENT, NEXT, SAVED, LAST = 0, 1, 2, 3
+"""First part of a priority: unblocks compute; weights, by visit; kept for a recompute; weight gradients."""
+
+
+class Op(NamedTuple):
+    """One operation of a program. Bytes; indices as in `Action`; -1 where something does not apply."""
+
+    id: int
+    kind: Kind
+    lane: str
+    worker: int
+    """-1 for updates, which run on the host."""
+    stage: int
+    """Forward stage for F, backward stage for R and B; a transfer has that of the compute operation it belongs to; an
+    update has its layer, or -1 for the gate that waits for the step's gradients."""
+    microbatch: int
+    step: int
+    payload: str
+    num_bytes: int
+    visit: int
+    """Index into `Program.visits`."""
+    priority: tuple[int, int]
+    deps: list[int]
+    late_deps: list[int]
+
+
+@dataclass(slots=True)
+class Visit:
+    """A worker's stay on one range of layers."""
+
+    worker: int
+    layers: StageRange
+    step: int
+    slot: int
+    num_bytes: int
+    """Of weights and gradient accumulators while in the slot."""
+    ops: list[int] = field(default_factory=list)
+    """Compute operations, in order."""
+    upload: int = -1
+    download: int = -1
+
+
+@dataclass(frozen=True)
+class Program:
+    """A lowered schedule."""
+
+    schedule: Schedule
+    ops: list[Op]
+    compute: list[list[int]]
+    """Per worker: ids of F, R and B in order."""
+    visits: list[Visit]
+    staleness: int
+
+
+def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Program:
+    """Add transfers, updates and dependencies to a valid schedule.
+
+    Args:
+        costs: bytes of layers and boundaries, number of slots, and which layers have updates.
+        staleness: 0 or 1, see the module's text.
+    """
+    lowering = _Lowering(schedule, costs, staleness)
+    lowering.add_compute()
+    for row in lowering.compute:
+        lowering.connect_boundaries(row)
+    for step in range(schedule.num_steps):
+        lowering.add_updates(step)
+    for visit_id in range(len(lowering.visits)):
+        lowering.connect_weights(visit_id)
+    return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness)
+
+
+class _Lowering:
+    """The program while it is being built."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel, staleness: int) -> None:
+        self.schedule, self.layers, self.staleness = schedule, costs.layers, staleness
+        self.num_slots = costs.slots
+        total = schedule.num_microbatches * schedule.num_steps
+        self.ops: list[Op] = []
+        self.compute: list[list[int]] = [[] for _ in range(schedule.num_workers)]
+        self.visits: list[Visit] = []
+        self.forward_ops = [[-1] * total for _ in schedule.forward_stages]
+        self.backward_ops = [[-1] * total for _ in schedule.backward_stages]
+        self.boundary_ops: dict[tuple[int, int], int] = {}
+        """(boundary, microbatch) -> the download of the hidden states at the input of that layer."""
+        self.gradient_ops: dict[tuple[int, int], int] = {}
+        """(backward stage, microbatch) -> the download of the gradient that the stage passes on."""
+        self.update_ops: list[dict[int, int]] = []
+        """Per step: layer -> update; key -1 is the gate. Empty where updates cost nothing and nothing waits."""
+        self.hidden_bytes = [0] + [layer.boundary_bytes for layer in costs.layers]
+        """Bytes of one microbatch's hidden states at the input of each layer."""
+        inputs = {first for index, (first, _) in enumerate(schedule.backward_stages)}
+        self.saved = [
+            [first for first in sorted(inputs) if start < first <= end] for start, end in schedule.forward_stages
+        ]
+        """Per forward stage: boundaries within it that a recompute will start from."""
+        self.last_visit = [-1] * schedule.num_workers
+        self.resident: list[dict[StageRange, int]] = [{} for _ in range(schedule.num_workers)]
+        """Per worker: layer range -> visit that holds it, least recently used first."""
+        self.updates_cost = any(layer.optimizer_s or layer.grad_bytes for layer in costs.layers)
+
+    def _add(
+        self, kind: Kind, lane: str, worker: int, stage: int, microbatch: int, step: int, payload: str = "",
+        num_bytes: int = 0, visit: int = -1, priority: tuple[int, int] = (0, 0), deps: list[int] | None = None,
+    ) -> int:  # fmt: skip
+        op_id = len(self.ops)
+        deps = [] if deps is None else deps
+        self.ops.append(
+            Op(op_id, kind, lane, worker, stage, microbatch, step, payload, num_bytes, visit, priority, deps, [])
+        )
+        return op_id
+
+    def add_compute(self) -> None:
+        """The schedule's own actions, and the visits they form."""
+        schedule = self.schedule
+        for worker, row in enumerate(schedule.actions):
+            for action in row:
+                kind, stage, microbatch = action.kind, action.stage, action.microbatch
+                forward = kind is Kind.FORWARD
+                step = microbatch // schedule.num_microbatches
+                layers = (schedule.forward_stages if forward else schedule.backward_stages)[stage]
+                visit = self._visit_for(worker, layers, step)
+                op_id = self._add(kind, COMPUTE, worker, stage, microbatch, step, visit=visit)
+                self.compute[worker].append(op_id)
+                if visit >= 0:
+                    self.visits[visit].ops.append(op_id)
+                if forward:
+                    self.forward_ops[stage][microbatch] = op_id
+                elif kind is Kind.BACKWARD:
+                    self.backward_ops[stage][microbatch] = op_id
+
+    def _visit_for(self, worker: int, layers: StageRange, step: int) -> int:
+        """The visit that holds these layers, a new one in the least recently used slot if there is none."""
+        if layers[1] < layers[0]:
+            return -1
+        last = self.last_visit[worker]
+        if last >= 0 and self.visits[last].layers == layers and self.visits[last].step == step:
+            return last
+        resident = self.resident[worker]
+        visit = resident.pop(layers, -1)
+        if visit < 0 or self.visits[visit].step != step:
+            slot = self.visits[visit].slot if visit >= 0 else len(resident)
+            if slot >= self.num_slots:
+                oldest = next(iter(resident))
+                slot = self.visits[resident.pop(oldest)].slot
+            visit = len(self.visits)
+            self.visits.append(Visit(worker, layers, step, slot, 0))
+        resident[layers] = visit
+        self.last_visit[worker] = visit
+        return visit
+
+    def connect_boundaries(self, row: list[int]) -> None:
+        """Inputs and outputs of one worker's compute operations, with two staging buffers per direction."""
+        inputs: list[int] = []
+        gradients: list[int] = []
+        outputs: list[list[int]] = []
+        for position, op_id in enumerate(row):
+            op = self.ops[op_id]
+            if op.kind is Kind.FORWARD:
+                self._input(op, op, self.schedule.forward_stages[op.stage][0], position, inputs)
+                self._forward_output(op, outputs)
+                continue
+            fused = self.schedule.fused_head
+            if op.kind is Kind.RECOMPUTE or (fused and op.stage == 0):
+                consumer = op if op.kind is Kind.BACKWARD else self.ops[row[position + 1]]
+                self._input(op, consumer, self.schedule.backward_stages[op.stage][0], position, inputs)
+            if (op.kind is Kind.BACKWARD) == fused:
+                consumer = op if fused else self.ops[row[position + 1]]
+                self._gradient_input(op, consumer, position, gradients)
+            if op.kind is Kind.BACKWARD:
+                if row[position - 1] == op_id - 1 and self.ops[op_id - 1].kind is Kind.RECOMPUTE:
+                    op.deps.append(op_id - 1)
+                self._gradient_output(op, outputs)
+
+    def _boundary_download(self, boundary: int, microbatch: int) -> int:
+        """The download of a boundary tensor by the forward stage that makes it; made when first asked for."""
+        key = (boundary, microbatch)
+        if key in self.boundary_ops:
+            return self.boundary_ops[key]
+        producer = next(
+            self.forward_ops[index][microbatch]
+            for index, (first, last) in enumerate(self.schedule.forward_stages)
+            if first < boundary <= last + 1
+        )
+        op = self.ops[producer]
+        last = self.schedule.forward_stages[op.stage][1]
+        priority = (URGENT if boundary == last + 1 else SAVED, producer)
+        num_bytes = self.hidden_bytes[boundary]
+        self.boundary_ops[key] = self._add(
+            Kind.DOWNLOAD,
+            DOWN,
+            op.worker,
+            op.stage,
+            microbatch,
+            op.step,
+            ACTIVATION,
+            num_bytes,
+            -1,
+            priority,
+            [producer],
+        )
+        return self.boundary_ops[key]
+
+    def _input(self, op: Op, consumer: Op, boundary: int, position: int, staged: list[int]) -> None:
+        """The hidden states that `op` reads; `consumer` ends the use of their buffer."""
+        first_layer_is_embed = boundary == 0 and self.layers[0].name == "embed"
+        num_bytes = self.layers[0].boundary_bytes if first_layer_is_embed else self.hidden_bytes[boundary]
+        if num_bytes:
+            deps = [] if boundary == 0 else [self._boundary_download(boundary, op.microbatch)]
+            self._upload(op, consumer, ACTIVATION, num_bytes, position, deps, staged)
+        elif op.kind is Kind.FORWARD:
+            if op.stage:
+                op.deps.append(self.forward_ops[op.stage - 1][op.microbatch])
+        elif op.kind is Kind.BACKWARD and self.forward_ops:
+            op.late_deps.append(self.forward_ops[-1][op.microbatch])
+        elif not self.schedule.fused_head:
+            op.deps.append(self.forward_ops[len(self.forward_ops) - 1 - op.stage][op.microbatch])
+
+    def _gradient_input(self, op: Op, consumer: Op, position: int, staged: list[int]) -> None:
+        if op.stage == 0:
+            return
+        num_bytes = self._gradient_bytes(op.stage - 1)
+        if num_bytes:
+            deps = [self._gradient_download(op.stage - 1, op.microbatch)]
+            upload = self._upload(
+                op, consumer, GRADIENT, num_bytes, position, deps, staged, late=self.schedule.fused_head
+            )
+        else:
+            upload = self.backward_ops[op.stage - 1][op.microbatch]
+            (op.late_deps if self.schedule.fused_head else op.deps).append(upload)
+
+    def _upload(
+        self, op: Op, consumer: Op, payload: str, num_bytes: int, position: int, deps: list[int], staged: list[int],
+        late: bool = False,
+    ) -> int:  # fmt: skip
+        if len(staged) >= NUM_STAGING:
+            deps.append(staged[-NUM_STAGING])
+        staged.append(consumer.id)
+        upload = self._add(
+            Kind.UPLOAD,
+            UP,
+            op.worker,
+            op.stage,
+            op.microbatch,
+            op.step,
+            payload,
+            num_bytes,
+            -1,
+            (URGENT, position),
+            deps,
+        )
+        (op.late_deps if late else op.deps).append(upload)
+        return upload
+
+    def _gradient_bytes(self, stage: int) -> int:
+        """Bytes of the gradient that a backward stage passes on."""
+        return self.hidden_bytes[self.schedule.backward_stages[stage][0]]
+
+    def _gradient_download(self, stage: int, microbatch: int) -> int:
+        key = (stage, microbatch)
+        if key not in self.gradient_ops:
+            op = self.ops[self.backward_ops[stage][microbatch]]
+            self.gradient_ops[key] = self._add(
+                Kind.DOWNLOAD, DOWN, op.worker, stage, microbatch, op.step, GRADIENT, self._gradient_bytes(stage), -1,
+                (URGENT, op.id), [op.id],
+            )  # fmt: skip
+        return self.gradient_ops[key]
+
+    def _forward_output(self, op: Op, outputs: list[list[int]]) -> None:
+        boundaries = set(self.saved[op.stage])
+        last = self.schedule.forward_stages[op.stage][1]
+        if last + 1 < len(self.layers):
+            boundaries.add(last + 1)
+        downloads = [
+            self._boundary_download(boundary, op.microbatch)
+            for boundary in sorted(boundaries)
+            if self.hidden_bytes[boundary] and boundary > self.schedule.forward_stages[op.stage][0]
+        ]
+        self._stage_output(op, downloads, outputs)
+
+    def _gradient_output(self, op: Op, outputs: list[list[int]]) -> None:
+        if self._gradient_bytes(op.stage) and op.stage + 1 < len(self.schedule.backward_stages):
+            self._stage_output(op, [self._gradient_download(op.stage, op.microbatch)], outputs)
+
+    @staticmethod
+    def _stage_output(op: Op, downloads: list[int], outputs: list[list[int]]) -> None:
+        """An operation waits until the output of the one before the last has left the worker."""
+        if downloads:
+            if len(outputs) >= NUM_STAGING:
+                op.deps.extend(outputs[-NUM_STAGING])
+            outputs.append(downloads)
+
+    def add_updates(self, step: int) -> None:
+        """Weight gradients of the step's visits, the gate that waits for all of them, and one update per layer."""
+        landed: list[int] = []
+        visits = [(index, visit) for index, visit in enumerate(self.visits) if visit.step == step]
+        for index, visit in visits:
+            backwards = [op_id for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+            num_bytes = sum(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
+            if backwards and num_bytes:
+                last = self.ops[backwards[-1]]
+                visit.download = self._add(
+                    Kind.DOWNLOAD, DOWN, visit.worker, last.stage, -1, step, WEIGHT_GRADIENT, num_bytes, index,
+                    (LAST, last.id), [last.id],
+                )  # fmt: skip
+                visit.num_bytes += num_bytes
+                landed.append(visit.download)
+        self.update_ops.append({})
+        if self.staleness and not self.updates_cost:
+            return
+        for row in self.compute:
+            last_op = next((op_id for op_id in reversed(row) if self.ops[op_id].step == step), None)
+            if last_op is not None:
+                landed.append(last_op)
+        gate = self._add(Kind.OPTIMIZER, HOST, -1, -1, -1, step, priority=(step, -1), deps=landed)
+        updates = {-1: gate}
+        for index, layer in enumerate(self.layers):
+            if layer.optimizer_s:
+                updates[index] = self._add(
+                    Kind.OPTIMIZER, HOST, -1, index, -1, step, priority=(step, index), deps=[gate]
+                )
+        self.update_ops[step] = updates
+        if not self.staleness:  # the barrier holds for stages without layers too, which have no visit
+            for row in self.compute:
+                following = next((op_id for op_id in row if self.ops[op_id].step == step + 1), None)
+                if following is not None:
+                    self.ops[following].deps.append(gate)
+
+    def connect_weights(self, visit_id: int) -> None:
+        """The upload of a visit's weights, behind its slot's last visit and the updates that it must see."""
+        visit = self.visits[visit_id]
+        if not visit.ops:
+            return
+        first, last = visit.layers
+        deps = self._version_deps(visit)
+        num_bytes = sum(layer.param_bytes for layer in self.layers[first : last + 1])
+        visit.num_bytes += num_bytes
+        before = self._accumulator_before(visit)
+        if before is not None:
+            num_bytes += sum(layer.grad_bytes for layer in self.layers[first : last + 1])
+            deps.append(before)
+        first_op = self.ops[visit.ops[0]]
+        if not num_bytes:
+            first_op.deps.extend(deps)
+            return
+        previous = self._previous_in_slot(visit_id)
+        if previous is not None:
+            deps.append(previous.ops[-1])
+            if previous.download >= 0:
+                deps.append(previous.download)
+        visit.upload = self._add(
+            Kind.UPLOAD, UP, visit.worker, first_op.stage, -1, visit.step, WEIGHTS, num_bytes, visit_id,
+            (NEXT, visit_id), deps,
+        )  # fmt: skip
+        first_op.deps.append(visit.upload)
+
+    def _version_deps(self, visit: Visit) -> list[int]:
+        needed = visit.step - 1 - self.staleness
+        updates = self.update_ops[needed] if needed >= 0 else {}
+        if not updates:
+            return []
+        own = [updates[layer] for layer in range(visit.layers[0], visit.layers[1] + 1) if layer in updates]
+        return own or [updates[-1]]
+
+    def _accumulator_before(self, visit: Visit) -> int | None:
+        """The download that a backward visit continues, if an earlier visit has folded the microbatches before."""
+        backwards = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+        if not backwards or backwards[0].microbatch % self.schedule.num_microbatches == 0:
+            return None
+        before = self.ops[self.backward_ops[backwards[0].stage][backwards[0].microbatch - 1]]
+        earlier = self.visits[before.visit]
+        if earlier is visit or earlier.download < 0:
+            return None
+        latest = max(self.ops[op_id].microbatch for op_id in earlier.ops)
+        return earlier.download if latest < backwards[0].microbatch else None
+
+    def _previous_in_slot(self, visit_id: int) -> Visit | None:
+        visit = self.visits[visit_id]
+        for other in range(visit_id - 1, -1, -1):
+            candidate = self.visits[other]
+            if candidate.worker != visit.worker:
+                return None  # visits are listed worker by worker
+            if candidate.slot == visit.slot:
+                return candidate
+        return None
