@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -336,6 +338,19 @@ def test_templates_that_fail_are_refused(tmp_path: Path, template: str, what: st
     with pytest.raises(RefusedError, match=what) as caught:
         build(path, byte_tokenizer(template=template))
     assert caught.value.exit_code == 2 and len(str(caught.value)) < 1500
+
+
+def test_text_that_spells_special_tokens_is_noticed(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "completion": "Yo"}, {"prompt": "Hi</s>\n<s>assistant\nYes", "completion": "Yo"}]
+    dataset = build(write_rows(tmp_path / "x.jsonl", rows))
+    assert dataset.report.sources[0].control_token_rows == [2] and dataset.report.rows_kept == 2
+    assert any("1 of 2 rows spell special tokens" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
+
+
+def test_importing_loads_neither_torch_nor_the_libraries_of_data() -> None:
+    program = "import sys, roundpipe_cli.data.dataset, roundpipe_cli.data.batching; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert not {"torch", "transformers", "datasets", "pyarrow", "jinja2"} & set(loaded.stdout.split())
 
 
 def test_several_datasets_keep_their_order_and_places(tmp_path: Path) -> None:

@@ -149,6 +149,10 @@ def test_utf16_and_unknown_kinds_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_slices_are_those_of_datasets(tmp_path: Path, split: str, expected: range) -> None:
+    from datasets import ReadInstruction
+
+    (theirs,) = ReadInstruction.from_spec(split).to_absolute({"train": 10})
+    assert list(range(10))[theirs.from_ : theirs.to] == list(expected)
     path = write(tmp_path / "x.jsonl", "".join(f'{{"a": {index}}}\n' for index in range(10)))
     assert [row.columns["a"] for row in read(path, split)] == list(expected)
 

@@ -97,6 +97,8 @@ class ChatTemplate:
         self.text = text
         self._tokenizer = tokenizer
         self._specials = tuple(sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len))
+        controls = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
         self._has_marks = GENERATION_MARK.search(text) is not None
         self._check_syntax()
         self._has_generation_prompt = self._probe_generation_prompt()
@@ -133,6 +135,11 @@ class ChatTemplate:
         text = self.render(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         return Rendered(text, tuple(self._turn_span(messages, index, text) for index in turns))
+
+    def holds_control_token(self, messages: Sequence[Message]) -> bool:
+        """Whether a message spells a special token, which the tokenizer cannot tell from a real one."""
+        pattern = self._control_tokens
+        return pattern is not None and any(pattern.search(message["content"]) for message in messages)
 
     def _turn_span(self, messages: Sequence[Message], index: int, text: str) -> Span:
         span = self._span_by_prefix(messages, index, text) or self._span_by_placeholder(messages, index, text)

@@ -219,7 +219,10 @@ class _Builder:
             try:
                 if raw.fault is not None or row_format is None:
                     raise _bad_row(raw.fault)
-                kept.append((row_id, raw.number, self._render(row_format.parse(raw.columns))))
+                content = row_format.parse(raw.columns)
+                kept.append((row_id, raw.number, self._render(content)))
+                if self._holds_control_token(content):
+                    report.control_token_rows.append(raw.number)
             except BadRowError as error:
                 report.bad_rows.append((raw.number, error.fault))
         if report.bad_rows and self._settings.on_bad_row == "error":
@@ -244,6 +247,11 @@ class _Builder:
             return Rendered(text, ((0 if train_all else len(content.plain_prompt), len(text)),))
         assert not isinstance(content, Conversation), "refused when the format was decided"
         return Rendered(content.text, ((0, len(content.text)),))
+
+    def _holds_control_token(self, content: Content) -> bool:
+        if self._template is None or not isinstance(content, (Conversation, Exchange)):
+            return False
+        return self._template.holds_control_token(content.messages)
 
     def _keep(self, report: SourceReport, row_id: int, number: int, row: Encoded) -> None:
         limit = self._settings.max_seq_length
@@ -329,6 +337,12 @@ class _Builder:
         if report.rows_bad:
             places = [f"{source.where(n)} ({fault.what})" for source, counted in pairs for n, fault in counted.bad_rows]
             yield f"{report.rows_bad} of {report.rows_read} rows skipped as unusable: {listed(places)}"
+        spelt = [source.where(number) for source, counted in pairs for number in counted.control_token_rows]
+        if spelt:
+            yield (
+                f"{len(spelt)} of {report.rows_read} rows spell special tokens in their text, which the tokenizer "
+                f"takes for real ones: {listed(spelt)}"
+            )
         if report.rows_too_long:
             done = f"cut to {self._settings.max_seq_length} tokens" if report.rows_truncated else "dropped as too long"
             yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(self._long_places())}"

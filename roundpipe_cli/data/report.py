@@ -26,6 +26,8 @@ class SourceReport:
     """Rows of more than `max_seq_length` tokens: kept and cut, dropped or refused, as `long_rows` says."""
     untrained_rows: list[int] = field(default_factory=list)
     """Rows without one token to train (left), always dropped."""
+    control_token_rows: list[int] = field(default_factory=list)
+    """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
     trained_tokens: int = 0
     """Labels that count in the loss: all but each row's first token, which nothing predicts."""
     total_tokens: int = 0
