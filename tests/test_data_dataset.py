@@ -119,6 +119,23 @@ def test_plain_layout_without_a_template(tmp_path: Path, bos: bool, trim: bool) 
     assert trained_text(tokenizer, everything)[1] == "Q:    é  b\n</s>"
 
 
+@pytest.mark.parametrize(("prompt", "completion"), [("Q: ", "🤖 a"), ("Q: b", " a🤖."), ("Q:🤖", "é日"), ("Q:", " a")])
+def test_sentencepiece_style_tokens_with_bytes_for_the_unknown(tmp_path: Path, prompt: str, completion: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abQ:é.", "▁a"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": prompt, "completion": completion}])
+    whole, trained = trained_text(tokenizer, build(path, tokenizer))
+    assert (whole, trained) == (f"<s> {prompt}{completion}</s>", f"{completion}</s>")
+
+
 def test_plain_alpaca_uses_the_prompt_that_defines_the_type(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(template=None)
     path = write_rows(tmp_path / "x.jsonl", [{"instruction": "Add", "input": "1 2", "output": "3"}])

@@ -151,6 +151,9 @@ CONVERSATIONS = [
     say("Emoji?", "🤖🇩🇪 日本語 é"),
     say("one", "same words", "same words", "same words"),
     say("open end", "answer", "a last question without an answer"),
+    [{"role": "assistant", "content": "I begin."}, *say("b", "c")],
+    [*say("a", "b"), {"role": "assistant", "content": "and once more"}],
+    [{"role": "system", "content": "s"}, {"role": "assistant", "content": "no question"}],
     say("code", "    def f():\n        return '<|im_end|>'\n"),
 ]
 
@@ -184,7 +187,7 @@ def llama_like() -> Any:
 CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     contents=st.lists(CONTENT, min_size=2, max_size=6),
     system=st.none() | CONTENT,

@@ -36,6 +36,11 @@ def test_jsonl_numbers_are_line_numbers(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_jsonl_fault_names_the_column_in_its_own_line(tmp_path: Path) -> None:
+    row = read(write(tmp_path / "x.jsonl", '{"a": 1\n{"a": 2}\n'))[0]
+    assert row.fault is not None and row.fault.found == "Expecting ',' delimiter at column 8"
+
+
 def test_jsonl_line_that_is_not_utf8_spoils_only_itself(tmp_path: Path) -> None:
     rows = read(write(tmp_path / "x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n{"a": 3}\n'))
     assert summary(rows) == [(1, 1), (2, "the line is not valid UTF-8"), (3, 3)]

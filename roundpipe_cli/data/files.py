@@ -74,7 +74,7 @@ def _read_jsonl(path: Path) -> Iterator[RawRow]:
                 _refuse_utf16(line, path)
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                yield _parse_json_line(line, number)
+                yield _parse_json_line(line.rstrip(b"\r\n"), number)
 
 
 def _parse_json_line(line: bytes, number: int) -> RawRow:
