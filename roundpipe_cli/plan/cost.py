@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +51,146 @@ class CostModel:
     slots: int = 2
     worker_speed: tuple[float, ...] | None = None
     """Relative speed per worker; None means all 1.0."""
+
+
+_REQUIRED = ("name", "forward_s", "backward_s")
+_FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
+
+
+def load_costs(path: Path) -> CostModel:
+    """Read a costs file: strict JSON, times in seconds (DESIGN.md section 7, "Costs file").
+
+    Raises:
+        RefusedError: no such file, or not JSON.
+        RecipeError: all that is wrong in it at once, each with file and layer.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not text in UTF-8"
+        raise RefusedError("cannot read the costs file", where=str(path), found=reason) from error
+    except (ValueError, RecursionError) as error:
+        raise RefusedError("the costs file is not JSON", where=str(path), found=str(error)) from error
+    problems: list[Problem] = []
+    costs = _cost_model(data, str(path), problems)
+    if problems or costs is None:
+        raise RecipeError(problems)
+    return costs
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | None:
+    if not isinstance(data, dict):
+        problems.append(Problem("not a costs file", file, type(data).__name__, 'an object with "name" and "layers"'))
+        return None
+    _check_keys(data, [field.name for field in fields(CostModel)], file, problems)
+    listed = data.get("layers")
+    if not isinstance(listed, list) or not listed:
+        problems.append(Problem("no layers", f"{file}: layers", _shown(listed), "a list of layers, the head last"))
+        return None
+    layers = [_layer(entry, f"{file}: layers[{index}]", problems) for index, entry in enumerate(listed)]
+    known = [layer for layer in layers if layer is not None]
+    if len(known) < len(layers):
+        return None
+    if known[-1].name != "head":
+        where = f"{file}: layers[{len(known) - 1}]"
+        problems.append(Problem("the last layer is not the head", where, repr(known[-1].name), "head"))
+    for index, layer in enumerate(known):
+        misplaced = (layer.name == "head" and index < len(known) - 1) or (layer.name == "embed" and index)
+        if misplaced:
+            expected = "head last, embed first"
+            problems.append(Problem("a layer out of place", f"{file}: layers[{index}]", repr(layer.name), expected))
+    if not any(layer.forward_s or layer.backward_s for layer in known):
+        problems.append(Problem("no layer takes any time", f"{file}: layers", "all times are 0", "times in seconds"))
+    values: dict[str, Any] = {"name": data.get("name", Path(file).stem), "layers": tuple(known)}
+    if not isinstance(values["name"], str):
+        problems.append(Problem("not a name", f"{file}: name", _shown(values["name"]), "text"))
+    _check_model_values(data, values, file, problems)
+    return None if problems else CostModel(**values)
+
+
+def _check_model_values(data: dict[str, Any], values: dict[str, Any], file: str, problems: list[Problem]) -> None:
+    for key in ("hop_s", "link_bytes_per_s", "device_memory_bytes", "slots"):
+        if key not in data or (key == "device_memory_bytes" and data[key] is None):
+            continue
+        where = f"{file}: {key}"
+        at_least_one = key in ("slots", "link_bytes_per_s", "device_memory_bytes")
+        values[key] = _number(data[key], where, problems, whole=key not in _FLOATS, above_zero=at_least_one)
+    speeds = data.get("worker_speed")
+    if speeds is not None:
+        if not isinstance(speeds, list) or not speeds:
+            problems.append(Problem("not a list of speeds", f"{file}: worker_speed", _shown(speeds), "like [1.0, 0.5]"))
+            return
+        values["worker_speed"] = tuple(
+            _number(speed, f"{file}: worker_speed[{index}]", problems, above_zero=True)
+            for index, speed in enumerate(speeds)
+        )
+
+
+def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
+    if not isinstance(entry, dict):
+        problems.append(Problem("not a layer", where, _shown(entry), "an object with name, forward_s, backward_s"))
+        return None
+    name = entry.get("name")
+    if isinstance(name, str):
+        where = f"{where} ({name})"
+    _check_keys(entry, [field.name for field in fields(LayerCost)], where, problems)
+    missing = [key for key in _REQUIRED if key not in entry]
+    if missing:
+        problems.append(Problem(f"{', '.join(missing)} missing", where, None, "name, forward_s and backward_s"))
+        return None
+    values: dict[str, Any] = {"recompute": name != "head"}
+    for key, value in entry.items():
+        if key == "name" and not isinstance(value, str):
+            problems.append(Problem("not a name", where, _shown(value), "text"))
+        elif key == "recompute" and not isinstance(value, bool):
+            problems.append(Problem("recompute is not true or false", where, _shown(value), "true or false"))
+        elif key in ("name", "recompute"):
+            values[key] = value
+        elif key in LayerCost.__dataclass_fields__:
+            values[key] = _number(value, f"{where}: {key}", problems, whole=key not in _FLOATS)
+    if values["recompute"] and values.get("recompute_skippable_s", 0.0) > values["forward_s"]:
+        expected = "at most forward_s, which the recompute takes"
+        found = str(values["recompute_skippable_s"])
+        problems.append(Problem("more is skipped than recomputed", f"{where}: recompute_skippable_s", found, expected))
+    return LayerCost(**values) if "name" in values else None
+
+
+def _check_keys(entry: dict[str, Any], known: list[str], where: str, problems: list[Problem]) -> None:
+    for key in entry:
+        if key not in known:
+            nearest = closest(key, known)
+            hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(known)}"
+            problems.append(Problem("unknown key", where, repr(key), None, hint))
+
+
+def _number(
+    value: Any, where: str, problems: list[Problem], *, whole: bool = False, above_zero: bool = False
+) -> float | int:
+    """The value as a number; 1 in place of one that is refused, so that the rest can be checked too."""
+    expected = f"a {'whole ' if whole else ''}number, {'above 0' if above_zero else '0 or more'}"
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if good and whole:
+        good = value == int(value)
+    if not good:
+        problems.append(Problem("not a number" if not whole else "not a whole number", where, _shown(value), expected))
+    elif value < 0 or (above_zero and not value):
+        problems.append(Problem("negative" if value < 0 else "zero", where, _shown(value), expected))
+    else:
+        return int(value) if whole else float(value)
+    return 1
+
+
+def _shown(value: Any) -> str:
+    """A value as the file has it, shortened."""
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

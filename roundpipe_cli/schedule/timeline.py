@@ -114,7 +114,8 @@ def bubble(timeline: Timeline) -> Bubble:
         drain += _drain_s(row, makespan)
     ratio = bubble_ratio(timeline)
     fill, switch, drain = fill / area, switch / area, drain / area
-    return Bubble(ratio, fill, switch, drain, ratio - fill - switch - drain)
+    steady = ratio - fill - switch - drain
+    return Bubble(ratio, fill, switch, drain, steady if abs(steady) > 1e-12 else 0.0)
 
 
 def _switch_s(row: Sequence[Interval], num_warmup: int | None) -> float:

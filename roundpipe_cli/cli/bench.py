@@ -1,0 +1,231 @@
+"""`roundpipe bench`: pipeline schedules compared, by simulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from roundpipe_cli.schedule.compare import Partition, Question, Result
+
+
+def bench(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to take costs and counts from.")
+    ] = None,
+    costs: Annotated[Path | None, typer.Option(help="Costs file (JSON, seconds) in place of a recipe.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option(help="Schedule to simulate; may be given several times. Default: all.")
+    ] = None,
+    forward_stages: Annotated[
+        str | None, typer.Option(help="Forward stages as JSON, [[0, 3], [4, 7], ...]; otherwise they are planned.")
+    ] = None,
+    backward_stages: Annotated[
+        str | None, typer.Option(help="Backward stages as JSON, the one with the head first (roundpipe only).")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Chained optimizer steps: 1, or an even number.")] = 1,
+    staleness: Annotated[int, typer.Option(min=0, max=1, help="Updates that the weights of a step lag.")] = 0,
+    accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
+    hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture with one row per schedule.")] = None,
+) -> None:
+    """Compare pipeline schedules on a recipe or a costs file."""
+    from roundpipe_cli.schedule.compare import check_question, run
+
+    question = _question(recipe, costs, hardware, workers, microbatches, accounting, staleness, steps)
+    check_question(question)
+    partitions = _partitions(schedule, forward_stages, backward_stages, question)
+    results = [run(name, partition, question) for name, partition in partitions]
+    if svg is not None:
+        _write_svg(svg, results)
+    if json_output:
+        import json
+
+        typer.echo(json.dumps(document(question, results)))
+    else:
+        _print_table(question, results)
+
+
+def document(question: Question, results: list[Result]) -> dict[str, Any]:
+    """What `--json` prints (DESIGN.md, section 7, "bench"). Seconds; the four parts sum to the bubble ratio."""
+    return {
+        "workers": question.num_workers,
+        "microbatches": question.num_microbatches,
+        "results": [
+            {
+                "schedule": result.schedule.name,
+                "round": result.microbatches_per_round,
+                "makespan_s": result.makespan_s,
+                "bubble_ratio": result.parts.ratio,
+                "fill": result.parts.fill,
+                "switch": result.parts.switch,
+                "drain": result.parts.drain,
+                "steady": result.parts.steady,
+                "step_s": result.step_s,
+                "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
+                "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
+            }
+            for result in results
+        ],
+    }
+
+
+def _question(
+    recipe: str | None,
+    costs_file: Path | None,
+    hardware: str | None,
+    workers: int | None,
+    microbatches: int | None,
+    accounting: str,
+    staleness: int,
+    steps: int,
+) -> Question:
+    from roundpipe_cli.errors import RefusedError, closest
+    from roundpipe_cli.plan.cost import load_costs
+    from roundpipe_cli.schedule.compare import Question
+
+    if accounting not in ("default", "published"):
+        nearest = closest(accounting, ["default", "published"])
+        hint = f"did you mean {nearest}?" if nearest else None
+        raise RefusedError("unknown accounting", found=repr(accounting), expected="default or published", hint=hint)
+    if (recipe is None) == (costs_file is None):
+        raise RefusedError(
+            "bench needs a recipe or a costs file, one of them",
+            found="both" if recipe else "neither",
+            hint="roundpipe bench --costs costs.json --workers 8 --microbatches 16",
+        )
+    if costs_file is not None:
+        missing = [flag for flag, value in (("--workers", workers), ("--microbatches", microbatches)) if value is None]
+        if missing:
+            raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
+        costs = load_costs(costs_file)
+    else:
+        assert recipe is not None
+        costs, recipe_workers, recipe_microbatches = _from_recipe(recipe, hardware)
+        workers = recipe_workers if workers is None else workers
+        microbatches = recipe_microbatches if microbatches is None else microbatches
+    assert workers is not None and microbatches is not None
+    return Question(
+        costs,
+        workers,
+        microbatches,
+        accounting="published" if accounting == "published" else "default",
+        staleness=1 if staleness else 0,
+        num_steps=steps,
+    )
+
+
+def _from_recipe(recipe: str, hardware: str | None) -> tuple[Any, int, int]:
+    """Costs, workers and microbatches per step of a recipe."""
+    from roundpipe_cli.cli.predict import ask
+    from roundpipe_cli.recipe.load import load_recipe
+
+    question = ask(load_recipe(recipe), hardware)
+    return question.analytic.costs, question.num_workers, question.settings.num_microbatches
+
+
+def _partitions(
+    schedules: list[str] | None, forward: str | None, backward: str | None, question: Question
+) -> list[tuple[str, Partition]]:
+    """The schedules to simulate with their stages: given ones where they apply, planned ones otherwise.
+
+    Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
+    `--schedule` the schedules that they suit are simulated.
+    """
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, schedule_name
+    from roundpipe_cli.schedule.compare import Partition, choose_partition
+
+    names = [schedule_name(name) for name in schedules or SCHEDULES]
+    names = list(dict.fromkeys(names))
+    if forward is None:
+        if backward is not None:
+            raise RefusedError(
+                "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
+            )
+        return [(name, choose_partition(name, question)) for name in names]
+    forward_ranges = _stages("--forward-stages", forward)
+    backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
+    if not schedules and backward is not None:
+        names = ["roundpipe"]
+    elif not schedules:
+        one_each = len(forward_ranges) == question.num_workers
+        names = [name for name in BOUND_SCHEDULES if one_each or name not in ("gpipe", "1f1b")]
+    if backward is None and "roundpipe" in names:
+        raise RefusedError("roundpipe needs --backward-stages beside --forward-stages", hint="or neither: planned then")
+    return [(name, Partition(forward_ranges, backward_ranges)) for name in names]
+
+
+def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
+    """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
+    import json
+
+    from roundpipe_cli.errors import RefusedError
+
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{flag} is not JSON", found=str(error), expected="like '[[0, 3], [4, 7]]'") from error
+    good = isinstance(data, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
+    )
+    if not good:
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected="like '[[0, 3], [4, 7]]'")
+    return tuple((first, last) for first, last in data)
+
+
+def _write_svg(path: Path, results: list[Result]) -> None:
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.schedule.pictures import svg_picture
+    from roundpipe_cli.units import format_seconds
+
+    rows = []
+    for result in results:
+        title = f"{result.schedule.name}: {format_seconds(result.makespan_s)}, bubble {100 * result.parts.ratio:.1f} %"
+        rows.append((title, result.timeline))
+    try:
+        path.write_text(svg_picture(rows), encoding="utf-8")
+    except OSError as error:
+        raise RefusedError("cannot write the picture", where=str(path), found=error.strerror) from error
+
+
+def _print_table(question: Question, results: list[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from roundpipe_cli.units import format_seconds
+
+    costs = question.costs
+    table = Table(
+        title=f"{costs.name}: {question.num_workers} workers, {question.num_microbatches} microbatches, simulated "
+        f"({question.accounting} accounting)",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages", "makespan", "step", "bubble", "fill switch drain steady"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        stages = [sum(last >= first for first, last in ranges) for ranges in _directions(result)]
+        parts = result.parts
+        shares = (parts.fill, parts.switch, parts.drain, parts.steady)
+        table.add_row(
+            result.schedule.name,
+            f"{stages[0]}+{stages[1]}",
+            format_seconds(result.makespan_s),
+            format_seconds(result.step_s),
+            f"{100 * parts.ratio:.1f} %",
+            " ".join(f"{100 * share:5.1f}" for share in shares),
+        )
+    Console().print(table)
+
+
+def _directions(result: Result) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    return result.schedule.forward_stages, result.schedule.backward_stages

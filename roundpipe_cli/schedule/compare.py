@@ -1,0 +1,204 @@
+"""One model and machine under several schedules: what `roundpipe bench` prints. Seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.durations import stage_times
+from roundpipe_cli.schedule.published import simulate_published
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, makespan_s
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of every schedule."""
+
+    costs: CostModel
+    num_workers: int
+    num_microbatches: int
+    """Per step."""
+    accounting: Literal["default", "published"] = "default"
+    staleness: Literal[0, 1] = 0
+    num_steps: int = 1
+    """1, or an even number: chained steps from which the time per step is taken."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages in execution order, and microbatches per round where there are rounds."""
+
+    forward_stages: tuple[StageRange, ...]
+    backward_stages: tuple[StageRange, ...]
+    microbatches_per_round: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule's figures."""
+
+    schedule: Schedule
+    """Of the first step alone."""
+    timeline: Timeline
+    """Of the first step alone."""
+    makespan_s: float
+    parts: Bubble
+    step_s: float
+    microbatches_per_round: int
+
+
+def check_question(question: Question) -> None:
+    """Refuse counts that mean nothing.
+
+    Raises:
+        RefusedError: which, and what was expected.
+    """
+    for what, count in (("--workers", question.num_workers), ("--microbatches", question.num_microbatches)):
+        if count < 1:
+            raise RefusedError(f"{what} must be at least 1", found=str(count), expected="1 or more")
+    steps = question.num_steps
+    if steps < 1 or (steps > 1 and steps % 2):
+        raise RefusedError(
+            "--steps must be 1 or even: the time per step is (makespan of K steps - of K/2) / (K/2)",
+            found=str(steps),
+            expected="1, 2, 4, ...",
+        )
+    speeds = question.costs.worker_speed
+    if speeds is not None and len(speeds) != question.num_workers:
+        raise RefusedError(
+            "worker_speed does not name every worker",
+            where=f"costs {question.costs.name}",
+            found=f"{len(speeds)} speeds",
+            expected=f"{question.num_workers}",
+        )
+
+
+def run(name: str, partition: Partition, question: Question) -> Result:
+    """Simulate one schedule.
+
+    Raises:
+        RefusedError: stages that do not suit the schedule.
+    """
+    first = _timed(name, partition, question, 1)
+    makespan = makespan_s(first[1])
+    step_s = makespan
+    if question.num_steps > 1:
+        half = question.num_steps // 2
+        span_s = [makespan_s(_timed(name, partition, question, count)[1]) for count in (half, question.num_steps)]
+        step_s = (span_s[1] - span_s[0]) / half
+    published = question.accounting == "published"
+    per_round = question.num_workers if published else first[0].microbatches_per_round
+    return Result(first[0], first[1], makespan, bubble(first[1]), step_s, per_round)
+
+
+def _timed(name: str, partition: Partition, question: Question, num_steps: int) -> tuple[Schedule, Timeline]:
+    published = question.accounting == "published"
+    schedule = build_schedule(
+        name,
+        forward_stages=partition.forward_stages,
+        backward_stages=partition.backward_stages,
+        num_workers=question.num_workers,
+        num_microbatches=question.num_microbatches,
+        costs=question.costs,
+        microbatches_per_round=None if published else partition.microbatches_per_round,
+        num_steps=num_steps,
+        staleness=question.staleness,
+    )
+    timeline = simulate(schedule, question.costs, accounting=question.accounting, staleness=question.staleness)
+    return schedule, timeline
+
+
+def choose_partition(name: str, question: Question) -> Partition:
+    """The planner's stages for roundpipe; for a bound schedule the best of even and balanced ones.
+
+    Raises:
+        ResourceError: nothing fits into the workers' memory.
+    """
+    if name == "roundpipe":
+        plan = plan_partition(
+            question.costs,
+            num_workers=question.num_workers,
+            num_microbatches=question.num_microbatches,
+            accounting=question.accounting,
+            staleness=question.staleness,
+            num_steps=question.num_steps,
+        )
+        return Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
+    num_layers, num_workers = len(question.costs.layers), question.num_workers
+    max_loops = 1 if name in ("gpipe", "1f1b") else -(-num_layers // num_workers)
+    best: tuple[float, int, Partition] | None = None
+    for loops in range(1, max_loops + 1):
+        num_stages = loops * num_workers
+        candidates = {balanced_stages(question.costs, num_stages), even_stages(num_layers, num_stages)}
+        partitions = [Partition(stages, tuple(reversed(stages))) for stages in sorted(candidates)]
+        fastest = min(partitions, key=lambda partition: _published_s(name, partition, question))
+        score = makespan_s(_timed(name, fastest, question, 1)[1])
+        if best is None or (score, loops) < best[:2]:
+            best = (score, loops, fastest)
+    assert best is not None
+    return best[2]
+
+
+def _published_s(name: str, partition: Partition, question: Question) -> float:
+    schedule = build_schedule(
+        name,
+        forward_stages=partition.forward_stages,
+        num_workers=question.num_workers,
+        num_microbatches=question.num_microbatches,
+        costs=question.costs,
+    )
+    return makespan_s(simulate_published(schedule, question.costs))
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
+    """Equal numbers of blocks, larger stages last; the head, layer `num_layers - 1`, joins the last stage."""
+    size, larger = divmod(num_layers - 1, num_stages)
+    sizes = [size + (index >= num_stages - larger) for index in range(num_stages)]
+    sizes[-1] += 1
+    return _ranges(sizes)
+
+
+def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]:
+    """The cut whose slowest stage (forward, recompute and backward) is fastest; early stages are filled first.
+
+    A bisection over the time of the slowest stage: a greedy fill tells whether so many stages suffice.
+    """
+    whole = [(index, index) for index in range(len(costs.layers))]
+    times = stage_times(costs, whole, whole, fused_head=False)
+    layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
+    low, high = max(layer_s), sum(layer_s)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if len(_fill(layer_s, middle)) <= num_stages:
+            high = middle
+        else:
+            low = middle
+    sizes = _fill(layer_s, high)
+    return _ranges(sizes + [0] * (num_stages - len(sizes)))
+
+
+def _fill(layer_s: Sequence[float], limit_s: float) -> list[int]:
+    """Sizes of stages filled one after the other up to `limit_s`."""
+    sizes, filled = [0], 0.0
+    for seconds in layer_s:
+        if sizes[-1] and filled + seconds > limit_s * (1 + 1e-12):
+            sizes.append(0)
+            filled = 0.0
+        sizes[-1] += 1
+        filled += seconds
+    return sizes
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
+    stages, first = [], 0
+    for size in sizes:
+        stages.append((first, first + size - 1))
+        first += size
+    return tuple(stages)
