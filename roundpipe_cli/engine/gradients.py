@@ -95,4 +95,5 @@ def add_gradients(accumulators: Sequence[torch.Tensor], gradients: Gradients) ->
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares in float64, a 0-dim tensor on `flat`'s device."""
-    return torch.linalg.vector_norm(flat, 2, dtype=torch.float64).square()
+    norm: torch.Tensor = torch.linalg.vector_norm(flat, 2, dtype=torch.float64)
+    return norm.square()

@@ -170,24 +170,25 @@ class Worker:
             self._prefetch_orders.put((item, loaded, free))
         for visit in item.visits:
             result.where = f"waiting for the weights of layers {visit.layers[0]}-{visit.layers[1]}"
-            slot = self._enter(context, visit, loaded)
+            held = self._enter(context, visit, loaded)
             for action in visit.actions:
                 result.where = describe(action, visit, context.step)
                 start = self.backend.mark()
                 self.runner.run(context, visit, action)
                 result.intervals.append(ComputeInterval(action, start, self.backend.mark()))
                 context.progress.moved()
-            if slot is not None:
-                self._leave(context, visit, slot, free)
+            if held is not None:
+                self._leave(context, visit, held, free)
         result.where = "finishing the step"
         self.backend.synchronize()
 
     def _enter(self, context: StepContext, visit: Visit, loaded: _Handover) -> Slot | None:
         if self.backend.aliases_host:
             return None
-        slot, event = loaded.get()
-        if isinstance(slot, BaseException):
-            raise slot
+        got, event = loaded.get()
+        if isinstance(got, BaseException):
+            raise got
+        slot: Slot = got
         self.backend.wait(event)
         self.runner.accumulators = {}
         gradient_offset = 0
@@ -292,4 +293,5 @@ class Worker:
 def describe(action: Action, visit: Visit, step: int) -> str:
     """Where an error happened, for its message."""
     kind = {"F": "forward", "R": "recompute", "B": "backward"}[action.kind.value]
-    return f"{kind} of stage {action.stage} (layers {visit.layers[0]}-{visit.layers[1]}), microbatch {action.microbatch}, step {step}"
+    stage = f"stage {action.stage} (layers {visit.layers[0]}-{visit.layers[1]})"
+    return f"{kind} of {stage}, microbatch {action.microbatch}, step {step}"

@@ -55,7 +55,8 @@ class BlockCall:
         args = tuple(hidden if value is HIDDEN else value for value in self.args)
         kwargs = {key: hidden if value is HIDDEN else value for key, value in self.kwargs.items()}
         result = block(*args, **kwargs)
-        return result[0] if isinstance(result, tuple) else result
+        output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return output
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -21,28 +21,53 @@ from roundpipe_cli.plan.stages import StageRange, StageSums
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is run: how many microbatches each round has, and after which rounds the time is read."""
+    """What is run: how many microbatches each round has, and between which rounds the time per step is measured."""
 
     round_sizes: tuple[int, ...]
-    first_end: int
-    """Rounds in the first step."""
-    half_end: int
-    """Rounds in the first half of the steps; 0 for a single step."""
-    num_steps: int
+    rounds_per_step: int
+    from_round: int
+    """Rounds before the measured ones; 0 for a single step."""
+    measured_steps: int
+    averaged: bool = False
+    """Whether the time is when the workers are free on average, not when the last one is."""
 
-    def step_s(self, first_s: float, half_s: float, full_s: float) -> float:
-        """Time per step, given the makespans of one step, of half and of all chained steps."""
-        if not self.half_end:
-            return first_s
-        return (full_s - half_s) / (self.num_steps - self.num_steps // 2)
+    def step_s(self, from_s: float, to_s: float) -> float:
+        """Time per step, given the times before and after the measured rounds."""
+        return (to_s - from_s) / self.measured_steps
 
 
 def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps: int) -> Chain:
-    """The rounds of a run. With staleness 0 a barrier separates steps, so that one step tells all."""
-    step = [min(per_round, num_microbatches - first) for first in range(0, num_microbatches, per_round)]
+    """The rounds that decide a run's time per step. With staleness 0 a barrier separates steps: one step tells all."""
+    step = _round_sizes(num_microbatches, per_round)
     if staleness == 0 or num_steps == 1:
-        return Chain(tuple(step), len(step), 0, 1)
-    return Chain(tuple(step * num_steps), len(step), len(step) * (num_steps // 2), num_steps)
+        return Chain(step, len(step), 0, 1)
+    half = num_steps // 2
+    return Chain(step * num_steps, len(step), len(step) * half, num_steps - half)
+
+
+def steady_chain(num_microbatches: int, per_round: int, min_rounds: int) -> Chain:
+    """Enough chained steps to see how fast they follow each other.
+
+    The workers' average counts: it cannot pass by less than the work, whereas the last worker's end may jump at the
+    step that is measured from.
+    """
+    step = _round_sizes(num_microbatches, per_round)
+    measured = -(-min_rounds // len(step))
+    before = -(-measured // 2)
+    return Chain(step * (before + measured), len(step), len(step) * before, measured, averaged=True)
+
+
+def _round_sizes(num_microbatches: int, per_round: int) -> tuple[int, ...]:
+    return tuple(min(per_round, num_microbatches - first) for first in range(0, num_microbatches, per_round))
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the default accounting adds to the published one."""
+
+    bytes_per_s: float
+    """Of each worker's link, each direction."""
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +139,9 @@ def evaluate_partition(
     """Makespan of the first step and time per step, by the published rules."""
     works = stage_works(StageSums(costs), forward_stages, backward_stages)
     ends = walk_rounds(works, chain.round_sizes, worker_speeds(costs, num_workers), costs.hop_s)
-    first_s = ends[chain.first_end - 1]
-    return first_s, chain.step_s(first_s, ends[chain.half_end - 1] if chain.half_end else 0.0, ends[-1])
+    return ends[chain.rounds_per_step - 1], chain.step_s(
+        ends[chain.from_round - 1] if chain.from_round else 0.0, ends[-1]
+    )
 
 
 def worker_speeds(costs: CostModel, num_workers: int) -> tuple[float, ...]:

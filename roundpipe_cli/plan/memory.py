@@ -16,6 +16,7 @@ from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes_per_t
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.hardware import Device, Hardware
 from roundpipe_cli.plan.models import Architecture
+from roundpipe_cli.plan.stages import StageRange
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 700 * MIB
@@ -24,14 +25,13 @@ DEVICE_MARGIN = 0.05
 """Share of a device's label left free: fragmentation, a display (assumed)."""
 PINNED_RING_BYTES = 8 * 32 * MIB
 """Page-locked staging chunks per device and direction."""
-INTERPRETER_BYTES = 3 * GIB
-"""Python, torch, tokenizer and the libraries of one process (assumed)."""
+INTERPRETER_BYTES = 1 * GIB
+"""Python, torch, tokenizer and the data of one process (assumed)."""
 CONTEXT_HOST_BYTES = 512 * MIB
-"""Host side of one CUDA context (assumed)."""
+"""Host side of one CUDA context and its libraries (assumed)."""
 HOST_MARGIN_BYTES = 2 * GIB
-"""Left to the operating system."""
-
-StageRange = tuple[int, int]
+HOST_MARGIN = 0.05
+"""Left to the operating system: this share of host memory, at most `HOST_MARGIN_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,12 @@ def usable_device_bytes(device: Device) -> int:
     return int(device.memory_bytes * (1 - DEVICE_MARGIN))
 
 
+def usable_host_bytes(hardware: Hardware) -> int:
+    """What of the host's memory a run may count on."""
+    total = hardware.host_memory_bytes
+    return total - min(HOST_MARGIN_BYTES, int(total * HOST_MARGIN))
+
+
 def host_need(
     costs: CostModel,
     architecture: Architecture,
@@ -144,7 +150,7 @@ def host_need(
     hardware: Hardware,
     num_backward_stages: int,
 ) -> Need:
-    """Bytes of host memory at the peak of a step. CPU workers' own memory is `device_need`, added by the caller."""
+    """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it."""
     trainable = sum(trainable_params(architecture, settings))
     lora = settings.method == "lora"
     size, versions = settings.dtype_bytes, 1 + settings.staleness

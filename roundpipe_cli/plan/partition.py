@@ -7,17 +7,16 @@ from typing import Literal
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.evaluate import Chain, chain_of, evaluate_partition, worker_speeds
-from roundpipe_cli.plan.search_batch import INFEASIBLE, Array, Batch, BatchScorer
-from roundpipe_cli.plan.search_bound import lower_bounds
-from roundpipe_cli.plan.search_local import descend
-from roundpipe_cli.plan.search_seeds import PATTERNS, head_units, seeds, stage_counts, unit_bounds
+from roundpipe_cli.plan.evaluate import chain_of, evaluate_partition, steady_chain, worker_speeds
+from roundpipe_cli.plan.search_batch import BatchScorer
+from roundpipe_cli.plan.search_run import Effort, Search
+from roundpipe_cli.plan.search_seeds import unit_bounds
 from roundpipe_cli.plan.stages import StageLimits, StageRange, StageSums, backward_ranges, check_costs, forward_ranges
 
 Accounting = Literal["default", "published"]
 
-NUM_STARTS = 12
-"""Partitions that the local search starts from."""
+MIN_ROUNDS = 24
+"""Chained rounds by which a plan for staleness 1 is judged at least."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ def plan_partition(
     staleness: Literal[0, 1] = 0,
     num_steps: int = 1,
     limits: StageLimits | None = None,
+    effort: Effort | None = None,
 ) -> Partition:
     """The partition with the least time per step.
 
@@ -53,55 +53,22 @@ def plan_partition(
         ResourceError: no partition keeps the limits.
     """
     check_costs(costs)
-    for name, value in (
-        ("workers", num_workers),
-        ("microbatches", num_microbatches),
-        ("steps", num_steps),
-    ):
+    for name, value in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
         if value < 1:
             raise RefusedError(f"the number of {name} must be 1 or more", found=str(value))
     sums = StageSums(costs)
     speeds = worker_speeds(costs, num_workers)
     scorer = BatchScorer(sums, speeds=speeds, hop_s=costs.hop_s, limits=limits)
     chain = chain_of(num_microbatches, num_workers, staleness=staleness, num_steps=num_steps)
-    value, sizes, num_forward = _search(scorer, sums, chain)
-    if value == INFEASIBLE:
+    judged = chain
+    if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
+        judged = steady_chain(num_microbatches, num_workers, MIN_ROUNDS * 2 // 3)
+    search = Search(scorer, unit_bounds(sums), judged, effort or Effort())
+    found = search.run()
+    if not found:
         raise ResourceError("no partition keeps every stage within its limit", expected=str(limits))
-    layout = [int(size) for size in sizes]
-    forward = forward_ranges(layout[:num_forward])
-    backward = backward_ranges(layout[num_forward:], len(costs.layers))
+    best = found[0]
+    forward = forward_ranges(best.sizes[: best.num_forward])
+    backward = backward_ranges(best.sizes[best.num_forward :], len(costs.layers))
     makespan_s, step_s = evaluate_partition(costs, forward, backward, num_workers=num_workers, chain=chain)
     return Partition(forward, backward, num_workers, makespan_s, step_s, ())
-
-
-def _search(scorer: BatchScorer, sums: StageSums, chain: Chain) -> tuple[float, Array, int]:
-    numpy = scorer.numpy
-    found: list[tuple[float, int, tuple[int, ...]]] = []
-    best = INFEASIBLE
-    bounds = unit_bounds(sums)
-    for patterns in [(forward, backward) for backward in PATTERNS[1::-1] for forward in PATTERNS]:
-        for count in stage_counts(sums, bounds):
-            batch = seeds(scorer, bounds, count, patterns, head_units(sums, bounds))
-            if batch is None:
-                continue
-            promising = lower_bounds(scorer, batch, chain) < best * 1.01
-            batch = Batch(batch.sizes[promising], batch.num_forward[promising])
-            if not len(batch.sizes):
-                continue
-            scores = scorer.score(batch, chain)
-            best = min(best, float(scores.min()))
-            for index in numpy.argsort(scores, kind="stable")[:4]:
-                found.append((float(scores[index]), int(batch.num_forward[index]), tuple(batch.sizes[index])))
-    found.sort(key=lambda entry: entry[0])
-    if not found:
-        return INFEASIBLE, numpy.zeros(1, dtype=int), 0
-    results = []
-    for value, num_forward, sizes in dict.fromkeys(found[: 4 * NUM_STARTS]):
-        if len(results) == NUM_STARTS or value == INFEASIBLE:
-            break
-        end, better = descend(scorer, numpy.array(sizes), num_forward, value, chain, 40)
-        results.append((end, num_forward, tuple(int(size) for size in better)))
-    if not results:
-        return INFEASIBLE, numpy.zeros(1, dtype=int), 0
-    value, num_forward, sizes = min(results)
-    return value, numpy.array(sizes), num_forward

@@ -1,39 +1,78 @@
 """Times of many partitions at once: `evaluate.walk_rounds`, one numpy operation for all of them. Seconds.
 
-Shapes: C candidates, N stages per round (forward then backward, the same for all candidates of a batch), W workers,
-R microbatches of a round. The operations and their order are those of `walk_rounds`, so results agree to the last bit.
+Shapes: C candidates, N stages per round (forward then backward), W workers, R microbatches of a round. The operations
+and their order are those of `walk_rounds`, so results agree to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from roundpipe_cli.plan.evaluate import Chain
+from roundpipe_cli.plan.evaluate import Chain, Links
 from roundpipe_cli.plan.stages import StageLimits, StageSums
 
 Array = Any
 """A numpy array; numpy is imported when a search starts, not when this module is."""
 
 INFEASIBLE = float("inf")
+CHUNK = 1024
+"""Candidates scored at once: what fits the processor's cache."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Candidates that have the same number of stages in all."""
+    """Candidates, those with fewer stages padded with stages of size 0 at the end."""
 
     sizes: Array
     """(C, N) layers per stage: forward stages, then backward stages, each in execution order."""
     num_forward: Array
     """(C,) how many of the N are forward stages."""
+    num_stages: Array
+    """(C,) how many of the N are stages."""
+
+    def take(self, which: Array) -> Batch:
+        """Some of the candidates, by mask or index."""
+        return Batch(self.sizes[which], self.num_forward[which], self.num_stages[which])
+
+
+@dataclass(frozen=True)
+class Works:
+    """What each stage does on a worker of speed 1, each (N, C). Padding does nothing."""
+
+    lead_s: Array
+    whole_s: Array
+    """Lead and rest together for the stage with the head, the rest for all others."""
+    is_head: Array
+    hop_s: Array
+    """From the previous stage; minus infinity for padding, which waits for nothing."""
+    real: Array
+    upload_s: Array
+    grad_s: Array
+    """Seconds of a link for the weights, and for the gradients in one direction."""
+
+    def take(self, which: Array) -> Works:
+        """Some of the candidates, by mask, index or slice."""
+        return Works(*(getattr(self, field.name)[:, which] for field in fields(self)))
+
+    @property
+    def num_candidates(self) -> int:
+        """C."""
+        return int(self.lead_s.shape[1])
 
 
 class BatchScorer:
-    """Scores batches for one model, number of workers and chain of rounds."""
+    """Scores batches for one model and number of workers."""
 
     def __init__(
-        self, sums: StageSums, *, speeds: Sequence[float], hop_s: float, limits: StageLimits | None = None
+        self,
+        sums: StageSums,
+        *,
+        speeds: Sequence[float],
+        hop_s: float,
+        links: Links | None = None,
+        limits: StageLimits | None = None,
     ) -> None:
         import numpy
 
@@ -43,107 +82,158 @@ class BatchScorer:
         self.speeds = numpy.array(speeds)
         self.equal = min(speeds) == max(speeds) == 1.0
         self.hop_s = hop_s if self.num_workers > 1 else 0.0
+        self.links = links
         self.forward_s = numpy.array(sums.forward_s)
         self.recompute_s = numpy.array(sums.recompute_s)
         self.backward_s = numpy.array(sums.backward_s)
+        self.param_bytes = numpy.array(sums.param_bytes)
+        self.grad_bytes = numpy.array(sums.grad_bytes)
+        self.boundary_bytes = numpy.array([0.0, *sums.boundary_bytes])
         self.allowed = _allowed(numpy, sums, limits) if limits else None
-        self.evaluations = 0
+        self.num_scored = 0
 
-    def ranges(self, batch: Batch) -> tuple[Array, Array, Array]:
-        """First layer, stop layer and whether forward, each (N, C)."""
+    def works(self, batch: Batch) -> tuple[Works, Array]:
+        """What the stages do, and (C,) whether every stage keeps its limit."""
         numpy = self.numpy
-        sizes = batch.sizes.T
+        sizes = numpy.ascontiguousarray(batch.sizes.T)  # rows of stages, else every operation strides
         ends = numpy.cumsum(sizes, axis=0)
         position = numpy.arange(len(sizes))[:, None]
-        is_forward = position < batch.num_forward[None, :]
+        is_forward, is_head = position < batch.num_forward, position == batch.num_forward
+        real = position < batch.num_stages
         forward_layers = (sizes * is_forward).sum(axis=0)
         stop = numpy.where(is_forward, ends, self.num_layers + forward_layers - ends + sizes)
-        return stop - sizes, stop, is_forward
-
-    def works(self, batch: Batch) -> tuple[Array, Array, Array]:
-        """Lead, whole and fused share of every stage at speed 1, each (N, C)."""
-        numpy = self.numpy
-        first, stop, is_forward = self.ranges(batch)
-        is_head = numpy.arange(len(first))[:, None] == batch.num_forward[None, :]
-        forward = self.forward_s[first, stop]
-        backward = self.backward_s[first, stop]
+        first = stop - sizes
+        forward, backward = self.forward_s[first, stop], self.backward_s[first, stop]
         lead = numpy.where(is_head, forward, numpy.where(is_forward, 0.0, self.recompute_s[first, stop]))
         whole = numpy.where(is_head, backward + forward, numpy.where(is_forward, forward, backward))
-        return lead, whole, is_head
-
-    def feasible(self, batch: Batch) -> Array:
-        """(C,) whether every stage keeps its limit."""
+        hop = numpy.where(position > 0, self.hop_s, 0.0)
+        upload = grad = numpy.broadcast_to(0.0, lead.shape)
+        if self.links:
+            upload = self.param_bytes[first, stop] / self.links.bytes_per_s
+            grad = numpy.where(is_forward, 0.0, self.grad_bytes[first, stop]) / self.links.bytes_per_s
+            arriving = self.boundary_bytes[numpy.where(is_forward | is_head, first, stop)]
+            hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.links.bytes_per_s
+        hop = numpy.where(real, hop, -INFEASIBLE)
+        works = Works(lead, whole, is_head, hop, real, upload, grad)
         if self.allowed is None:
-            return self.numpy.ones(len(batch.sizes), dtype=bool)
-        first, stop, is_forward = self.ranges(batch)
-        is_head = self.numpy.arange(len(first))[:, None] == batch.num_forward[None, :]
-        kind = self.numpy.where(is_forward, 0, self.numpy.where(is_head, 2, 1))
-        fits: Array = self.allowed[kind, first, stop].all(axis=0)
-        return fits
+            return works, numpy.ones(len(batch.sizes), dtype=bool)
+        kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
+        return works, (self.allowed[kind, first, stop] | ~real).all(axis=0)
 
     def score(self, batch: Batch, chain: Chain) -> Array:
         """(C,) time per step; infinite where a stage is over its limit."""
+        works, fits = self.works(batch)
+        return self.numpy.where(fits, self.step_s(works, chain), INFEASIBLE)
+
+    def step_s(self, works: Works, chain: Chain) -> Array:
+        """(C,) time per step."""
         numpy = self.numpy
-        parts = []
-        for begin in range(0, len(batch.sizes), 1024):
-            part = Batch(batch.sizes[begin : begin + 1024], batch.num_forward[begin : begin + 1024])
-            parts.append(numpy.where(self.feasible(part), self._step_s(part, chain), INFEASIBLE))
+        self.num_scored += works.num_candidates
+        parts = [
+            _Walk(self, works.take(slice(begin, begin + CHUNK))).run(chain)
+            for begin in range(0, works.num_candidates, CHUNK)
+        ]
         return numpy.concatenate(parts) if parts else numpy.zeros(0)
 
-    def _step_s(self, batch: Batch, chain: Chain) -> Array:
+
+class _Walk:
+    """The walk of one chunk. Row w of `free` and the other states belongs to worker w between rounds."""
+
+    def __init__(self, scorer: BatchScorer, works: Works) -> None:
+        numpy = scorer.numpy
+        self.numpy, self.scorer, self.works = numpy, scorer, works
+        self.lead, self.rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)
+        self.all_count = bool(((self.lead + self.rest > 0) | ~works.real).all())
+        self.makespan = numpy.zeros(works.num_candidates)
+        self.workers = numpy.arange(scorer.num_workers)[:, None]
+        self.links = scorer.links if scorer.links and (works.upload_s.any() or works.grad_s.any()) else None
+        num_states = 3 + scorer.links.slots if scorer.links else 1
+        self.states = [numpy.zeros((scorer.num_workers, works.num_candidates)) for _ in range(num_states)]
+        """Free; then, with links: up link free, down link free, and when each slot is free, oldest first."""
+
+    def run(self, chain: Chain) -> Array:
         numpy = self.numpy
-        lead, whole, is_head = self.works(batch)
-        self.evaluations += lead.size * sum(chain.round_sizes)
-        rest = numpy.where(is_head, whole - lead, whole)
-        counts = (lead + rest > 0).all()
-        free = numpy.zeros((self.num_workers, lead.shape[1]))
-        makespan = numpy.zeros(lead.shape[1])
-        marks = {}
+        before: Array = 0.0
+        average: Array = 0.0
         for index, size in enumerate(chain.round_sizes):
+            start = numpy.argmin(self.states[0], axis=0)
             if index:
-                start = numpy.argmin(free, axis=0)
-                turn = (numpy.arange(self.num_workers)[:, None] + start) % self.num_workers
-                free = numpy.take_along_axis(free, turn, axis=0)
-            else:
-                start = numpy.zeros(lead.shape[1], dtype=int)
-                turn = numpy.arange(self.num_workers)[:, None] + start
-            if not self.equal:
-                lead, rest = self._at_speed(batch, turn)
-            self._round(free, size, lead, rest, None if counts else makespan)
-            if counts:
-                numpy.maximum(makespan, free.max(axis=0), out=makespan)
+                self._turn(self.workers + start)
+            if not self.scorer.equal:
+                self._set_speed((self.workers + start) % self.scorer.num_workers)
+            self._round(size, index % chain.rounds_per_step > 0)
             if index:
-                back = (numpy.arange(self.num_workers)[:, None] - start) % self.num_workers
-                free = numpy.take_along_axis(free, back, axis=0)
-            marks[index + 1] = makespan.copy() if index + 1 in (chain.first_end, chain.half_end) else makespan
-        result: Array = chain.step_s(marks[chain.first_end], marks.get(chain.half_end, 0.0), makespan)
-        return result
+                self._turn(self.workers - start)
+            if self.all_count:
+                numpy.maximum(self.makespan, self.states[0].max(axis=0), out=self.makespan)
+            if index + 1 == chain.from_round:
+                before, average = self.makespan.copy(), self.states[0].mean(axis=0)
+        average = chain.step_s(average, self.states[0].mean(axis=0))
+        if chain.averaged:
+            return average
+        value = chain.step_s(before, self.makespan)
+        # a plan whose last worker happens to end late before the measured rounds looks faster than it is, and must not
+        return numpy.maximum(value, 2 * average - value) if chain.from_round else value
 
-    def _at_speed(self, batch: Batch, turn: Array) -> tuple[Array, Array]:
-        numpy = self.numpy
-        lead, whole, is_head = self.works(batch)
-        speed = numpy.take(self.speeds, turn[numpy.arange(len(lead)) % self.num_workers])
-        lead = lead / speed
-        return lead, numpy.where(is_head, whole / speed - lead, whole / speed)
+    def _turn(self, rows: Array) -> None:
+        rows = rows % self.scorer.num_workers
+        self.states = [self.numpy.take_along_axis(state, rows, axis=0) for state in self.states]
 
-    def _round(self, free: Array, size: int, lead: Array, rest: Array, makespan: Array | None) -> None:
-        """One round; row 0 of `free` is the worker it starts on. Updates `free` in place, and `makespan` if given."""
-        numpy = self.numpy
+    def _set_speed(self, rows: Array) -> None:
+        """Leads and rests on the workers that the next round's stages meet."""
+        works, numpy = self.works, self.numpy
+        speed = self.scorer.speeds[rows[numpy.arange(len(works.lead_s)) % self.scorer.num_workers]]
+        self.lead = works.lead_s / speed
+        self.rest = works.whole_s / speed
+        self.rest = numpy.where(works.is_head, self.rest - self.lead, self.rest)
+
+    def _round(self, size: int, continues: bool) -> None:
+        """One round; row 0 of the states is the worker it starts on."""
+        numpy, free = self.numpy, self.states[0]
         add, maximum = numpy.add, numpy.maximum
         ends = numpy.zeros((size, free.shape[1]))
         ready = numpy.empty(free.shape[1])
-        for position in range(len(lead)):
-            if position:
-                ends += self.hop_s
-            clock, before, after = free[position % self.num_workers], lead[position], rest[position]
+        for position in range(len(self.lead)):
+            worker = position % self.scorer.num_workers
+            ends += self.works.hop_s[position]
+            before, after = self.lead[position], self.rest[position]
+            clock = free[worker]
+            if self.links:
+                clock = maximum(clock, self._upload(worker, position, continues))
             for end in ends:
                 add(clock, before, out=ready)
                 maximum(ready, end, out=end)
                 end += after
                 clock = end
-            free[position % self.num_workers] = clock
-            if makespan is not None:
-                maximum(makespan, numpy.where(before + after > 0, clock, 0.0), out=makespan)
+            free[worker] = clock
+            if self.links:
+                self._download(worker, position)
+            if not self.all_count:
+                counts = self.works.real[position] & (before + after > 0)
+                maximum(self.makespan, numpy.where(counts, clock, 0.0), out=self.makespan)
+
+    def _upload(self, worker: int, position: int, continues: bool) -> Array:
+        """When a visit's weights (and, in later rounds of a step, gradients so far) are in the slot freed longest ago."""
+        seconds = self.works.upload_s[position]
+        if continues:
+            seconds = seconds + self.works.grad_s[position]
+        up, slot = self.states[1], self.states[3]
+        end = self.numpy.where(seconds > 0, self.numpy.maximum(up[worker], slot[worker]) + seconds, 0.0)
+        self.numpy.maximum(up[worker], end, out=up[worker])
+        return end
+
+    def _download(self, worker: int, position: int) -> None:
+        """The slot of a visit is free once its gradients have left."""
+        numpy, real = self.numpy, self.works.real[position]
+        down, slots = self.states[2], self.states[3:]
+        seconds = self.works.grad_s[position]
+        gone = self.states[0][worker]
+        if seconds.any():
+            landed = numpy.maximum(down[worker], gone) + seconds
+            down[worker] = numpy.where(seconds > 0, landed, down[worker])
+            gone = numpy.where(seconds > 0, landed, gone)
+        for older, newer in zip(slots, [*(slot[worker] for slot in slots[1:]), gone], strict=True):
+            older[worker] = numpy.where(real, newer, older[worker])
 
 
 def _allowed(numpy: Any, sums: StageSums, limits: StageLimits) -> Array:

@@ -1,4 +1,4 @@
-"""A time that no partition with given stage sizes can beat, much cheaper than its time. Seconds, workers of equal speed.
+"""A time that a partition with given stage sizes cannot beat, much cheaper than its time. Seconds.
 
 Every worker is busy for its share of the work. Before its first action it waits for the stages before (fill), after its
 last one the stages behind still have to run (drain):
@@ -11,32 +11,26 @@ last one the stages behind still have to run (drain):
 from __future__ import annotations
 
 from roundpipe_cli.plan.evaluate import Chain
-from roundpipe_cli.plan.search_batch import Array, Batch, BatchScorer
+from roundpipe_cli.plan.search_batch import Array, BatchScorer, Works
 
 
-def lower_bounds(scorer: BatchScorer, batch: Batch, chain: Chain) -> Array:
+def lower_bounds(scorer: BatchScorer, works: Works, chain: Chain) -> Array:
     """(C,) seconds per step."""
     numpy = scorer.numpy
-    lead, whole, is_head = scorer.works(batch)
-    rest = numpy.where(is_head, whole - lead, whole)
-    size = max(chain.round_sizes)
-    last = chain.round_sizes[-1]
-    speed = scorer.speeds.sum()
-    workers = scorer.num_workers
-    busy = (lead + rest).sum(axis=0)
-    if chain.half_end:
-        per_step = sum(chain.round_sizes) / chain.num_steps
-        steady: Array = busy * per_step / speed * 0.98
-        return steady
-    fastest = scorer.speeds.max()
-    hop = scorer.hop_s
+    lead, rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)
+    whole, workers = lead + rest, scorer.num_workers
+    speed, fastest = scorer.speeds.sum(), scorer.speeds.max()
+    busy = whole.sum(axis=0) * sum(chain.round_sizes[: chain.rounds_per_step])
+    if chain.from_round:
+        return busy / speed
+    hop = numpy.where(works.real, works.hop_s, 0.0)
     passed = numpy.cumsum(rest / fastest + hop, axis=0)
-    arrival = passed - rest / fastest - lead / fastest
+    before = passed - (rest + lead) / fastest
     behind = passed[-1] - passed
-    single: Array = (arrival + size * (lead + rest) / fastest + behind).max(axis=0)
-    total = busy * sum(chain.round_sizes)
-    if len(lead) >= workers and scorer.equal:
-        fill = numpy.maximum(arrival[:workers], 0.0).sum(axis=0)
-        drain = behind[-workers:].sum(axis=0)
-        return numpy.maximum(single, (total + fill + drain) / workers)
-    return numpy.maximum(single, total / speed)
+    single = numpy.where(works.real, before + max(chain.round_sizes) * whole / fastest + behind, 0.0).max(axis=0)
+    if not scorer.equal or len(lead) < workers or not works.real[workers - 1].all():
+        return numpy.maximum(single, busy / speed)
+    fill = numpy.maximum(before[:workers], 0.0).sum(axis=0)
+    rank = works.real.sum(axis=0) - numpy.arange(len(lead))[:, None]
+    drain = numpy.where((rank >= 1) & (rank <= workers), behind, 0.0).sum(axis=0)
+    return numpy.maximum(single, (busy + fill + drain) / workers)

@@ -1,20 +1,20 @@
 """Where the search starts: stages of nearly equal work, for every number of stages worth trying.
 
 Layers are counted in units of about equal work: a block is one unit, an embedding without cost is none and joins its
-neighbour. `unit_bounds[t]` is the layer at which t units have been passed. Shapes as in `search_batch`.
+neighbour. `unit_bounds[t]` is the layer at which t units have been passed. A cell is a number of forward stages, of
+backward stages behind the one with the head, and of units in the head's stage. Shapes as in `search_batch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
+from roundpipe_cli.plan.evaluate import Chain
 from roundpipe_cli.plan.search_batch import Array, Batch, BatchScorer
 from roundpipe_cli.plan.stages import StageSums
 
 PATTERNS = ("smaller first", "larger first", "spread")
 """Where the stages stand that hold one unit more than the others."""
-
-MAX_HEAD_UNITS = 8
 
 
 def unit_bounds(sums: StageSums) -> list[int]:
@@ -34,35 +34,86 @@ def unit_bounds(sums: StageSums) -> list[int]:
     return [*bounds, body]
 
 
-def head_units(sums: StageSums, bounds: list[int]) -> int:
-    """The most units that are tried in the head's stage."""
-    return min(MAX_HEAD_UNITS, len(bounds) - 1)
+@dataclass(frozen=True)
+class Cells:
+    """Numbers of stages and of units in the head's stage, each (C,), the most promising first."""
+
+    forward: Array
+    later: Array
+    head: Array
+    bound_s: Array
+    """About what the cell's best partition takes at least, seconds per step."""
+    guess_s: Array
+    """The bound, and the idle time of workers that wait for a head's stage longer than all others."""
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    def take(self, which: Array) -> Cells:
+        """Some of the cells."""
+        return Cells(self.forward[which], self.later[which], self.head[which], self.bound_s[which], self.guess_s[which])
 
 
-def seeds(
-    scorer: BatchScorer, bounds: list[int], num_stages: int, patterns: tuple[str, str], most_head: int
-) -> Batch | None:
-    """All partitions of one pattern (forward, backward) with so many stages in all, or None if there is none."""
+def make_cells(scorer: BatchScorer, bounds: list[int], chain: Chain) -> Cells:
+    """All cells, in the order of their guesses, ties in that of the number of stages."""
     numpy = scorer.numpy
     units = len(bounds) - 1
-    forward, head = numpy.meshgrid(numpy.arange(0, num_stages), numpy.arange(0, most_head + 1), indexing="ij")
-    forward, head = forward.ravel(), head.ravel()
-    later = num_stages - 1 - forward
+    count = numpy.arange(0, units + 1)
+    forward, later, head = (axis.ravel() for axis in numpy.meshgrid(count, count, count, indexing="ij"))
     body = units - head
-    keep = (forward <= body) & (later <= body) & ((forward > 0) == (body > 0)) & ((later > 0) == (body > 0))
-    forward, head, later, body = forward[keep], head[keep], later[keep], body[keep]
-    if not len(forward):
-        return None
-    position = numpy.arange(num_stages + 1)[:, None]
+    keep = (forward <= body) & (later <= body) & (forward > 0) & (later > 0) | (units + forward + later == 0)
+    forward, later, head, body = forward[keep], later[keep], head[keep], body[keep]
+    bound, guess = _cell_bounds(scorer, bounds, chain, forward, later, head)
+    order = numpy.lexsort((head, forward, forward + later, guess))
+    return Cells(forward, later, head, bound, guess).take(order)
+
+
+def _cell_bounds(
+    scorer: BatchScorer, bounds: list[int], chain: Chain, forward: Array, later: Array, head: Array
+) -> tuple[Array, Array]:
+    """Bounds like `search_bound.lower_bounds`, from averages, and guesses."""
+    numpy = scorer.numpy
+    units, layers, workers = len(bounds) - 1, scorer.num_layers, scorer.num_workers
+    unit_f, unit_r, unit_b = (
+        table[0, layers - 1] / max(units, 1) for table in (scorer.forward_s, scorer.recompute_s, scorer.backward_s)
+    )
+    body, size = units - head, max(chain.round_sizes)
+    lead = scorer.forward_s[layers - 1, layers] + head * unit_f
+    rest = scorer.backward_s[layers - 1, layers] + head * unit_b
+    speed, fastest = scorer.speeds.sum(), scorer.speeds.max()
+    busy = lead + rest + body * (unit_f + unit_r + unit_b)
+    longest = -(-body // numpy.maximum(later, 1)) * (unit_r + unit_b)
+    waiting = size * numpy.maximum(lead + rest - longest, 0.0) / fastest / 2
+    waiting = (waiting + numpy.maximum(forward - workers, 0) * scorer.hop_s) * chain.rounds_per_step
+    if chain.from_round:
+        bound = busy * sum(chain.round_sizes[: chain.rounds_per_step]) / speed
+        return bound, bound + waiting
+    up = unit_f * (body // numpy.maximum(forward, 1)) / fastest + scorer.hop_s
+    down = unit_b * (body // numpy.maximum(later, 1)) / fastest + scorer.hop_s
+    through = body * (unit_f + unit_b) / fastest + (forward + later) * scorer.hop_s
+    single = through + (size * (lead + rest) - lead) / fastest
+    first, last = numpy.minimum(forward, workers - 1), numpy.minimum(later, workers - 1)
+    idle = up * first * (first + 1) / 2 + down * last * (last + 1) / 2
+    idle = numpy.where(forward + later + 1 >= workers, idle, 0.0) * fastest
+    bound = numpy.maximum(single, (busy * sum(chain.round_sizes) + idle) / speed)
+    return bound, bound + waiting
+
+
+def seeds(scorer: BatchScorer, bounds: list[int], cells: Cells, patterns: tuple[str, str]) -> tuple[Batch, Array]:
+    """The partition of one pattern (forward, backward) for each cell that has one, and the cells' indices."""
+    numpy = scorer.numpy
+    forward, later, head = cells.forward, cells.later, cells.head
+    num_stages = forward + 1 + later
+    body = len(bounds) - 1 - head
+    position = numpy.arange(int(num_stages.max()) + 1)[:, None]
     up = _passed(numpy, numpy.clip(position, 0, forward), body, numpy.maximum(forward, 1), patterns[0])
     down = _passed(numpy, numpy.clip(position - forward - 1, 0, later), body, numpy.maximum(later, 1), patterns[1])
     table = numpy.array(bounds)
     top = table[body]
-    up, down = table[up], top - table[body - down]
-    sizes = numpy.diff(up, axis=0) + numpy.diff(down, axis=0)
+    sizes = numpy.diff(table[up], axis=0) - numpy.diff(table[body - down], axis=0)
     sizes[forward, numpy.arange(len(forward))] = scorer.num_layers - top
-    whole = (sizes > 0).all(axis=0)
-    return Batch(sizes.T[whole], forward[whole]) if whole.any() else None
+    whole = numpy.flatnonzero(((sizes > 0) | (position[:-1] >= num_stages)).all(axis=0))
+    return Batch(sizes.T[whole], forward[whole], num_stages[whole]), whole
 
 
 def _passed(numpy: Array, index: Array, total: Array, parts: Array, pattern: str) -> Array:
@@ -73,8 +124,3 @@ def _passed(numpy: Array, index: Array, total: Array, parts: Array, pattern: str
     if pattern == "larger first":
         return index * size + numpy.minimum(index, larger)
     return index * size + numpy.maximum(index - (parts - larger), 0)
-
-
-def stage_counts(sums: StageSums, bounds: list[int]) -> Iterator[int]:
-    """Numbers of stages per round that are possible."""
-    return iter(range(1, 2 * (len(bounds) - 1) + 2))

@@ -49,6 +49,7 @@ class StageSums:
         self.param_bytes = _sums(layers, lambda layer: layer.param_bytes)
         self.grad_bytes = _sums(layers, lambda layer: layer.grad_bytes)
         self.activation_bytes = _sums(layers, lambda layer: layer.activation_bytes)
+        self.boundary_bytes = [float(layer.boundary_bytes) for layer in layers]
 
     def backward_bytes(self, first: int, stop: int) -> float:
         """Bytes on the device while the backward stage `first:stop` runs one microbatch."""

@@ -175,7 +175,8 @@ class Recipe:
     """Microbatches of one step. A step has micro_batch_size x gradient_accumulation_steps rows whatever the number of
     devices; more microbatches than devices make the pipeline's bubble small."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps after which training ends, before the epochs are done. null is no limit."""
+    """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
+    null leaves it to the epochs."""
     num_train_epochs: PositiveInt = 1
     """Passes over the training rows."""
     learning_rate: Annotated[float, Range(0, 10, above=True)] = 2.0e-4

@@ -45,7 +45,7 @@ class Backend(ABC):
 
     @abstractmethod
     def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> Event:
-        """Copy (device tensor, host tensor) pairs once all of `after` have happened; the event says when they are there."""
+        """Copy (device tensor, host tensor) pairs once all of `after` have happened; the event says when it is done."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:

@@ -1,0 +1,68 @@
+"""The program `roundpipe`: its commands and their exit codes. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from roundpipe_cli import __version__
+from roundpipe_cli.cli.finetune import finetune
+from roundpipe_cli.cli.output import run_command
+
+app = typer.Typer(
+    name="roundpipe",
+    help="Fine-tune language models larger than your GPUs, from one YAML recipe.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from roundpipe_cli.cli.output import say_data
+
+        say_data(f"roundpipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune language models larger than your GPUs, from one YAML recipe."""
+
+
+app.command()(finetune)
+
+
+def main() -> None:
+    """Entry point of the console script; leaves with the documented exit code."""
+    code = 0
+
+    def command() -> None:
+        nonlocal code
+        try:
+            code = app(standalone_mode=False) or 0
+        except typer.Exit as leave:
+            code = leave.exit_code
+
+    sys.exit(_guarded(command) or code)
+
+
+def _guarded(command: object) -> int:
+    import click
+
+    assert callable(command)
+    try:
+        return run_command(command)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130

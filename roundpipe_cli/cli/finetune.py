@@ -1,0 +1,98 @@
+"""`roundpipe finetune`: train what a recipe says."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.events import CheckpointSaved, Event, Notice, Phase, RunFinished, StepFinished
+from roundpipe_cli.units import format_seconds
+
+
+def finetune(
+    recipe: Annotated[str, typer.Argument(help="Recipe file, e.g. recipes/quickstart.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. lora.r=32 learning_rate=1e-4.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")] = False,
+    no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
+    allow_changed: Annotated[
+        list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although KEY changed.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+) -> None:
+    """Fine-tune a model as a recipe says.
+
+    Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
+    """
+    from roundpipe_cli.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    for text in loaded.notices:
+        say(f"note: {text}")
+    if offline:
+        go_offline()
+    from roundpipe_cli.train.preflight import check_names
+
+    check_names(loaded, resume=resume, offline=offline)
+    say("loading torch and transformers ...")
+    quiet_libraries()
+    from roundpipe_cli.train.loop import finetune as train
+
+    printer = LinePrinter(loaded.recipe.logging_steps)
+    train(loaded, resume=resume, offline=offline, allow_changed=allow_changed or (), tell=printer)
+
+
+def go_offline() -> None:
+    """Keep the hub's libraries from opening connections; they read these variables when imported."""
+    import os
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ[name] = "1"
+
+
+def quiet_libraries() -> None:
+    """Our own messages say what matters; the libraries' advice is for programmers."""
+    import os
+    import warnings
+
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    from transformers.utils import logging
+
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+class LinePrinter:
+    """Plain lines: one per logged step on stdout, everything else on stderr."""
+
+    def __init__(self, logging_steps: int) -> None:
+        self._logging_steps = logging_steps
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
+                say_data(step_line(event))
+        elif isinstance(event, Notice):
+            say(f"note: {event.text}")
+        elif isinstance(event, Phase):
+            say(f"{event.text} ...")
+        elif isinstance(event, CheckpointSaved):
+            say(f"checkpoint {event.folder} ({format_seconds(event.seconds)})")
+        elif isinstance(event, RunFinished):
+            say(
+                f"done: {event.num_steps} steps in {format_seconds(event.seconds)}; the result is in {event.output_dir}"
+            )
+
+
+def step_line(event: StepFinished) -> str:
+    """`step 12/100  loss 1.234  ...  eta 3m10s`."""
+    width = len(str(event.num_steps))
+    return (
+        f"step {event.step:>{width}}/{event.num_steps}  loss {event.loss:.4f}  grad {event.grad_norm:.3g}  "
+        f"lr {event.learning_rate:.3g}  {event.tokens_per_s:.0f} tok/s  bubble {100 * event.bubble_ratio:.1f} %  "
+        f"eta {format_seconds(event.eta_s)}"
+    )

@@ -1,0 +1,263 @@
+"""`roundpipe plan`: does it fit, how is it cut, how long will it take. No GPU, no download of weights, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roundpipe_cli.cli.predict import Plan
+    from roundpipe_cli.plan.cost import CostModel, LayerCost
+    from roundpipe_cli.plan.hardware import Hardware
+    from roundpipe_cli.plan.memory import Need
+    from roundpipe_cli.plan.solve import Solution
+    from roundpipe_cli.plan.stages import StageRange
+    from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value in place of the recipe's, such as lora.r=32.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Another machine: 8x4090, 4x3090+2x4060ti, 2xcustom:memory_gib=24:acc32_tflops=70."),
+    ] = None,
+    solve: Annotated[bool, typer.Option("--solve", help="Also say what would fit, and the cheapest changes.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of one step to this file.")] = None,
+) -> None:
+    """Say whether a recipe fits, how its layers are cut, and how long it takes. Needs no GPU and no download."""
+    from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.predict import make_plan, solve_recipe
+    from roundpipe_cli.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    for notice in loaded.notices:
+        say(f"notice: {notice}")
+    answer = make_plan(loaded, hardware)
+    solution = solve_recipe(answer) if solve else None
+    if svg is not None:
+        _write_picture(answer, svg)
+        say(f"wrote {svg}")
+    if json_:
+        import json
+
+        say_data(json.dumps(plan_document(answer, solution), indent=1))
+        return
+    for line in plan_text(answer, solution):
+        say_data(line)
+
+
+def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
+    """Analytic costs of a recipe's layers; see `predict.costs_for_recipe`."""
+    from roundpipe_cli.cli import predict
+
+    return predict.costs_for_recipe(loaded, hardware)
+
+
+def check_fits(loaded: LoadedRecipe) -> None:
+    """Refuse, with exit code 5, a run that cannot fit on this machine; see `predict.check_fits`."""
+    from roundpipe_cli.cli import predict
+
+    predict.check_fits(loaded)
+
+
+def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
+    """What `--json` prints (DESIGN.md, section 7). Seconds and bytes; layers in the form of a costs file."""
+    verdict = answer.verdict
+    document: dict[str, Any] = {
+        "fits": verdict.fits,
+        "reasons": list(verdict.reasons),
+        "workers": answer.question.num_workers,
+        "forward_stages": [list(stage) for stage in answer.forward_stages],
+        "backward_stages": [list(stage) for stage in answer.backward_stages],
+        "layers": [
+            {
+                "name": layer.name,
+                "forward_s": layer.forward_s,
+                "backward_s": layer.backward_s,
+                "recompute": layer.recompute,
+                "param_bytes": layer.param_bytes,
+                "boundary_bytes": layer.boundary_bytes,
+                "grad_bytes": layer.grad_bytes,
+                "optimizer_s": layer.optimizer_s,
+                "activation_bytes": layer.activation_bytes,
+                "recompute_skippable_s": layer.recompute_skippable_s,
+            }
+            for layer in answer.question.analytic.costs.layers
+        ],
+        "predicted": {
+            "step_s": answer.step_s,
+            "tokens_per_s": answer.tokens_per_s,
+            "bubble_ratio": answer.bubble_ratio,
+            "device_peak_bytes": verdict.device.total_bytes,
+            "host_bytes": verdict.host.total_bytes,
+            "disk_bytes": verdict.disk.total_bytes,
+            "upload_bytes_per_step": answer.links.up,
+        },
+        "assumptions": list(answer.assumptions),
+    }
+    if solution is not None:
+        document["solve"] = {
+            "max_seq_length": solution.max_seq_length,
+            "micro_batch_size": solution.micro_batch_size,
+            "changes": [{"what": change.what, "overrides": list(change.overrides)} for change in solution.changes],
+        }
+    return document
+
+
+def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
+    """The plan in words: the verdict first."""
+    lines = [*_verdict_lines(answer), ""]
+    if solution is not None:
+        lines += [*_solution_lines(answer, solution), ""]
+    lines += [*_stage_lines(answer), ""]
+    lines += [*_memory_lines(answer), ""]
+    lines += [*_link_lines(answer), ""]
+    if answer.explanation:
+        lines += ["why this cut", *(f"  {line}" for line in answer.explanation), ""]
+    return [*lines, "what this rests on", *(f"  {line}" for line in answer.assumptions)]
+
+
+def _verdict_lines(answer: Plan) -> list[str]:
+    from roundpipe_cli.cli.predict import steps_of
+    from roundpipe_cli.units import format_count, format_seconds
+
+    question, settings = answer.question, answer.question.settings
+    what = f"{question.loaded.recipe.model} ({format_count(question.architecture.parameters)} parameters)"
+    how = f"{settings.method}, {settings.dtype}, {question.num_workers} workers on {question.hardware.description}"
+    if answer.verdict.fits:
+        lines = [f"It fits: {what}, {how}."]
+    else:
+        lines = [f"It does not fit: {what}, {how}.", *(f"  {reason}" for reason in answer.verdict.reasons)]
+    tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
+    would = "" if answer.verdict.fits else "If it did fit: "
+    lines.append(
+        f"{would}{format_seconds(answer.step_s)} a step of {tokens:,} tokens, {answer.tokens_per_s:,.0f} tokens/s, "
+        f"bubble {answer.bubble_ratio:.1%}"
+    )
+    steps, how_known = steps_of(answer)
+    if steps is None:
+        lines.append(f"Time to finish: not known, {how_known}")
+    else:
+        total = format_seconds(steps * answer.step_s)
+        lines.append(f"Time to finish: {total} for {steps:,} steps ({how_known}), if every row is full")
+    return lines
+
+
+def _solution_lines(answer: Plan, solution: Solution) -> list[str]:
+    limit = answer.question.architecture.max_position_embeddings
+    bound = " (the model's own limit)" if limit is not None and solution.max_seq_length == limit else ""
+    lines = [
+        "what would fit",
+        f"  longest max_seq_length, all else equal: {_or_none(solution.max_seq_length)}{bound}",
+        f"  largest micro_batch_size, all else equal: {_or_none(solution.micro_batch_size)}",
+    ]
+    if solution.changes:
+        lines.append("cheapest changes that make it fit")
+        lines += [f"  {number}. {change.what}" for number, change in enumerate(solution.changes, 1)]
+    return lines
+
+
+def _or_none(value: int | None) -> str:
+    return "none" if value is None else f"{value:,}"
+
+
+def _stage_lines(answer: Plan) -> list[str]:
+    from roundpipe_cli.units import format_bytes, format_seconds
+
+    layers = answer.question.analytic.costs.layers
+    lines = [
+        f"{len(answer.forward_stages)} forward and {len(answer.backward_stages)} backward stages, "
+        f"{answer.microbatches_per_round} microbatches a round; bytes and time of one stage, time of one microbatch"
+    ]
+    for direction, stages in (("forward", answer.forward_stages), ("backward", answer.backward_stages)):
+        for start, end in _alike(layers, stages):
+            first, last = stages[start]
+            inside = layers[first : last + 1]
+            seconds = sum(layer.forward_s for layer in inside)
+            if direction == "backward":
+                seconds = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in inside)
+            covered = layers[min(first, stages[end - 1][0]) : max(last, stages[end - 1][1]) + 1]
+            which = f"{start}" if end == start + 1 else f"{start}-{end - 1}"
+            names = f"{covered[0].name} .. {covered[-1].name}" if len(covered) > 1 else covered[0].name
+            each = f"{len(inside)} layer{'' if len(inside) == 1 else 's'}{' each' if end > start + 1 else ''}"
+            weights = format_bytes(sum(layer.param_bytes for layer in inside))
+            lines.append(
+                f"  {direction:8} {which:>7}  {names:24} {each:>15} {weights:>10} {format_seconds(seconds):>9}"
+            )
+    return lines
+
+
+def _alike(layers: Sequence[LayerCost], stages: Sequence[StageRange]) -> list[tuple[int, int]]:
+    """Runs `start:end` of stages that hold equally many layers of equal cost; empty stages are left out."""
+    runs: list[tuple[int, int]] = []
+    before: list[tuple[float, ...]] = []
+    for index, (first, last) in enumerate(stages):
+        costs = [(layer.forward_s, layer.backward_s, layer.param_bytes) for layer in layers[first : last + 1]]
+        if not costs or last < first:
+            before = []
+        elif costs == before:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+            before = list(costs)
+    return runs
+
+
+def _memory_lines(answer: Plan) -> list[str]:
+    from roundpipe_cli.units import format_bytes
+
+    hardware, verdict = answer.question.hardware, answer.verdict
+    smallest = min(hardware.devices, key=lambda device: device.memory_bytes)
+    has = f" of {format_bytes(smallest.memory_bytes)}" if not smallest.is_cpu else ""
+    host = f" of {format_bytes(hardware.host_memory_bytes)}"
+    disk = f" of {format_bytes(hardware.disk_free_bytes)} free" if hardware.disk_free_bytes is not None else ""
+    lines = [f"memory of one worker ({smallest.name}): {format_bytes(verdict.device.total_bytes)}{has}"]
+    lines += _part_lines(verdict.device)
+    lines += [f"host memory: {format_bytes(verdict.host.total_bytes)}{host}", *_part_lines(verdict.host)]
+    lines += [f"disk: {format_bytes(verdict.disk.total_bytes)}{disk}", *_part_lines(verdict.disk)]
+    return lines
+
+
+def _part_lines(need: Need) -> list[str]:
+    from roundpipe_cli.units import format_bytes
+
+    parts = sorted((part for part in need.parts if part.num_bytes), key=lambda part: -part.num_bytes)
+    return [f"  {format_bytes(part.num_bytes):>10}  {part.name}" for part in parts]
+
+
+def _link_lines(answer: Plan) -> list[str]:
+    from roundpipe_cli.units import format_bytes, format_seconds
+
+    links = answer.links
+    lines = [
+        "over the links in one step, all workers together",
+        f"  {format_bytes(links.weights_up):>10}  weights to the workers",
+        f"  {format_bytes(links.boundaries_up):>10}  hidden states and their gradients to the workers",
+        f"  {format_bytes(links.boundaries_down):>10}  hidden states and their gradients back",
+        f"  {format_bytes(links.gradients_down):>10}  weight gradients back",
+    ]
+    if answer.host_s:
+        share = answer.host_s / answer.step_s
+        lines.append(
+            f"of the step, {format_seconds(answer.host_s)} ({share:.0%}) is the interpreter launching operators"
+        )
+    return lines
+
+
+def _write_picture(answer: Plan, path: Path) -> None:
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.schedule.pictures import svg_picture
+
+    title = f"{answer.question.loaded.recipe.pipeline.schedule}: {answer.question.architecture.name}"
+    try:
+        path.write_text(svg_picture([(title, answer.timeline)]), encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"the picture cannot be written: {error.strerror}", where=str(path)) from None

@@ -1,0 +1,427 @@
+"""From a recipe and a machine to a plan: figures of the model, costs, stages, simulated step, verdict. No torch.
+
+`costs_for_recipe` serves `bench`, `check_fits` serves `finetune`, `make_plan` is all of `roundpipe plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roundpipe_cli.errors import Problem, ResourceError
+from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.find_model import find_architecture
+from roundpipe_cli.plan.hardware import Device, Hardware, parse_hardware
+from roundpipe_cli.plan.machine import cpu_devices, host_memory, this_machine, visible_gpus
+from roundpipe_cli.plan.models import Architecture
+from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.plan.solve import Solution, solve
+from roundpipe_cli.plan.stages import StageRange, even_sizes, forward_ranges
+from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, judge, judge_coarsest, stage_limits
+from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.supported import NOT_YET
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.simulate import simulate_program
+from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
+
+ASSUMED_HARDWARE = "8x4090"
+MAX_PARAMETERS_ON_CPU = 2_000_000_000
+"""Without a GPU a larger model is planned for `ASSUMED_HARDWARE`, since `finetune` would refuse it here."""
+MAX_SIMULATED_MICROBATCHES = 64
+MAX_PLANNED_ROUNDS = 4
+"""Rounds of a step that the planner looks at: later ones repeat."""
+MAX_LINK_SHARE = 0.7
+MAX_COUNTED_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned: a recipe's model and settings on a machine."""
+
+    loaded: LoadedRecipe
+    architecture: Architecture
+    settings: TrainingSettings
+    hardware: Hardware
+    analytic: AnalyticCosts
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.hardware.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBytes:
+    """Bytes over all workers' links in one step."""
+
+    weights_up: int
+    boundaries_up: int
+    gradients_down: int
+    boundaries_down: int
+
+    @property
+    def up(self) -> int:
+        return self.weights_up + self.boundaries_up
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer."""
+
+    question: Question
+    forward_stages: tuple[StageRange, ...]
+    backward_stages: tuple[StageRange, ...]
+    microbatches_per_round: int
+    verdict: Verdict
+    step_s: float
+    host_s: float
+    """Part of `step_s`: interpreter time, one after the other for all workers."""
+    bubble_ratio: float
+    links: LinkBytes
+    timeline: Timeline
+    """Of one simulated step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    explanation: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        settings = self.question.settings
+        return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
+
+
+def settings_of(recipe: Recipe) -> TrainingSettings:
+    """What of a recipe decides costs and memory."""
+    targets = recipe.lora.target_modules
+    return TrainingSettings(
+        max_seq_length=recipe.max_seq_length,
+        micro_batch_size=recipe.micro_batch_size,
+        num_microbatches=recipe.gradient_accumulation_steps,
+        method=recipe.method,
+        lora_r=recipe.lora.r,
+        lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
+        dtype=recipe.dtype,
+        load_in_4bit=recipe.load_in_4bit,
+        recompute=recipe.pipeline.recompute,
+        staleness=recipe.pipeline.optimizer_staleness,
+        head_chunk_tokens=recipe.head_chunk_tokens,
+        save_total_limit=recipe.save_total_limit,
+    )
+
+
+def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Question:
+    """Find the model's figures and the machine.
+
+    Raises:
+        RefusedError: no such model or hardware.
+    """
+    recipe = loaded.recipe
+    architecture = find_architecture(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+    if isinstance(hardware, str):
+        hardware = parse_hardware(hardware)
+    machine = hardware or hardware_of(recipe, architecture)
+    settings = settings_of(recipe)
+    lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
+    if settings.dtype == "bfloat16" and lacking:
+        settings = replace(settings, dtype="float16")
+        note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
+        machine = replace(machine, notes=(*machine.notes, note))
+    return Question(loaded, architecture, settings, machine, analytic_costs(architecture, settings, machine))
+
+
+def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
+    """Analytic costs of a recipe's layers; `hardware` in words, or None for the recipe's devices.
+
+    Raises:
+        RefusedError: no such model or hardware.
+    """
+    return ask(loaded, hardware).analytic.costs
+
+
+def check_fits(loaded: LoadedRecipe) -> None:
+    """Refuse a run that cannot fit on this machine, before anything is loaded.
+
+    Counts host memory that is available now, under a container's limit.
+
+    Raises:
+        ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
+    """
+    question = ask(loaded)
+    available = min(question.hardware.host_memory_bytes, host_memory().available_bytes)
+    machine = replace(question.hardware, host_memory_bytes=available)
+    verdict = judge_coarsest(question.architecture, question.settings, machine)
+    if verdict.fits:
+        return
+    error = ResourceError(verdict.reasons[0])
+    error.problems = tuple(Problem(reason, where=str(loaded.path)) for reason in verdict.reasons[:-1]) + (
+        Problem(
+            verdict.reasons[-1],
+            where=str(loaded.path),
+            hint=f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit",
+        ),
+    )
+    raise error
+
+
+def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
+    """The machine that a recipe's `devices` mean here; assumed where there is no such GPU to be seen."""
+    devices, output_dir = recipe.pipeline.devices, Path(recipe.output_dir)
+    gpus, notes = visible_gpus()
+    if isinstance(devices, str):
+        if gpus and devices == "auto":
+            return this_machine(gpus, "this machine", notes, output_dir)
+        if devices == "auto" and architecture.parameters <= MAX_PARAMETERS_ON_CPU:
+            return _cpu_machine(2, "no GPU here: two CPU workers, as `finetune` would take", output_dir)
+        return _assumed(ASSUMED_HARDWARE, "no GPU here")
+    num_cpus = sum(name == "cpu" for name in devices)
+    if num_cpus == len(devices):
+        return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)
+    indices = [int(name.partition(":")[2]) for name in devices if name != "cpu"]
+    if max(indices) >= len(gpus):
+        return _assumed(f"{len(devices)}x4090", f"GPU {max(indices)} is not here")
+    shares = Counter(indices)
+    chosen = tuple(_share(gpus[index], shares[index]) for index in indices) + cpu_devices(max(1, num_cpus))[:num_cpus]
+    return this_machine(chosen, "this machine", notes, output_dir)
+
+
+def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
+    note = "assumed: CPU rates by cores, from training steps of a 135M model on a 2-core AVX-512 machine"
+    return this_machine(cpu_devices(count), f"{count} CPU workers", (why, note), output_dir)
+
+
+def _assumed(words: str, why: str) -> Hardware:
+    hardware = parse_hardware(words)
+    note = f"assumed: {why}, so this is planned for {words} (--hardware names another machine)"
+    return replace(hardware, notes=(note, *hardware.notes))
+
+
+def _share(device: Device, count: int) -> Device:
+    """One of `count` logical workers on the same GPU."""
+    return replace(
+        device,
+        memory_bytes=device.memory_bytes // count,
+        memory_bytes_per_s=device.memory_bytes_per_s / count,
+        fp16_accumulate_flops_per_s=device.fp16_accumulate_flops_per_s / count,
+        fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s / count,
+        float32_flops_per_s=device.float32_flops_per_s / count,
+        link_bytes_per_s=device.link_bytes_per_s / count,
+    )
+
+
+def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Plan:
+    """Cut the layers, simulate a step, and judge whether it fits.
+
+    Raises:
+        RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
+    """
+    question = ask(loaded, hardware)
+    recipe, settings, analytic = loaded.recipe, question.settings, question.analytic
+    cut = _cut(question)
+    verdict = judge(
+        question.architecture, settings, question.hardware, analytic, cut.forward_stages, cut.backward_stages
+    )
+    step = _simulate_step(question, cut, recipe.pipeline.schedule)
+    host_s = settings.num_microbatches * analytic.host_s_per_microbatch
+    return Plan(
+        question=question,
+        forward_stages=cut.forward_stages,
+        backward_stages=cut.backward_stages,
+        microbatches_per_round=cut.microbatches_per_round,
+        verdict=verdict,
+        step_s=step.step_s + host_s,
+        host_s=host_s,
+        bubble_ratio=step.bubble_ratio,
+        links=step.links,
+        timeline=step.timeline,
+        explanation=cut.explanation,
+        assumptions=_assumptions(question, cut),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    forward_stages: tuple[StageRange, ...]
+    backward_stages: tuple[StageRange, ...]
+    microbatches_per_round: int
+    explanation: tuple[str, ...] = ()
+
+
+def _cut(question: Question) -> _Cut:
+    """The recipe's own stages where it has them, the planner's otherwise."""
+    pipeline, workers = question.loaded.recipe.pipeline, question.num_workers
+    if pipeline.schedule != "roundpipe":
+        forward = pipeline.forward_stages
+        if forward == "auto":
+            forward = _bound_stages(pipeline.schedule, len(question.analytic.costs.layers), workers)
+        stages = _ranges(forward)
+        return _Cut(stages, tuple(reversed(stages)), question.settings.num_microbatches)
+    if pipeline.forward_stages != "auto" and pipeline.backward_stages != "auto":
+        return _Cut(_ranges(pipeline.forward_stages), _ranges(pipeline.backward_stages), workers)
+    return _planned(question)
+
+
+def _planned(question: Question) -> _Cut:
+    """The planner's cut within the devices' limits; where nothing keeps them, the cut that needs least."""
+    architecture, settings, hardware = question.architecture, question.settings, question.hardware
+    limits = stage_limits(architecture, settings, hardware, question.analytic)
+    staleness = 1 if settings.staleness else 0
+    try:
+        partition = plan_partition(
+            question.analytic.costs,
+            num_workers=question.num_workers,
+            num_microbatches=min(settings.num_microbatches, MAX_PLANNED_ROUNDS * question.num_workers),
+            staleness=staleness,
+            num_steps=8 if staleness else 1,
+            limits=limits,
+        )
+    except ResourceError:
+        forward, backward = coarsest_stages(architecture, settings, hardware, question.analytic)
+        return _Cut(tuple(forward), tuple(backward), question.num_workers, ("no cut keeps the devices' limits",))
+    per_round = _enough_per_round(question, partition.microbatches_per_round)
+    return _Cut(partition.forward_stages, partition.backward_stages, per_round, partition.explanation)
+
+
+def _enough_per_round(question: Question, per_round: int) -> int:
+    """More microbatches a round where the links would bind: every layer is sent twice a round, however many it serves.
+
+    Doubled until the links take at most `MAX_LINK_SHARE` of the time that the workers compute.
+    """
+    costs, wanted = question.analytic.costs, question.settings.num_microbatches
+    link_s = 2 * sum(layer.param_bytes for layer in costs.layers) / costs.link_bytes_per_s
+    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
+    while per_round < wanted and math.ceil(wanted / per_round) * link_s > MAX_LINK_SHARE * wanted * compute_s:
+        per_round = min(2 * per_round, wanted)
+    return per_round
+
+
+def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
+    return tuple((stage[0], stage[1]) for stage in stages)
+
+
+def _bound_stages(schedule: str, num_layers: int, num_workers: int) -> tuple[StageRange, ...]:
+    """About equal numbers of layers: one stage a worker, or as many stages as layers for the looped schedules."""
+    loops = 1 if schedule in ("gpipe", "1f1b") else max(1, num_layers // num_workers)
+    return forward_ranges(even_sizes(num_layers, loops * num_workers, larger_first=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    step_s: float
+    bubble_ratio: float
+    links: LinkBytes
+    timeline: Timeline
+
+
+def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
+    """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
+    wanted = question.settings.num_microbatches
+    rounds = max(1, cut.microbatches_per_round) if schedule_name == "roundpipe" else 1
+    full = wanted
+    if wanted > MAX_SIMULATED_MICROBATCHES:
+        surplus = wanted - MAX_SIMULATED_MICROBATCHES
+        full = max(2 * rounds + 1, wanted - math.ceil(surplus / rounds) * rounds)
+    one = _simulated(question, cut, schedule_name, full, num_steps=1)
+    busy, makespan = sum(busy_s(one.timeline)), makespan_s(one.timeline)
+    step_s = makespan
+    if question.settings.staleness:
+        chained = _simulated(question, cut, schedule_name, full, num_steps=2)
+        step_s = makespan_s(chained.timeline) - makespan
+    if full < wanted:
+        fewer = _simulated(question, cut, schedule_name, full - 2 * rounds, num_steps=1)
+        growth_s = (makespan - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
+        step_s, makespan, busy = step_s + growth_s, makespan + growth_s, busy * wanted / full
+    bubble = 1 - busy / (question.num_workers * makespan) if makespan else 0.0
+    return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    timeline: Timeline
+    links: LinkBytes
+
+
+def _simulated(
+    question: Question, cut: _Cut, schedule_name: str, num_microbatches: int, *, num_steps: int
+) -> _Simulated:
+    costs, staleness = question.analytic.costs, question.settings.staleness
+    schedule = build_schedule(
+        schedule_name,
+        forward_stages=cut.forward_stages,
+        backward_stages=cut.backward_stages if schedule_name == "roundpipe" else None,
+        num_workers=question.num_workers,
+        num_microbatches=num_microbatches,
+        costs=costs,
+        microbatches_per_round=cut.microbatches_per_round if schedule_name == "roundpipe" else None,
+        num_steps=num_steps,
+        staleness=staleness,
+    )
+    program = lower(schedule, costs, staleness=staleness)
+    sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
+    for op in program.ops:
+        if op.lane in (UP, DOWN):
+            sums[op.lane, op.payload in (WEIGHTS, WEIGHT_GRADIENT)] += op.num_bytes
+    links = LinkBytes(sums[UP, True], sums[UP, False], sums[DOWN, True], sums[DOWN, False])
+    return _Simulated(simulate_program(program, costs), links)
+
+
+def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
+    """Bytes of a step from those of the simulated part of it: rounds repeat."""
+    return LinkBytes(
+        int(links.weights_up * factor),
+        int(links.boundaries_up * factor),
+        int(links.gradients_down * factor),
+        int(links.boundaries_down * factor),
+    )
+
+
+def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
+    """What was measured, what given and what assumed, one line each."""
+    architecture, settings, hardware = question.architecture, question.settings, question.hardware
+    lines = [f"model: {architecture.source}", *hardware.notes]
+    if any(not device.is_cpu for device in hardware.devices):
+        lines.append("assumed: layer times from the cost model, within 5 % of published runs on 1 to 8 RTX 4090")
+        links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
+        lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
+    lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")
+    limit = architecture.max_position_embeddings
+    if limit is not None and settings.max_seq_length > limit:
+        lines.append(
+            f"note: the model was made for at most {limit} tokens, max_seq_length is {settings.max_seq_length}"
+        )
+    workers, per_step = question.num_workers, settings.num_microbatches
+    if workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
+        lines.append(
+            f"note: {per_step} microbatches a step are few for {workers} workers; "
+            f"gradient_accumulation_steps={4 * workers} makes the bubble smaller"
+        )
+    return tuple(lines)
+
+
+def steps_of(plan: Plan) -> tuple[int | None, str]:
+    """Optimizer steps of the whole run and how that is known; None where the rows cannot be counted here."""
+    recipe = plan.question.loaded.recipe
+    if recipe.max_steps is not None:
+        return recipe.max_steps, "max_steps"
+    rows = 0
+    for dataset in recipe.datasets:
+        path = resolve_path(dataset.path, plan.question.loaded.folder)
+        if path is None or not path.is_file() or path.suffix != ".jsonl" or "[" in dataset.split:
+            return None, f"{dataset.path} is not a local .jsonl file to count"
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            head = stream.read(MAX_COUNTED_BYTES)
+        lines = head.count(b"\n") + (len(head) == size and not head.endswith(b"\n"))
+        rows += round(lines * size / len(head)) if head else 0
+    per_step = recipe.micro_batch_size * recipe.gradient_accumulation_steps
+    return math.ceil(rows / per_step) * recipe.num_train_epochs, f"{rows} rows"
+
+
+def solve_recipe(plan: Plan) -> Solution:
+    """What would fit in place of what the recipe asks; changes whose feature has not landed are not proposed."""
+    question = plan.question
+    unsupported = {entry.key for entry in NOT_YET}
+    return solve(question.architecture, question.settings, question.hardware, unsupported)

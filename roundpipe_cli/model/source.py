@@ -1,0 +1,169 @@
+"""Where a model's files are. Nothing here needs torch, so a wrong name is told at once.
+
+A model is a hub id, a local folder of safetensors, a `.gguf` file, or `package:NAME` (the one `.gguf` file in that
+installed Python package). Nothing of the model is executed: no remote code, no pickle.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
+HUB_TIMEOUT_S = 4.0
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's files are."""
+
+    name: str
+    """As the recipe has it."""
+    folder: Path
+    gguf_file: str | None = None
+    """Name of the GGUF file in `folder`, or None for safetensors."""
+    commit: str | None = None
+    """The hub's commit, for a hub model."""
+
+    @property
+    def load_arguments(self) -> dict[str, Any]:
+        """Arguments for transformers' `from_pretrained`."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def resolve_model(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> ModelSource:
+    """Find the model's files; a hub model is downloaded if need be.
+
+    Raises:
+        RefusedError: nothing of that name, or nothing that can be loaded safely.
+    """
+    if name.startswith("package:"):
+        return _package_model(name)
+    local = _local_path(name, recipe_folder)
+    if local is not None and local.is_file():
+        if local.suffix != ".gguf":
+            raise RefusedError(
+                "this file is no model", where="model", found=str(local), expected="a .gguf file or a folder"
+            )
+        return ModelSource(name, local.parent, local.name)
+    if local is not None:
+        check_model_folder(local)
+        return ModelSource(name, local)
+    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+    if looks_like_path or not HUB_ID.match(name):
+        raise RefusedError(
+            "no such model folder or file",
+            where="model",
+            found=name,
+            expected=f"it in {Path.cwd()} or in {recipe_folder}",
+            hint="a hub id looks like Qwen/Qwen3-8B",
+        )
+    return _hub_model(name, revision, offline)
+
+
+def _local_path(name: str, recipe_folder: Path) -> Path | None:
+    path = Path(name).expanduser()
+    for candidate in (path, recipe_folder / path):
+        if candidate.exists():
+            return candidate.resolve()
+    return None
+
+
+def _package_model(name: str) -> ModelSource:
+    package = name.removeprefix("package:")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise RefusedError(
+            "no such Python package is installed",
+            where="model",
+            found=name,
+            hint=f"pip install {package.replace('_', '-')}",
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise RefusedError(
+            "the package does not hold exactly one .gguf file",
+            where="model",
+            found=f"{len(files)} in {folder}",
+            expected="1",
+        )
+    return ModelSource(name, folder, files[0].name)
+
+
+def _hub_model(name: str, revision: str | None, offline: bool) -> ModelSource:
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+    offline = offline or constants.HF_HUB_OFFLINE
+    commit: str | None = None
+    problem = "offline"
+    if not offline:
+        try:
+            commit = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha
+        except Exception as error:  # the hub's client raises many kinds; each means: not from the hub, now
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    try:
+        folder = snapshot_download(
+            name, revision=commit or revision, allow_patterns=patterns, local_files_only=commit is None
+        )
+    except Exception as error:
+        raise RefusedError(
+            "the model is neither a local folder nor to be had from the hub",
+            where="model",
+            found=f"{name} ({problem})",
+            expected="a local folder, a .gguf file, package:NAME, or a hub id that can be reached or is in the cache",
+            hint="check the name and the network; a gated model needs `hf auth login`",
+        ) from error
+    path = Path(folder)
+    check_model_folder(path)
+    return ModelSource(name, path, None, commit or path.name)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse what cannot be loaded safely, by looking at names and JSON only.
+
+    Raises:
+        RefusedError: no config.json, no safetensors, code in the repository that would have to run.
+    """
+    config = read_config(folder)
+    if "auto_map" in config:
+        raise RefusedError(
+            "the model needs code from its repository, which is never run",
+            where=str(folder / "config.json"),
+            found="auto_map",
+            expected="a model type that the installed transformers knows",
+        )
+    if not list(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
+        raise RefusedError(
+            "the model folder has no safetensors weights",
+            where=str(folder),
+            found=f"{', '.join(pickles[:3])} (pickle files can run code and are never opened)" if pickles else None,
+            expected="*.safetensors",
+            hint="convert the weights with safetensors' own conversion tool in a safe place" if pickles else None,
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as plain data.
+
+    Raises:
+        RefusedError: missing or not JSON.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RefusedError("the model folder has no config.json", where=str(folder)) from error
+    except (OSError, ValueError) as error:
+        raise RefusedError("config.json cannot be read", where=str(path), found=str(error)) from error
+    if not isinstance(config, dict):
+        raise RefusedError("config.json is not a JSON object", where=str(path), found=type(config).__name__)
+    return config

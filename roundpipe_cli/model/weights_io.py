@@ -1,0 +1,215 @@
+"""Weights from and to disk, layer by layer: the host never holds a second copy.
+
+Safetensors whose names are the model's own are copied tensor by tensor from the mapped file into the store. Two kinds
+of checkpoint pass through transformers' own loader, which needs the whole model once more while loading: those whose
+tensors are laid out otherwise (per-expert files of fused experts) and GGUF files (dequantised whole).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.source import ModelSource
+
+SetParameter = Callable[[str, torch.Tensor], None]
+SHARD_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
+MAX_INDEX_BYTES = 50 * 1024**2
+
+
+def base_name(name: str) -> str:
+    """The name of a base weight before adapters were put around it."""
+    return name.replace(".base_layer", "")
+
+
+def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParameter) -> str | None:
+    """Hand every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
+
+    Returns:
+        a notice, where loading needed more memory than the weights.
+
+    Raises:
+        RefusedError: missing or misshapen tensors, values that are not finite, unreadable files.
+    """
+    names = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
+    shapes = {base_name(name): p.shape for name, p in model.named_parameters() if ".lora_" not in name}
+    checked = _Checked(source.name, names, shapes, set_parameter)
+    if source.gguf_file is None:
+        shards = find_shards(source.folder)
+        places = _match(shards, model, set(names))
+        if places is not None:
+            _load_directly(places, model, checked)
+            return None
+    _load_through_transformers(source, model, checked)
+    kind = "GGUF is dequantised whole" if source.gguf_file else "this checkpoint's experts are fused while loading"
+    return f"loading needed about twice the weights' memory: {kind}"
+
+
+class _Checked:
+    """Checks a tensor and hands it on under the skeleton's name."""
+
+    def __init__(
+        self, where: str, names: Mapping[str, str], shapes: Mapping[str, torch.Size], set_parameter: SetParameter
+    ) -> None:
+        self._where, self._names, self._shapes, self._set = where, names, shapes, set_parameter
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.shape != self._shapes[name]:
+            raise RefusedError(
+                "a weight has another shape than the architecture",
+                where=f"{self._where}: {name}",
+                found=str(list(tensor.shape)),
+                expected=str(list(self._shapes[name])),
+            )
+        if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+            raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
+        self._set(self._names[name], tensor)
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, from its index if there is one.
+
+    Raises:
+        RefusedError: an index that is not readable or names something outside the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"larger than {MAX_INDEX_BYTES} bytes")
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted({str(shard) for shard in weight_map.values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise RefusedError("the index of the weights cannot be read", where=str(index), found=str(error)) from error
+    for shard in shards:
+        path = folder / shard
+        inside = SHARD_NAME.match(shard) and not shard.startswith(".")
+        if not inside or not _stays_inside(path, folder):
+            raise RefusedError(
+                "the index names a file outside the model folder",
+                where=str(index),
+                found=repr(shard),
+                expected="a plain file name that ends in .safetensors",
+            )
+        if not path.is_file():
+            raise RefusedError("a file of the weights is missing", where=str(folder), found=f"no {shard}")
+    return [folder / shard for shard in shards]
+
+
+def _stays_inside(path: Path, folder: Path) -> bool:
+    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
+    real, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise RefusedError("a file of the weights cannot be read", where=str(path), found=str(error)) from error
+
+
+def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, tuple[Path, str]] | None:
+    """Base name -> (file, name in the file), or None if the files do not hold the model's tensors as they are."""
+    prefix = str(getattr(model, "base_model_prefix", "")) + "."
+    buffers = {name for name, _ in model.named_buffers()}
+    found: dict[str, tuple[Path, str]] = {}
+    for path in shards:
+        with _open(path) as file:
+            for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+                for name in (key, prefix + key, key.removeprefix(prefix)):
+                    if name in names or name in buffers:
+                        found[name] = (path, key)
+                        break
+    tied = _tied_names(model)
+    for name in names - found.keys():
+        twin = next((other for other in tied.get(name, ()) if other in found), None)
+        if twin is None:
+            return None
+        found[name] = found[twin]
+    return found
+
+
+def _tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Parameter name -> other names of the same parameter."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(base_name(name))
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group if len(group) > 1}
+
+
+def _load_directly(places: dict[str, tuple[Path, str]], model: nn.Module, checked: _Checked) -> None:
+    buffers = dict(model.named_buffers())
+    by_block: dict[tuple[Path, str], list[tuple[str, str]]] = defaultdict(list)
+    for name, (path, key) in places.items():
+        # The file is mapped anew for each block: its pages, once read, would count until it is closed.
+        block = re.match(r"^.*?\.\d+\.", name)
+        by_block[path, block.group(0) if block else name].append((name, key))
+    for (path, _), entries in by_block.items():
+        with _open(path) as file:
+            for name, key in entries:
+                if name in buffers:
+                    buffers[name].copy_(file.get_tensor(key))
+                else:
+                    checked.put(name, file.get_tensor(key))
+
+
+def _load_through_transformers(source: ModelSource, model: nn.Module, checked: _Checked) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    arguments: dict[str, Any] = {"use_safetensors": True} if source.gguf_file is None else source.load_arguments
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded, info = AutoModelForCausalLM.from_pretrained(
+                str(source.folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, **arguments
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        hint = "pip install 'roundpipe-cli[gguf]'" if isinstance(error, ImportError) else None
+        raise RefusedError(
+            "the model's weights cannot be loaded",
+            where=source.name,
+            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
+            hint=hint,
+        ) from error
+    missing = sorted(str(key) for key in info.get("missing_keys", ()))
+    if missing:
+        raise RefusedError(
+            "weights of the architecture are missing",
+            where=source.name,
+            found=f"{len(missing)} missing, for instance {', '.join(missing[:3])}",
+        )
+    for name, parameter in loaded.named_parameters():
+        checked.put(name, parameter.detach())
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    own = dict(model.named_buffers())
+    for name, buffer in loaded.named_buffers():
+        if base_name(name) in own:
+            own[base_name(name)].copy_(buffer)
+
+
+def save_model(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write a full model in Hugging Face format, from `weights` by parameter name of the skeleton `model`."""
+    state = {base_name(name): tensor for name, tensor in weights.items()}
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            state[name] = buffer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(str(folder), state_dict=state, safe_serialization=True)  # type: ignore[operator]

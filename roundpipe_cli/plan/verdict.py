@@ -1,0 +1,155 @@
+"""Does it fit: the needs of a run against what the machine has, and which number breaks by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.plan.hardware import Device, Hardware
+from roundpipe_cli.plan.memory import (
+    Need,
+    Part,
+    device_need,
+    disk_need,
+    fixed_device_need,
+    host_need,
+    usable_device_bytes,
+    usable_host_bytes,
+)
+from roundpipe_cli.plan.models import Architecture
+from roundpipe_cli.plan.stages import StageLimits, StageRange
+from roundpipe_cli.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run needs of each memory, and why it does not fit, if it does not."""
+
+    device: Need
+    """Of one worker."""
+    host: Need
+    disk: Need
+    reasons: tuple[str, ...]
+    """Empty: it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+
+def judge(
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    analytic: AnalyticCosts,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+) -> Verdict:
+    """The verdict on one cut of the layers into stages."""
+    costs = analytic.costs
+    device = device_need(costs, architecture, settings, hardware, forward_stages, backward_stages)
+    host = host_need(costs, architecture, settings, hardware, len(backward_stages))
+    cpu_workers = sum(one.is_cpu for one in hardware.devices)
+    if cpu_workers:
+        host = Need((*host.parts, Part(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
+    disk = disk_need(architecture, settings)
+    reasons = [_device_reason(device, one) for one in _smallest_device(hardware)]
+    reasons.append(_reason("host memory", host, usable_host_bytes(hardware), hardware.host_memory_bytes))
+    if hardware.disk_free_bytes is not None:
+        reasons.append(_reason("disk", disk, hardware.disk_free_bytes, hardware.disk_free_bytes))
+    return Verdict(device, host, disk, tuple(reason for reason in reasons if reason is not None))
+
+
+def judge_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Verdict:
+    """The verdict on the coarsest even cut that the devices hold: what does not fit so never fits.
+
+    Larger stages need more device memory and, with fewer boundaries to keep, less host memory.
+    """
+    analytic = analytic_costs(architecture, settings, hardware)
+    return judge(
+        architecture, settings, hardware, analytic, *coarsest_stages(architecture, settings, hardware, analytic)
+    )
+
+
+def coarsest_stages(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> tuple[list[StageRange], list[StageRange]]:
+    """Forward and backward stages of as many blocks each as the devices hold; one block each if not even two fit."""
+    num_layers = len(analytic.costs.layers)
+    low, high = 1, num_layers - 1
+    while low < high:  # device memory grows with the blocks of a stage
+        blocks = (low + high + 1) // 2
+        forward, backward = even_stages(num_layers, blocks)
+        need = device_need(analytic.costs, architecture, settings, hardware, forward, backward)
+        if all(need.total_bytes <= usable_device_bytes(device) for device in _smallest_device(hardware)):
+            low = blocks
+        else:
+            high = blocks - 1
+    return even_stages(num_layers, low)
+
+
+def even_stages(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
+    """Forward stages without the head, and backward stages with the head alone first; the embedding (layer 0) goes
+    with the first block."""
+    head = num_layers - 1
+    starts = [0, *range(1 + blocks_per_stage, head, blocks_per_stage)]
+    forward = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
+    return forward, [(head, head), *reversed(forward)]
+
+
+def _smallest_device(hardware: Hardware) -> list[Device]:
+    """The GPU with least memory, if any: every stage must run on every worker. CPU workers share the host's memory."""
+    gpus = [device for device in hardware.devices if not device.is_cpu]
+    return sorted(gpus, key=lambda device: device.memory_bytes)[:1]
+
+
+def _device_reason(need: Need, device: Device) -> str | None:
+    return _reason(f"memory of {device.name}", need, usable_device_bytes(device), device.memory_bytes)
+
+
+def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str | None:
+    """None if the need is met; otherwise which number breaks and by how much."""
+    over = need.total_bytes - usable_bytes
+    if over <= 0:
+        return None
+    usable = "" if usable_bytes == total_bytes else f" ({format_bytes(usable_bytes)} of it usable)"
+    return (
+        f"{what}: needs {format_bytes(need.total_bytes)}, has {format_bytes(total_bytes)}{usable}: "
+        f"{format_bytes(over)} too little. Needed are {need.describe()}"
+    )
+
+
+def stage_limits(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> StageLimits | None:
+    """Limits for the planner under which every cut fits the devices; None where no device limits stages.
+
+    What all stages share (`fixed_device_need`) leaves F bytes. Stages of b blocks backward and f forward need slots x
+    max(f weights, b (weights + gradients), head's) + b activations <= F. The planner wants forward stages about three
+    times as large, since backward does three times the work, so b is the largest for which f = 3 b fits as well.
+    """
+    devices = _smallest_device(hardware)
+    if not devices:
+        return None
+    costs = analytic.costs
+    blocks, head = costs.layers[1:-1], costs.layers[-1]
+    weights = max(layer.param_bytes for layer in blocks)
+    trained = weights + max(layer.grad_bytes for layer in blocks)
+    kept = max(layer.activation_bytes for layer in blocks)
+    head_bytes = head.param_bytes + head.grad_bytes
+    free = usable_device_bytes(devices[0]) - fixed_device_need(costs, architecture, settings, hardware).total_bytes
+    count = 1
+    while count < len(blocks):
+        larger = count + 1
+        widest = max(min(3 * larger, len(blocks)) * weights, larger * trained, head_bytes)
+        if costs.slots * widest + larger * kept > free:
+            break
+        count = larger
+    slot_bytes = max((free - count * kept) // costs.slots, weights, trained, head_bytes)
+    beside_head = min(count, max(0, slot_bytes - head_bytes) // max(1, trained))
+    return StageLimits(
+        forward_bytes=slot_bytes,
+        backward_bytes=count * (trained + kept),
+        head_bytes=head_bytes + head.activation_bytes + beside_head * (trained + kept),
+    )

@@ -1,0 +1,58 @@
+"""The result of a run: adapter or model with tokenizer, and the report that marks the run as finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.faults import fault
+from roundpipe_cli.model.lora import save_adapter
+from roundpipe_cli.model.weights_io import save_model
+from roundpipe_cli.train.durable import disk_error, sync_folder, write_atomically
+from roundpipe_cli.train.output_dir import REPORT_NAME
+from roundpipe_cli.train.setup import Setup
+
+RESULT_FOLDER = ".tmp-result"
+LAST_NAMES = ("config.json", "adapter_config.json")
+"""Renamed into place last: without them nobody takes the folder for a model."""
+
+
+def save_result(setup: Setup, output_dir: Path) -> None:
+    """Write adapter or model and tokenizer into `output_dir`: complete files only, the configuration last.
+
+    Raises:
+        ResourceError: disk full or failing; the checkpoints are as they were.
+    """
+    temporary = output_dir / RESULT_FOLDER
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        names = setup.store.trainable_names
+        if setup.peft_model is not None:
+            masters = {name: setup.store.master(name) for name in names}
+            save_adapter(setup.peft_model, masters, temporary)
+        else:
+            save_model(setup.model, setup.store.views, temporary)
+        setup.tokenizer.save_pretrained(str(temporary))
+        files = sorted(temporary.iterdir(), key=lambda path: (path.name in LAST_NAMES, path.name))
+        for path in files:
+            path.chmod(0o644)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        for path in files:
+            fault("export")
+            path.rename(output_dir / path.name)
+        sync_folder(output_dir)
+        temporary.rmdir()
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise disk_error(error, output_dir, "the result") from error
+
+
+def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
+    """Write report.json, which says that the run is finished."""
+    write_atomically(output_dir / REPORT_NAME, (json.dumps(report, indent=2) + "\n").encode(), mode=0o644)

@@ -1,0 +1,293 @@
+"""The training loop: batches in, steps through the engine, updates on the host, metrics, checkpoints, result."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from roundpipe_cli.data.batching import BatchSampler, collate, pad_token_id
+from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.errors import NotFiniteError, StoppedError
+from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
+from roundpipe_cli.faults import fault
+from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
+from roundpipe_cli.train.cut import Cutter, rough_costs
+from roundpipe_cli.train.devices import make_backends, num_cores, threads_per_worker
+from roundpipe_cli.train.durable import write_atomically
+from roundpipe_cli.train.finish import save_result, write_report
+from roundpipe_cli.train.learning_rate import make_schedule
+from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState, truncate_metrics
+from roundpipe_cli.train.report import make_report
+from roundpipe_cli.train.resume import check_unchanged, run_state
+from roundpipe_cli.train.setup import Setup, Tell, active_parameters, prepare
+from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_GROWTH_STEPS = 2000
+"""As in torch.amp.GradScaler."""
+ETA_STEPS = 20
+
+
+def finetune(loaded: LoadedRecipe, *, resume: bool, offline: bool, allow_changed: Sequence[str], tell: Tell) -> None:
+    """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
+
+    Raises:
+        RoundpipeError: with the documented exit code.
+    """
+    recipe = loaded.recipe
+    resume = resume or recipe.resume_from_checkpoint is not None
+    output_dir = Path(recipe.output_dir).expanduser()
+    with StopSignals() as signals, OutputDir(output_dir, resume) as held:
+        if held.state is RunState.FINISHED:
+            tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
+            return
+        checkpoint = None
+        if resume:
+            named = recipe.resume_from_checkpoint
+            folder = None if named in (None, "auto") else Path(str(named)).expanduser()
+            checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
+        setup = prepare(loaded, offline=offline, tell=tell)
+        if checkpoint is not None:
+            check_unchanged(checkpoint.meta, setup, allow_changed)
+        write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
+        Trainer(setup, output_dir, signals, tell).run(checkpoint)
+
+
+class Trainer:
+    """One run over one setup."""
+
+    def __init__(self, setup: Setup, output_dir: Path, signals: StopSignals, tell: Tell) -> None:
+        recipe = setup.recipe
+        self.setup = setup
+        self.recipe = recipe
+        self.output_dir = output_dir
+        self._signals = signals
+        self._tell = tell
+        self.sampler = BatchSampler(
+            len(setup.dataset.rows),
+            recipe.micro_batch_size,
+            recipe.gradient_accumulation_steps,
+            recipe.seed,
+            recipe.shuffle,
+        )
+        self.num_steps = recipe.max_steps or self.sampler.steps_per_epoch * recipe.num_train_epochs
+        self._learning_rate = make_schedule(
+            recipe.lr_scheduler_type,
+            peak=recipe.learning_rate,
+            warmup_steps=recipe.warmup_steps,
+            num_steps=self.num_steps,
+        )
+        self.optimizer = HostAdamW(setup.store, weight_decay=recipe.weight_decay)
+        self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
+        self._steps_since_overflow = 0
+        self._pad = pad_token_id(setup.tokenizer)
+        self._earlier_s = 0.0
+        self._rows: list[StepFinished] = []
+
+    # -- run -----------------------------------------------------------------------------------------------------
+
+    def run(self, checkpoint: Checkpoint | None) -> None:
+        """Train from the start or from `checkpoint` to the end, or to the next signal."""
+        first_step = self._restore(checkpoint) if checkpoint else 0
+        metrics_path = self.output_dir / METRICS_NAME
+        truncate_metrics(metrics_path, first_step + 1)
+        recipe, setup = self.recipe, self.setup
+        num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
+        costs = rough_costs(
+            setup.store.layouts, active_parameters(setup.model, list(setup.store.layouts)), recipe.method
+        )
+        cutter = Cutter(costs, len(setup.devices), recipe.pipeline)
+        self._tell(Phase("starting the workers"))
+        engine = Engine(
+            setup.model,
+            setup.split,
+            setup.store,
+            make_backends(setup.devices, num_threads),
+            seed=recipe.seed,
+            head_chunk_tokens=recipe.head_chunk_tokens,
+            recompute=recipe.pipeline.recompute,
+        )
+        torch.set_num_threads(num_cores())
+        started_s = time.monotonic()
+        self._started_s = started_s
+        with engine, metrics_path.open("ab") as metrics:
+            self._signals.guard()
+            for step in range(first_step, self.num_steps):
+                self._one_step(engine, cutter, step, metrics)
+                done = step + 1
+                if done % recipe.save_steps == 0 or done == self.num_steps or self._signals.requested:
+                    self._save(done, metrics)
+                self._stop_if_asked(done)
+        self._tell(Phase("writing the result"))
+        save_result(setup, self.output_dir)
+        seconds = self._seconds()
+        write_report(self.output_dir, make_report(setup, self._rows, self.num_steps, seconds))
+        self._tell(RunFinished(str(self.output_dir), self.num_steps, seconds))
+
+    def _seconds(self) -> float:
+        return self._earlier_s + time.monotonic() - self._started_s
+
+    def _stop_if_asked(self, done: int) -> None:
+        signal = self._signals.requested
+        if signal is not None and done < self.num_steps:
+            raise StoppedError(
+                f"stopped by {signal.name} after step {done} of {self.num_steps}, with a checkpoint",
+                exit_code=EXIT_CODES[signal],
+                hint="the same command with --resume continues",
+            )
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _one_step(self, engine: Engine, cutter: Cutter, step: int, metrics: BinaryIO) -> None:
+        started_s = time.monotonic()
+        batches = self.sampler.step_rows(step)
+        microbatches, num_tokens = self._microbatches(batches)
+        schedule = cutter.schedule(len(microbatches))
+        result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
+        result = _poisoned(result, fault("optimizer", step=step))
+        learning_rate = self._learning_rate(step)
+        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+            self._update(result.gradient_norm, learning_rate)
+        else:
+            self._not_finite(step, batches, result)
+        step_s = time.monotonic() - started_s
+        event = StepFinished(
+            step=step + 1,
+            num_steps=self.num_steps,
+            loss=result.loss,
+            learning_rate=learning_rate,
+            grad_norm=result.gradient_norm,
+            tokens=num_tokens,
+            tokens_per_s=num_tokens / step_s,
+            step_s=step_s,
+            bubble_ratio=result.bubble_ratio,
+            utilization=result.utilization,
+            upload_bytes=result.upload_bytes,
+            device_peak_bytes=max(result.device_peak_bytes),
+            eta_s=self._eta_s(step, step_s),
+        )
+        self._rows.append(event)
+        metrics.write((json.dumps(_metrics_row(event)) + "\n").encode())
+        metrics.flush()
+        self._tell(event)
+
+    def _microbatches(self, batches: list[list[int]]) -> tuple[list[Microbatch], int]:
+        """The step's microbatches as tensors, and the number of their tokens without padding."""
+        microbatches = []
+        num_tokens = 0
+        for indices in batches:
+            rows = [self.setup.dataset.rows[index] for index in indices]
+            batch = collate(rows, self._pad)
+            num_tokens += sum(len(row.input_ids) for row in rows)
+            microbatches.append(Microbatch(_tensor(batch.input_ids), _tensor(batch.labels)))
+        return microbatches, num_tokens
+
+    def _update(self, gradient_norm: float, learning_rate: float) -> None:
+        factor = 1.0 / self._loss_scale
+        if self.recipe.max_grad_norm > 0:
+            factor *= min(1.0, self.recipe.max_grad_norm / (gradient_norm + CLIP_EPSILON))
+        self.optimizer.step(learning_rate, factor)
+        self._steps_since_overflow += 1
+        if self.recipe.dtype == "float16" and self._steps_since_overflow % LOSS_SCALE_GROWTH_STEPS == 0:
+            self._loss_scale *= 2
+
+    def _not_finite(self, step: int, batches: list[list[int]], result: StepResult) -> None:
+        """Skip the update where float16's loss scale was too large; otherwise stop before anything is spoiled."""
+        if self.recipe.dtype == "float16" and math.isfinite(result.loss) and self._loss_scale > 1:
+            self._loss_scale /= 2
+            self._steps_since_overflow = 0
+            self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {self._loss_scale:g}"))
+            return
+        dataset = self.setup.dataset
+        rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for index in batch]
+        what = "loss" if not math.isfinite(result.loss) else "gradient"
+        raise NotFiniteError(
+            f"the {what} is not finite: stopped before the update",
+            where=f"step {step + 1}",
+            found=f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}",
+            hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume",
+        )
+
+    def _eta_s(self, step: int, step_s: float) -> float:
+        recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
+        return statistics.median(recent) * (self.num_steps - step - 1)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _save(self, step: int, metrics: BinaryIO) -> None:
+        started_s = time.monotonic()
+        _sync(metrics)
+        store = self.setup.store
+        masters = [(name, store.master(name)) for name in sorted(store.trainable_names)]
+        folder = save_checkpoint(
+            self.output_dir,
+            step,
+            {"masters": masters, "moments": list(self.optimizer.moments())},
+            {
+                **run_state(self.setup, self._loss_scale, self._seconds()),
+                "num_updates": self.optimizer.num_updates,
+                "steps_since_overflow": self._steps_since_overflow,
+            },
+            keep=self.recipe.save_total_limit,
+            warn=lambda text: self._tell(Notice(text)),
+        )
+        self._tell(CheckpointSaved(step, str(folder), time.monotonic() - started_s))
+
+    def _restore(self, checkpoint: Checkpoint) -> int:
+        store, meta = self.setup.store, checkpoint.meta
+        masters = checkpoint.tensors("masters")
+        for name in sorted(store.trainable_names):
+            store.set_parameter(name, masters[name])
+        self.optimizer.load(checkpoint.tensors("moments"), int(meta["num_updates"]))
+        self._loss_scale = float(meta["loss_scale"])
+        self._steps_since_overflow = int(meta["steps_since_overflow"])
+        self._earlier_s = float(meta["training_s"])
+        self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
+        return checkpoint.step
+
+
+def _tensor(values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+    return torch.from_numpy(values)
+
+
+def _sync(file: BinaryIO) -> None:
+    import os
+
+    os.fsync(file.fileno())
+
+
+def _poisoned(result: StepResult, poison: float | None) -> StepResult:
+    """The result with the value of a fault point in place of the gradient norm."""
+    from dataclasses import replace
+
+    return result if poison is None else replace(result, gradient_norm=poison)
+
+
+def _metrics_row(event: StepFinished) -> dict[str, Any]:
+    finite = math.isfinite(event.grad_norm)
+    return {
+        "step": event.step,
+        "loss": event.loss,
+        "loss_hex": event.loss.hex(),
+        "learning_rate": event.learning_rate,
+        "grad_norm": event.grad_norm if finite else None,
+        "tokens": event.tokens,
+        "tokens_per_s": event.tokens_per_s,
+        "step_s": event.step_s,
+        "bubble_ratio": event.bubble_ratio,
+        "utilization": list(event.utilization),
+        "upload_bytes": event.upload_bytes,
+        "device_peak_bytes": event.device_peak_bytes,
+    }

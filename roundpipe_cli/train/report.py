@@ -1,0 +1,63 @@
+"""report.json: what a finished run was and what it measured."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_cli import __version__
+from roundpipe_cli.events import StepFinished
+from roundpipe_cli.train.setup import Setup
+
+LAST_STEPS = 5
+
+
+def make_report(setup: Setup, rows: Sequence[StepFinished], num_steps: int, seconds: float) -> dict[str, Any]:
+    """The report of a run; times and bytes are of the steps since the last resume."""
+    import transformers
+
+    store = setup.store
+    losses = [row.loss for row in rows]
+    return {
+        "tool_version": __version__,
+        "model": setup.source.name,
+        "model_commit": setup.source.commit,
+        "method": setup.recipe.method,
+        "dtype": setup.recipe.dtype,
+        "devices": list(setup.devices),
+        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+        "transformers": transformers.__version__,
+        "num_steps": num_steps,
+        "seconds": seconds,
+        "data": {
+            "rows_read": setup.dataset.report.rows_read,
+            "rows_kept": setup.dataset.report.rows_kept,
+            "rows_truncated": setup.dataset.report.rows_truncated,
+            "rows_bad": setup.dataset.report.rows_bad,
+            "trained_tokens": setup.dataset.report.trained_tokens,
+        },
+        "loss": {
+            "first": losses[0] if losses else None,
+            "last": losses[-1] if losses else None,
+            f"mean_of_last_{LAST_STEPS}": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
+        },
+        "measured": {
+            "steps": len(rows),
+            "step_s": _median([row.step_s for row in rows]),
+            "tokens_per_s": _median([row.tokens_per_s for row in rows]),
+            "bubble_ratio": _median([row.bubble_ratio for row in rows]),
+            "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
+            "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "host_store_bytes": {**store.num_bytes(), "moments": 8 * sum(master.numel() for master in store.masters)},
+        },
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

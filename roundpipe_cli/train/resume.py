@@ -1,0 +1,107 @@
+"""What a checkpoint holds beside tensors, and whether a run may continue from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from roundpipe_cli import __version__
+from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.recipe.schema import plain_data
+from roundpipe_cli.train.setup import Setup
+
+FREE_KEYS = (
+    "output_dir",
+    "pipeline",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_datasets",
+    "report_to",
+    "resume_from_checkpoint",
+    "on_oom",
+    "weights",
+)
+"""May change between a run and its continuation; none of them changes what is computed."""
+GROWING_KEYS = ("max_steps", "num_train_epochs")
+"""May become larger."""
+DATA_KEY = "datasets (content)"
+TOKENIZER_KEY = "tokenizer"
+MODEL_KEY = "model (files)"
+
+
+def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    return {
+        "tool_version": __version__,
+        "recipe": plain_data(setup.recipe),
+        "data_hash": setup.dataset.content_hash,
+        "tokenizer_hash": tokenizer_hash(setup.tokenizer),
+        "model_commit": setup.source.commit,
+        "loss_scale": loss_scale,
+        "training_s": seconds,
+    }
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 over the vocabulary and the special tokens."""
+    content = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.special_tokens_map.items(), key=str)]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[str]) -> None:
+    """Refuse to continue a run under other conditions.
+
+    Args:
+        saved: `run_state` of the checkpoint.
+        allowed: keys that the user allows to differ (`--allow-changed`).
+
+    Raises:
+        RecipeError: something else changed; every changed key with its old and new value.
+    """
+    problems = []
+    changes = [*_changed_keys(saved["recipe"], plain_data(setup.recipe))]
+    for key, now in (
+        (DATA_KEY, setup.dataset.content_hash),
+        (TOKENIZER_KEY, tokenizer_hash(setup.tokenizer)),
+        (MODEL_KEY, setup.source.commit),
+    ):
+        name = {DATA_KEY: "data_hash", TOKENIZER_KEY: "tokenizer_hash", MODEL_KEY: "model_commit"}[key]
+        if saved.get(name) != now:
+            changes.append((key, saved.get(name), now))
+    for key, old, new in changes:
+        if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:
+            problems.append(
+                Problem(
+                    "changed since the checkpoint was written",
+                    where=key,
+                    found=_short(new),
+                    expected=_short(old),
+                    hint=f"put the old value back, or add --allow-changed {key.split(' ')[0]}",
+                )
+            )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of what differs and is not free to change."""
+    if path in FREE_KEYS:
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _changed_keys(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new and not (path in GROWING_KEYS and _grew(old, new)):
+        yield path, old, new
+
+
+def _grew(old: Any, new: Any) -> bool:
+    return new is None or (old is not None and new > old)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

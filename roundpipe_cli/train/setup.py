@@ -1,0 +1,180 @@
+"""Everything between a recipe and the first step, in the order in which a user would want to hear of mistakes:
+names first, then the architecture, then the data, then memory, then the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.model.layout import LayerLayout, make_layout
+from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
+from roundpipe_cli.model.lora import add_lora, initial_values, refuse_adapters_outside_blocks
+from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.model.split import Split, split_model
+from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.train.devices import choose_devices
+from roundpipe_cli.units import format_bytes, format_count
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_CPU_PARAMETERS = 2_000_000_000
+"""Above this a model is not trained on the processor unless the recipe names the devices."""
+
+Tell = Callable[[Event], None]
+
+
+@dataclass
+class Setup:
+    """A model, its data and its workers, ready to train."""
+
+    recipe: Recipe
+    source: ModelSource
+    tokenizer: Any
+    dataset: TokenizedDataset
+    devices: tuple[str, ...]
+    model: nn.Module
+    """The skeleton; adapters included."""
+    peft_model: Any
+    """PEFT's model around it, or None for full fine-tuning."""
+    split: Split
+    store: WeightStore
+
+
+def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
+    """The recipe's data keys in the data room's terms."""
+    recipe = loaded.recipe
+    return DataSettings(
+        datasets=tuple(_spec(dataset) for dataset in recipe.datasets),
+        max_seq_length=recipe.max_seq_length,
+        train_on_inputs=recipe.train_on_inputs,
+        long_rows=recipe.long_rows,
+        on_bad_row=recipe.on_bad_row,
+        shuffle=recipe.shuffle,
+        seed=recipe.seed,
+        folder=loaded.folder,
+        offline=offline,
+        chat_template=recipe.chat_template,
+    )
+
+
+def _spec(dataset: DatasetConfig) -> DatasetSpec:
+    return DatasetSpec(
+        path=dataset.path,
+        type=dataset.type,
+        split=dataset.split,
+        name=dataset.name,
+        columns={str(key): value for key, value in dataset.columns.items()},
+    )
+
+
+def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
+    """Load all that a run needs.
+
+    Raises:
+        RefusedError: recipe, data or model refused (exit code 2).
+        ResourceError: not enough host memory (exit code 5).
+    """
+    recipe = loaded.recipe
+    source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
+    devices, notice = choose_devices(recipe.pipeline.devices)
+    if notice:
+        tell(Notice(notice))
+    config = load_config(source)
+    dtype = DTYPES[recipe.dtype]
+    model = build_skeleton(config, dtype)
+    split = split_model(model)
+    _refuse_large_on_cpu(model, recipe, devices)
+    tell(Phase("tokenising the data"))
+    tokenizer = load_tokenizer(source)
+    dataset = build_dataset(data_settings(loaded, offline), tokenizer)
+    for text in dataset.notices:
+        tell(Notice(text))
+    tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
+    peft_model = _make_trainable(model, split, recipe, source, dtype)
+    layouts = [
+        make_layout(name, parameters, dtype)
+        for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
+    ]
+    tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
+    store = WeightStore(layouts)
+    loading_notice = load_weights(source, model, store.set_parameter)
+    if loading_notice:
+        tell(Notice(loading_notice))
+    if peft_model is not None:
+        for name, values in initial_values(model, recipe.seed):
+            store.set_parameter(name, values)
+    tell(Notice(_describe_model(config, layouts, recipe, devices)))
+    return Setup(recipe, source, tokenizer, dataset, devices, model, peft_model, split, store)
+
+
+def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_CPU_PARAMETERS:
+        raise RefusedError(
+            "no GPU found, and this model is too large to train on the processor by default",
+            where="pipeline.devices",
+            found=f"{format_count(count)} parameters, no GPU",
+            expected=f"a GPU, or at most {format_count(MAX_CPU_PARAMETERS)} parameters",
+            hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
+        )
+
+
+def _make_trainable(model: nn.Module, split: Split, recipe: Recipe, source: ModelSource, dtype: torch.dtype) -> Any:
+    if recipe.method == "full":
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return None
+    peft_model = add_lora(
+        model,
+        r=recipe.lora.r,
+        alpha=recipe.lora.alpha,
+        dropout=recipe.lora.dropout,
+        target_modules=recipe.lora.target_modules,
+        dtype=dtype,
+        base_name=source.name if source.gguf_file is None else str(source.folder),
+    )
+    refuse_adapters_outside_blocks(model, split.blocks_path)
+    return peft_model
+
+
+def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, devices: tuple[str, ...]) -> str:
+    total = sum(layout.num_parameters for layout in layouts)
+    trained = sum(place.num_elements for layout in layouts for place in layout.trainable)
+    return (
+        f"model: {config.model_type}, {len(layouts) - 2} blocks, {format_count(total)} parameters, "
+        f"{format_count(trained)} trained ({recipe.method}, {recipe.dtype}) on {', '.join(devices)}"
+    )
+
+
+def active_parameters(model: nn.Module, layouts: list[LayerLayout]) -> list[int]:
+    """Per layer, the parameters that one token meets: of fused experts only the chosen share."""
+    config: Any = model.config
+    text = config.get_text_config()
+    experts = next(
+        (getattr(text, k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if _has(text, k)), 0
+    )
+    chosen = next((getattr(text, k) for k in ("num_experts_per_tok", "top_k_experts") if _has(text, k)), 0)
+    share = chosen / experts if experts and chosen else 1.0
+    result = []
+    for layout in layouts:
+        count = 0.0
+        for place in layout.places:
+            count += place.num_elements * (share if ".experts." in place.name else 1.0)
+        result.append(round(count))
+    return result
+
+
+def _has(config: Any, key: str) -> bool:
+    return isinstance(getattr(config, key, None), int) and getattr(config, key) > 0

@@ -1,0 +1,55 @@
+"""Signals stop a run at a step border; a second SIGINT stops it at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from roundpipe_cli.errors import StoppedError
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+class StopSignals:
+    """While active: outside of `guarded` a signal raises at once; inside it is noted and `requested` says so."""
+
+    def __init__(self) -> None:
+        self._requested: signal.Signals | None = None
+        self._guarded = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in EXIT_CODES:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def guard(self) -> None:
+        """From now on a first signal waits for the step border."""
+        self._guarded = True
+
+    @property
+    def requested(self) -> signal.Signals | None:
+        """The signal that asked for a stop, if any."""
+        return self._requested
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        if not self._guarded:
+            self._guarded = True  # the way out is not interrupted again
+            raise StoppedError(
+                f"stopped by {received.name} before the first finished step: no checkpoint was written",
+                exit_code=EXIT_CODES[received],
+            )
+        if self._requested is not None and received == signal.SIGINT:
+            raise StoppedError(
+                "stopped at once by a second SIGINT; the last checkpoint is as it was", exit_code=EXIT_CODES[received]
+            )
+        if self._requested is None:
+            self._requested = received
