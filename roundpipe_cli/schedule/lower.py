@@ -137,6 +137,12 @@ class _Lowering:
             [first for first in sorted(inputs) if start < first <= end] for start, end in schedule.forward_stages
         ]
         """Per forward stage: boundaries within it that a recompute will start from."""
+        self.producer_stage = {
+            boundary: index
+            for index, (first, last) in enumerate(schedule.forward_stages)
+            for boundary in range(first + 1, last + 2)
+        }
+        """Boundary -> the forward stage that makes it."""
         self.last_visit = [-1] * schedule.num_workers
         self.resident: list[dict[StageRange, int]] = [{} for _ in range(schedule.num_workers)]
         """Per worker: layer range -> visit that holds it, least recently used first."""
@@ -220,11 +226,7 @@ class _Lowering:
         key = (boundary, microbatch)
         if key in self.boundary_ops:
             return self.boundary_ops[key]
-        producer = next(
-            self.forward_ops[index][microbatch]
-            for index, (first, last) in enumerate(self.schedule.forward_stages)
-            if first < boundary <= last + 1
-        )
+        producer = self.forward_ops[self.producer_stage[boundary]][microbatch]
         op = self.ops[producer]
         last = self.schedule.forward_stages[op.stage][1]
         priority = (URGENT if boundary == last + 1 else SAVED, producer)

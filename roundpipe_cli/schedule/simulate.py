@@ -98,12 +98,13 @@ class _Run:
         self.start_s = [-1.0] * len(ops)
         self.end_s = [0.0] * len(ops)
         self.remaining_s = [0.0] * len(ops)
-        self.followers: list[list[tuple[int, bool]]] = [[] for _ in ops]
+        self.followers: list[list[tuple[Op, list[float], float]]] = [[] for _ in ops]
+        """Per operation: (who waits for it, where its arrival is noted, latency)."""
         for op in ops:
             for dep in op.deps:
-                self.followers[dep].append((op.id, False))
+                self.followers[dep].append((op, self.ready_s, self._latency_s(ops[dep], op)))
             for dep in op.late_deps:
-                self.followers[dep].append((op.id, True))
+                self.followers[dep].append((op, self.late_s, self._latency_s(ops[dep], op)))
             if op.lane == COMPUTE:
                 if op.kind is Kind.RECOMPUTE:
                     self.paired[op.id] = True
@@ -144,27 +145,30 @@ class _Run:
         if any(position < len(row) for position, row in zip(self.position, self.compute, strict=True)):
             raise ValueError("the program deadlocks")
 
+    def _latency_s(self, producer: Op, consumer: Op) -> float:
+        """A hop between two different workers; the host is near everyone."""
+        return self.hop_s if producer.worker != consumer.worker and min(producer.worker, consumer.worker) >= 0 else 0.0
+
     def _push(self, time_s: float, op_id: int, serial: int) -> None:
         self.order += 1
         heapq.heappush(self.events, (time_s, self.order, op_id, serial))
 
     def _finish(self, op: Op, now_s: float) -> None:
         """Tell the followers of an operation that it has ended."""
-        for follower_id, late in self.followers[op.id]:
-            follower = self.ops[follower_id]
-            arrival_s = now_s
-            if follower.worker != op.worker and follower.worker >= 0 and op.worker >= 0:
-                arrival_s += self.hop_s
-            times = self.late_s if late else self.ready_s
-            if arrival_s > times[follower_id]:
-                times[follower_id] = arrival_s
-            self.waiting[follower_id] -= 1
-            if self.waiting[follower_id]:
+        waiting = self.waiting
+        for follower, times_s, latency_s in self.followers[op.id]:
+            follower_id = follower.id
+            if now_s + latency_s > times_s[follower_id]:
+                times_s[follower_id] = now_s + latency_s
+            waiting[follower_id] -= 1
+            if waiting[follower_id]:
                 continue
             if follower.lane == COMPUTE:
                 self._advance(follower.worker)
-            else:
+            elif self.ready_s[follower_id] > now_s:
                 self._push(self.ready_s[follower_id], follower_id, -1)
+            else:
+                self._enqueue(self.links[follower.lane, follower.worker], follower, now_s)
 
     def _advance(self, worker: int) -> None:
         """Settle a worker's next operations, as far as all they wait for is known."""
