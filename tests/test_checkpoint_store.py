@@ -392,6 +392,37 @@ def _save_with_failing_call(
         monkeypatch.setattr(os, call, real)
 
 
+def test_durability_order(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is fsynced after its last write, the folder before the rename, the parent after it; and nothing old
+    goes before the new checkpoint is durable."""
+    calls: list[tuple[str, str]] = []
+
+    def recorded(call: str, path_of: Any) -> Any:
+        real = getattr(os, call)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append((call, path_of(*args)))
+            return real(*args, **kwargs)
+
+        return wrapper
+
+    for call in ("write", "fsync"):
+        monkeypatch.setattr(os, call, recorded(call, lambda fd, *_: Path(f"/proc/self/fd/{fd}").readlink().name))
+    monkeypatch.setattr(os, "rename", recorded("rename", lambda source, target: f"{source.name} {target.name}"))
+    _save(two, 30)
+    monkeypatch.undo()
+
+    commit = calls.index(("rename", ".tmp-step-00000030 step-00000030"))
+    last_write = -1
+    for name in ("masters.safetensors", "moments.safetensors", "state.json", "manifest.json"):
+        write = max(at for at, call in enumerate(calls) if call == ("write", name))
+        assert last_write < write < calls.index(("fsync", name)) < commit  # in this order, the manifest last
+        last_write = write
+    assert calls.index(("fsync", "manifest.json")) < calls.index(("fsync", ".tmp-step-00000030")) < commit
+    durable_at = calls.index(("fsync", two.name))
+    assert commit < durable_at < calls.index(("rename", "step-00000010 .del-step-00000010"))
+
+
 def test_too_little_space_is_seen_before_anything_is_written(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
     with pytest.raises(ResourceError, match=r"(?s)1000 bytes.*expected: .*bytes") as caught:
