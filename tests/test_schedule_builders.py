@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from roundpipe_cli.errors import RefusedError
@@ -14,6 +16,7 @@ from roundpipe_cli.schedule.builders import (
     interleaved_groups,
     schedule_name,
 )
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.validate import parse_rows, validate_schedule
 
@@ -173,3 +176,50 @@ def test_refused_stages(name: str, forward: list[StageRange], backward: list[Sta
         build_schedule(
             name, forward_stages=forward, backward_stages=backward, num_workers=2, num_microbatches=2, costs=costs
         )
+
+
+def test_the_heads_microbatches_spread_over_the_workers() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 2), (0, 1)],
+        num_workers=2,
+        num_microbatches=2,
+        options=Options(head_workers=2),
+    )
+    assert str(schedule) == "0F0 0F1 0B1 1R0 1B0 1R1 1B1\n0B0"
+    validate_schedule(schedule)
+
+
+def test_stages_replicated_on_two_workers() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 2), (0, 1)],
+        num_workers=4,
+        num_microbatches=4,
+        options=Options(head_workers=2, replicas=2),
+    )
+    assert str(schedule) == words(
+        """
+        0F0 0F1 1R0 1B0 1R1 1B1
+        0F2 0F3 1R2 1B2 1R3 1B3
+        0B0 0B1
+        0B2 0B3
+        """
+    )
+    validate_schedule(schedule)
+
+
+def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1), (2, 3)],
+        backward_stages=[(4, 4), (2, 3), (0, 1)],
+        num_workers=2,
+        num_microbatches=2,
+        costs=replace(equal_costs(5), hop_s=0.5),
+        options=Options(earliest_free=True),
+    )
+    validate_schedule(schedule)
+    assert str(schedule) == "0F0 1F0 0B0 1R0 1B0 2R0 2B0\n0F1 1F1 0B1 1R1 1B1 2R1 2B1"

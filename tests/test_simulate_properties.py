@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
 from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.lower import Program, lower
 from roundpipe_cli.schedule.simulate import simulate, simulate_program
 from roundpipe_cli.schedule.timeline import (
@@ -79,6 +80,7 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
                 *(reversed(draw(cuts(head_first, num_backward))) if num_backward else []),
             ],
             "microbatches_per_round": draw(st.none() | st.integers(1, 6)),
+            "options": Options(draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())),
         }
     else:
         looped = 2 if name not in ("gpipe", "1f1b") and num_layers > num_workers and draw(st.booleans()) else 1

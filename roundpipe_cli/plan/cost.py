@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class LayerCost:
     """Bytes kept on the device between recompute and backward of one microbatch."""
     recompute_skippable_s: float = 0.0
     """Part of the recompute that can be left out because backward never reads its result."""
+    recompute_s: float | None = None
+    """Seconds of the recompute where they differ from `forward_s`; see `skip_projections`. Not in costs files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,30 @@ class CostModel:
     """Relative speed per worker; None means all 1.0."""
 
 
+def skip_projections(costs: CostModel) -> CostModel:
+    """The same model where each recompute leaves out what backward never reads: a block's last projection.
+
+    Exact: the product is only the block's output, which is not needed again (DESIGN.md, section 6).
+    """
+    layers = tuple(
+        replace(layer, recompute_s=layer.forward_s - layer.recompute_skippable_s) if layer.recompute else layer
+        for layer in costs.layers
+    )
+    return replace(costs, layers=layers)
+
+
+def keep_activations(costs: CostModel, kept: Collection[int]) -> CostModel:
+    """The same model where the layers in `kept` are not recomputed, as if their activations had been kept.
+
+    An upper bound of what keeping them can gain: where they are kept, and how they get there, costs nothing here.
+    """
+    layers = tuple(
+        replace(layer, recompute=layer.recompute and index not in kept) for index, layer in enumerate(costs.layers)
+    )
+    return replace(costs, layers=layers)
+
+
+_FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name != "recompute_s")
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 
@@ -143,7 +170,7 @@ def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
     name = entry.get("name")
     if isinstance(name, str):
         where = f"{where} ({name})"
-    _check_keys(entry, [field.name for field in fields(LayerCost)], where, problems)
+    _check_keys(entry, list(_FILE_KEYS), where, problems)
     missing = [key for key in _REQUIRED if key not in entry]
     if missing:
         problems.append(Problem(f"{', '.join(missing)} missing", where, None, "name, forward_s and backward_s"))
@@ -156,7 +183,7 @@ def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
             problems.append(Problem("recompute is not true or false", where, _shown(value), "true or false"))
         elif key in ("name", "recompute"):
             values[key] = value
-        elif key in LayerCost.__dataclass_fields__:
+        elif key in _FILE_KEYS:
             values[key] = _number(value, f"{where}: {key}", problems, whole=key not in _FLOATS)
     if values["recompute"] and values.get("recompute_skippable_s", 0.0) > values["forward_s"]:
         expected = "at most forward_s, which the recompute takes"

@@ -10,12 +10,13 @@ round-robin, forward stages first, then backward stages, and the next round goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageRange
-from roundpipe_cli.schedule.durations import StageTimes, equal_costs, stage_times
+from roundpipe_cli.schedule.actions import Action, Schedule, StageRange
+from roundpipe_cli.schedule.dealing import Dealer, Options, Row, backward_run, forward_run
+from roundpipe_cli.schedule.durations import equal_costs, stage_times
 from roundpipe_cli.schedule.validate import check_stages
 
 SCHEDULES = ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b")
@@ -23,9 +24,6 @@ SCHEDULES = ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b")
 
 BOUND_SCHEDULES = SCHEDULES[1:]
 """Schedules that bind a stage to a worker; their backward stages mirror their forward stages."""
-
-_Row = list[tuple[Kind, int, int]]
-"""(kind, stage, microbatch) of one worker, in order. Backward stages count from the head."""
 
 
 def schedule_name(name: str) -> str:
@@ -57,6 +55,7 @@ def build_schedule(
     microbatches_per_round: int | None = None,
     num_steps: int = 1,
     staleness: int = 0,
+    options: Options | None = None,
 ) -> Schedule:
     """Build any of the five schedules.
 
@@ -70,6 +69,7 @@ def build_schedule(
         microbatches_per_round: roundpipe only; None takes the number of workers.
         num_steps: chained optimizer steps.
         staleness: with 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds.
+        options: roundpipe only; None deals out stages in the published way.
 
     Raises:
         RefusedError: unknown schedule, no worker or microbatch, or stages that do not fit the schedule.
@@ -89,7 +89,8 @@ def build_schedule(
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
         times = stage_times(costs or equal_costs(num_layers), forward, backward, fused_head=True)
         hop_s = costs.hop_s if costs else 0.0
-        rows = _roundpipe_rows(times, hop_s, num_workers, num_microbatches, per_round, num_steps, staleness)
+        dealer = Dealer(num_workers, times, hop_s, options or Options())
+        rows = _roundpipe_rows(dealer, num_microbatches, per_round, num_steps, staleness)
     else:
         row_of = _BOUND_ROWS[name]
         one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
@@ -108,7 +109,7 @@ def build_schedule(
     )
 
 
-def _chain(row: _Row, num_microbatches: int, num_steps: int) -> _Row:
+def _chain(row: Row, num_microbatches: int, num_steps: int) -> Row:
     return [
         (kind, stage, microbatch + step * num_microbatches)
         for step in range(num_steps)
@@ -116,44 +117,35 @@ def _chain(row: _Row, num_microbatches: int, num_steps: int) -> _Row:
     ]
 
 
-def _forwards(stage: int, microbatches: Iterable[int]) -> _Row:
-    return [(Kind.FORWARD, stage, microbatch) for microbatch in microbatches]
-
-
-def _backwards(stage: int, microbatches: Iterable[int]) -> _Row:
-    """Each backward directly preceded by its recompute."""
-    return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
-
-
-def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
     """All forwards in microbatch order, then all backwards in microbatch order."""
     microbatches = range(num_microbatches)
-    return _forwards(worker, microbatches) + _backwards(num_stages - 1 - worker, microbatches)
+    return forward_run(worker, microbatches) + backward_run(num_stages - 1 - worker, microbatches)
 
 
-def _1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+def _1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
     """The order of PyTorch's `Schedule1F1B`: warm up, then one backward and one forward in turn, then drain."""
     num_warmup = min(num_microbatches, num_workers - worker)
     mirrored = num_stages - 1 - worker
-    row = _forwards(worker, range(num_warmup))
+    row = forward_run(worker, range(num_warmup))
     for microbatch in range(num_microbatches):
-        row += _backwards(mirrored, [microbatch])
-        row += _forwards(worker, range(microbatch + num_warmup, min(microbatch + num_warmup + 1, num_microbatches)))
+        row += backward_run(mirrored, [microbatch])
+        row += forward_run(worker, range(microbatch + num_warmup, min(microbatch + num_warmup + 1, num_microbatches)))
     return row
 
 
-def _looped_bfs_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+def _looped_bfs_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
     """Breadth first (arXiv 2211.05953): each local stage for all microbatches; then all that in reverse."""
     local_stages = range(worker, num_stages, num_workers)
-    row: _Row = []
+    row: Row = []
     for stage in local_stages:
-        row += _forwards(stage, range(num_microbatches))
+        row += forward_run(stage, range(num_microbatches))
     for stage in reversed(local_stages):
-        row += _backwards(num_stages - 1 - stage, reversed(range(num_microbatches)))
+        row += backward_run(num_stages - 1 - stage, reversed(range(num_microbatches)))
     return row
 
 
-def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> _Row:
+def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
     """The order of PyTorch's `ScheduleInterleaved1F1B` (arXiv 2104.04473).
 
     Microbatches go in groups, about as large as there are workers; PyTorch wants groups of equal size, here the last
@@ -166,13 +158,13 @@ def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_mi
     backwards = [(stage, microbatch) for group in groups for stage in reversed(local_stages) for microbatch in group]
     num_warmup = (len(local_stages) - 1) * len(groups[0]) + 2 * (num_workers - 1 - worker)
     num_warmup = min(num_warmup, len(forwards))
-    row: _Row = []
+    row: Row = []
     for stage, microbatch in forwards[:num_warmup]:
-        row += _forwards(stage, [microbatch])
+        row += forward_run(stage, [microbatch])
     for position, (stage, microbatch) in enumerate(backwards):
         for ahead, ahead_microbatch in forwards[num_warmup + position : num_warmup + position + 1]:
-            row += _forwards(ahead, [ahead_microbatch])
-        row += _backwards(num_stages - 1 - stage, [microbatch])
+            row += forward_run(ahead, [ahead_microbatch])
+        row += backward_run(num_stages - 1 - stage, [microbatch])
     return row
 
 
@@ -187,7 +179,7 @@ def interleaved_groups(num_microbatches: int, num_workers: int) -> list[range]:
     return groups
 
 
-_BOUND_ROWS: dict[str, Callable[[int, int, int, int], _Row]] = {
+_BOUND_ROWS: dict[str, Callable[[int, int, int, int], Row]] = {
     "gpipe": _gpipe_row,
     "1f1b": _1f1b_row,
     "looped_bfs": _looped_bfs_row,
@@ -195,63 +187,12 @@ _BOUND_ROWS: dict[str, Callable[[int, int, int, int], _Row]] = {
 }
 
 
-def _roundpipe_rows(
-    times: StageTimes,
-    hop_s: float,
-    num_workers: int,
-    num_microbatches: int,
-    per_round: int,
-    num_steps: int,
-    staleness: int,
-) -> list[_Row]:
+def _roundpipe_rows(dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, staleness: int) -> list[Row]:
     """Rounds of at most `per_round` microbatches; each starts on the worker that is free first."""
-    rows: list[_Row] = [[] for _ in range(num_workers)]
-    free_s = [0.0] * num_workers
     for step in range(num_steps):
         if staleness == 0:
-            free_s = [0.0] * num_workers
+            dealer.start_step()
         first, end = step * num_microbatches, (step + 1) * num_microbatches
         for start in range(first, end, per_round):
-            microbatches = range(start, min(start + per_round, end))
-            first_worker = free_s.index(min(free_s))
-            _deal_round(rows, first_worker, microbatches, times)
-            _advance_clocks(free_s, first_worker, len(microbatches), times, hop_s)
-    return rows
-
-
-def _deal_round(rows: list[_Row], first_worker: int, microbatches: range, times: StageTimes) -> None:
-    num_workers, num_forward = len(rows), len(times.forward_s)
-    for stage in range(num_forward):
-        rows[(first_worker + stage) % num_workers] += _forwards(stage, microbatches)
-    for stage in range(len(times.backward_s)):
-        row = rows[(first_worker + num_forward + stage) % num_workers]
-        if stage == 0:  # the head's stage keeps its activations: nothing to recompute
-            row += [(Kind.BACKWARD, stage, microbatch) for microbatch in microbatches]
-        else:
-            row += _backwards(stage, microbatches)
-
-
-def _advance_clocks(
-    free_s: list[float], first_worker: int, num_microbatches: int, times: StageTimes, hop_s: float
-) -> None:
-    """Move each worker's clock to the end of its last action of one round, by the published rules (`published.py`).
-
-    Stages are walked in order, which is also the order of every worker's list, so one pass settles all times.
-    """
-    num_workers, num_forward = len(free_s), len(times.forward_s)
-    arrived_s = [0.0] * num_microbatches
-    """End of the previous stage for each microbatch of the round."""
-    for position in range(num_forward + len(times.backward_s)):
-        worker = (first_worker + position) % num_workers
-        hop = hop_s if position and num_workers > 1 else 0.0
-        stage = position - num_forward
-        if stage < 0:
-            lead, rest = 0.0, times.action_s(Kind.FORWARD, position, worker)
-        else:
-            lead = times.lead_s(stage, worker)
-            rest = times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
-        clock = free_s[worker]
-        for index in range(num_microbatches):
-            clock = max(clock + lead, arrived_s[index] + hop) + rest
-            arrived_s[index] = clock
-        free_s[worker] = clock
+            dealer.deal_round(range(start, min(start + per_round, end)))
+    return dealer.rows

@@ -59,7 +59,7 @@ def stage_times(
         return sum(layer.backward_s for layer in _layers_of(layers, stage))
 
     recompute = [
-        sum(layer.forward_s for layer in _layers_of(layers, stage) if layer.recompute) for stage in backward_stages
+        sum(_recompute_s(layer) for layer in _layers_of(layers, stage) if layer.recompute) for stage in backward_stages
     ]
     backward_s = [backward(stage) for stage in backward_stages]
     head_forward_s = 0.0
@@ -83,6 +83,10 @@ def equal_costs(num_layers: int) -> CostModel:
         for index in range(num_layers)
     )
     return CostModel(name="equal layers", layers=layers)
+
+
+def _recompute_s(layer: LayerCost) -> float:
+    return layer.forward_s if layer.recompute_s is None else layer.recompute_s
 
 
 def _layers_of(layers: tuple[LayerCost, ...], stage: StageRange) -> tuple[LayerCost, ...]:

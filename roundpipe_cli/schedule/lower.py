@@ -380,24 +380,28 @@ class _Lowering:
         deps = self._version_deps(visit)
         num_bytes = sum(layer.param_bytes for layer in self.layers[first : last + 1])
         visit.num_bytes += num_bytes
-        before = self._accumulator_before(visit)
-        if before is not None:
-            num_bytes += sum(layer.grad_bytes for layer in self.layers[first : last + 1])
-            deps.append(before)
         first_op = self.ops[visit.ops[0]]
-        if not num_bytes:
-            first_op.deps.extend(deps)
-            return
         previous = self._previous_in_slot(visit_id)
-        if previous is not None:
-            deps.append(previous.ops[-1])
-            if previous.download >= 0:
-                deps.append(previous.download)
-        visit.upload = self._add(
-            Kind.UPLOAD, UP, visit.worker, first_op.stage, -1, visit.step, WEIGHTS, num_bytes, visit_id,
-            (NEXT, visit_id), deps,
-        )  # fmt: skip
-        first_op.deps.append(visit.upload)
+        slot_deps = [] if previous is None else [previous.ops[-1]]
+        if previous is not None and previous.download >= 0:
+            slot_deps.append(previous.download)
+        if num_bytes:
+            visit.upload = self._weights_upload(visit_id, WEIGHTS, first_op, num_bytes, deps + slot_deps)
+            first_op.deps.append(visit.upload)
+        else:
+            first_op.deps.extend(deps)
+        before = self._accumulator_before(visit)
+        if before is not None:  # on its own, because a visit may begin with forwards, which must not wait for this
+            backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD)
+            num_bytes = sum(layer.grad_bytes for layer in self.layers[first : last + 1])
+            upload = self._weights_upload(visit_id, WEIGHT_GRADIENT, backward, num_bytes, [*slot_deps, before])
+            backward.deps.append(upload)
+
+    def _weights_upload(self, visit_id: int, payload: str, op: Op, num_bytes: int, deps: list[int]) -> int:
+        priority = (NEXT, visit_id)
+        return self._add(
+            Kind.UPLOAD, UP, op.worker, op.stage, -1, op.step, payload, num_bytes, visit_id, priority, deps
+        )
 
     def _version_deps(self, visit: Visit) -> list[int]:
         needed = visit.step - 1 - self.staleness

@@ -1,0 +1,121 @@
+"""roundpipe's dispatch: the stages of a round are dealt out to workers, round after round.
+
+By default stage after stage goes to the next worker in turn, forward stages first, then backward stages, and a round
+starts on the worker that is free first. `Options` has what may be better where the planner says so:
+
+    head spread over all workers          stages on two workers at once (replicas 2)
+    worker 0   0F0 0F1   0B0              worker 0   0F0   2F0 ...
+    worker 1   1F0 1F1   0B1              worker 1   0F1   2F1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.durations import StageTimes
+
+Row = list[tuple[Kind, int, int]]
+"""(kind, stage, microbatch) of one worker, in order. Backward stages count from the head."""
+
+_Arrival = tuple[float, int] | None
+"""End of the previous stage of a microbatch, and the worker it ran on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How roundpipe deals out stages; the defaults are the published way."""
+
+    head_workers: int = 1
+    """Workers that share the microbatches of the stage with the head."""
+    replicas: int = 1
+    """Workers that share the microbatches of any other stage; each uploads the stage's weights."""
+    earliest_free: bool = False
+    """Every microbatch of a stage goes to the worker that could start it first, in place of the next in turn."""
+
+
+def backward_run(stage: int, microbatches: Iterable[int]) -> Row:
+    """Each backward directly preceded by its recompute."""
+    return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
+
+
+def forward_run(stage: int, microbatches: Iterable[int]) -> Row:
+    """The forwards of one stage, in order."""
+    return [(Kind.FORWARD, stage, microbatch) for microbatch in microbatches]
+
+
+class Dealer:
+    """Deals rounds to the workers' rows and keeps a clock per worker by the published rules (`published.py`).
+
+    Stages are dealt in the order in which they run, which is also the order of every worker's row, so one pass settles
+    all times.
+    """
+
+    def __init__(self, num_workers: int, times: StageTimes, hop_s: float, options: Options) -> None:
+        self.rows: list[Row] = [[] for _ in range(num_workers)]
+        self.free_s = [0.0] * num_workers
+        """End of each worker's last action."""
+        self.times, self.hop_s, self.options = times, hop_s, options
+
+    def start_step(self) -> None:
+        """A barrier: all workers are free at once, time counts from here."""
+        self.free_s = [0.0] * len(self.rows)
+
+    def deal_round(self, microbatches: range) -> None:
+        """Deal all stages of one round."""
+        num_forward = len(self.times.forward_s)
+        first_worker = self.free_s.index(min(self.free_s))
+        arrivals: list[_Arrival] = [None] * len(microbatches)
+        """End and worker of the previous stage for each microbatch of the round."""
+        for position in range(num_forward + len(self.times.backward_s)):
+            for worker, indices in self._shares(first_worker, position, len(microbatches), arrivals):
+                stage, dealt = position - num_forward, microbatches[indices.start : indices.stop]
+                if stage < 0:
+                    self.rows[worker] += forward_run(position, dealt)
+                elif stage == 0:  # the head's stage keeps its activations: nothing to recompute
+                    self.rows[worker] += [(Kind.BACKWARD, 0, microbatch) for microbatch in dealt]
+                else:
+                    self.rows[worker] += backward_run(stage, dealt)
+                self._advance(worker, position, indices, arrivals)
+
+    def _shares(
+        self, first_worker: int, position: int, count: int, arrivals: list[_Arrival]
+    ) -> Iterator[tuple[int, range]]:
+        """Workers of one stage and the microbatches of the round, by index, that each takes."""
+        num_workers = len(self.rows)
+        if self.options.earliest_free:
+            for index in range(count):
+                ready = [self._start_s(worker, position, arrivals[index]) for worker in range(num_workers)]
+                yield ready.index(min(ready)), range(index, index + 1)
+            return
+        is_head = position == len(self.times.forward_s)
+        width = self.options.head_workers if is_head else self.options.replicas
+        width = max(1, min(width, num_workers, count))
+        first = first_worker + position * min(self.options.replicas, num_workers)
+        for share in range(width):
+            yield (first + share) % num_workers, range(count * share // width, count * (share + 1) // width)
+
+    def _parts_s(self, worker: int, position: int) -> tuple[float, float]:
+        """Seconds of a stage before and after it needs what the stage before delivers."""
+        stage = position - len(self.times.forward_s)
+        if stage < 0:
+            return 0.0, self.times.action_s(Kind.FORWARD, position, worker)
+        lead = self.times.lead_s(stage, worker)
+        return lead, self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
+
+    def _start_s(self, worker: int, position: int, before: _Arrival) -> float:
+        """When a worker could have the stage's input and be past its lead."""
+        arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
+        return max(self.free_s[worker] + self._parts_s(worker, position)[0], arrival)
+
+    def _advance(self, worker: int, position: int, indices: range, arrivals: list[_Arrival]) -> None:
+        """Move one worker's clock over a stage's microbatches."""
+        lead, rest = self._parts_s(worker, position)
+        clock = self.free_s[worker]
+        for index in indices:
+            before = arrivals[index]
+            arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
+            clock = max(clock + lead, arrival) + rest
+            arrivals[index] = (clock, worker)
+        self.free_s[worker] = clock
