@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analyti
 from roundpipe_cli.plan.find_model import find_architecture
 from roundpipe_cli.plan.hardware import parse_hardware
 from roundpipe_cli.plan.models import parse_config, shipped_architecture, shipped_figures
+from roundpipe_cli.plan.stages import StageRange, backward_ranges, forward_ranges
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import makespan_s
 
 FACTS = Path(__file__).resolve().parents[2] / "shared" / "facts"
 TINY = {
@@ -184,3 +189,70 @@ def test_unknown_hub_id_offline_names_the_nearest(monkeypatch: pytest.MonkeyPatc
     sibling = find_architecture("meta-llama/Llama-3.1-8B-Instruct")
     assert sibling.parameters == 8030261248
     assert "Llama-3.1-8B)" in sibling.source
+
+
+def _published_cut(name: str) -> tuple[Sequence[StageRange], Sequence[StageRange]]:
+    """The published partition for 8 workers; block i is layer i + 1, the embedding goes with the first block."""
+    schedules = json.loads((FACTS / "published_schedules.json").read_text())["models"][name]["schedules"]
+    roundpipe = schedules["roundpipe"]
+    first, *others = roundpipe["blocks_per_forward_stage"]
+    *earlier, last = roundpipe["blocks_per_backward_stage"][1:]
+    forward = forward_ranges((first + 1, *others))
+    return forward, backward_ranges((1, *earlier, last + 1), forward[-1][1] + 2)
+
+
+def _published_tokens_per_s(
+    model: str, cut: tuple[Sequence[StageRange], Sequence[StageRange]], num_workers: int, rows_per_step: int
+) -> float:
+    """Simulated throughput of the published set-up: full training, float16 accumulation, full recompute, staleness 1,
+    two calls of 10 microbatches a step, the head alone in its stage."""
+    architecture = find_architecture(model)
+    hardware = parse_hardware(f"{num_workers}x4090,accumulate=fp16,host_memory_gib=2048")
+    settings = TrainingSettings(
+        max_seq_length=2048,
+        micro_batch_size=rows_per_step / 20,
+        num_microbatches=20,
+        method="full",
+        dtype="float16",
+        staleness=1,
+    )
+    analytic = analytic_costs(architecture, settings, hardware)
+    costs = analytic.costs
+    forward, backward = cut
+
+    def chained_s(num_steps: int) -> float:
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=forward,
+            backward_stages=backward,
+            num_workers=num_workers,
+            num_microbatches=20,
+            costs=costs,
+            microbatches_per_round=10,
+            num_steps=num_steps,
+            staleness=1,
+        )
+        return makespan_s(simulate(schedule, costs, staleness=1))
+
+    step_s = (chained_s(4) - chained_s(2)) / 2 + 20 * analytic.host_s_per_microbatch
+    return rows_per_step * 2048 / step_s
+
+
+@pytest.mark.slow
+def test_published_throughput_is_met_within_5_percent() -> None:
+    if not FACTS.is_dir():
+        pytest.skip("../shared/facts is not here")
+    published = json.loads((FACTS / "published_throughput.json").read_text())
+    errors = []
+    for key, model, name, rows in (
+        ("Llama-3.1-8B full", "meta-llama/Llama-3.1-8B", "Llama3-8B", 256),
+        ("Qwen3-32B full", "Qwen/Qwen3-32B", "Qwen3-32B", 128),
+    ):
+        cut = _published_cut(name)
+        for num_workers, measured in zip(published["workers"], published[key], strict=True):
+            predicted = _published_tokens_per_s(model, cut, num_workers, rows)
+            errors.append(abs(predicted / measured - 1))
+            print(f"{key} x{num_workers}: measured {measured:.0f}, predicted {predicted:.0f}, off {errors[-1]:.1%}")
+    assert len(errors) == 16
+    assert sum(errors) / 16 <= 0.05
+    assert max(errors) <= 0.10

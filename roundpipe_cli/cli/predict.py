@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
@@ -267,8 +268,12 @@ def _cut(question: Question) -> _Cut:
 def _planned(question: Question) -> _Cut:
     """The planner's cut within the devices' limits; where nothing keeps them, the cut that needs least."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
+    if not judge_coarsest(architecture, settings, hardware).fits:
+        forward, backward = coarsest_stages(architecture, settings, hardware, question.analytic)
+        why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
+        return _Cut(tuple(forward), tuple(backward), question.num_workers, (why,))
     limits = stage_limits(architecture, settings, hardware, question.analytic)
-    staleness = 1 if settings.staleness else 0
+    staleness: Literal[0, 1] = 1 if settings.staleness else 0
     try:
         partition = plan_partition(
             question.analytic.costs,

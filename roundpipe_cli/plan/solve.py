@@ -230,17 +230,20 @@ def _machines(architecture: Architecture, settings: TrainingSettings, hardware: 
 
 
 def _smaller_models(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Iterator[Change]:
-    """The largest model of the shipped figures that fits, trained as asked, and by LoRA."""
+    """The largest models of the shipped figures that fit, trained as asked, and by LoRA."""
     smaller = sorted(
         (name for name, figures in shipped_figures().items() if figures["parameters"] < architecture.parameters),
         key=lambda name: -int(shipped_figures()[name]["parameters"]),
     )
     for method in dict.fromkeys((settings.method, "lora")):
         changed = replace(settings, method="lora" if method == "lora" else "full")
+        num_found = 0
         for name in smaller:
             other = shipped_architecture(name)
             if other is not None and judge_coarsest(other, changed, hardware).fits:
                 overrides = (f"model={name}",) + (() if method == settings.method else (f"method={method}",))
                 what = f"{' '.join(overrides)}: a smaller model, {format_count(other.parameters)} parameters"
-                yield Change(overrides, what, 5.0 if method == settings.method else 5.1)
+                yield Change(overrides, what, 5.0 + 0.1 * num_found + (0.05 if method != settings.method else 0.0))
+                num_found += 1
+            if num_found == NUM_CHANGES - 1:
                 break
