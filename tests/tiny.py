@@ -146,6 +146,7 @@ class Rig:
 
 def make_rig(model_type: str, method: str = "full", seed: int = 0, lora_dropout: float = 0.0, **changes: Any) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is."""
+    torch.set_num_threads(1)  # in the test's own thread; the workers set their own
     config = tiny_config(model_type, **changes)
     skeleton = build_skeleton(config, torch.float32)
     split = split_model(skeleton)
@@ -209,14 +210,23 @@ def random_microbatches(sizes: Sequence[tuple[int, int]], seed: int = 0, vocab: 
     return result
 
 
-def plain_step(rig: Rig, microbatches: Sequence[Microbatch], step: int = 0, seed: int | None = None) -> float:
-    """Loss of one step by plain PyTorch; leaves the gradients in `.grad`. With `seed`, the engine's dropout masks."""
-    plain = rig.plain
+def plain_step(
+    rig: Rig,
+    microbatches: Sequence[Microbatch],
+    step: int = 0,
+    seed: int | None = None,
+    plain: nn.Module | None = None,
+) -> float:
+    """Loss of one step by plain PyTorch; leaves the gradients in `.grad`. With `seed`, the engine's dropout masks.
+
+    `plain` is the module to run, `rig.plain` unless given.
+    """
+    plain = plain or rig.plain
     plain.zero_grad(set_to_none=True)
     num_targets = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
     total = 0.0
     for index, microbatch in enumerate(microbatches):
-        with _Masks(rig, step, index, seed):
+        with _Masks(rig.split.blocks_path, plain, step, index, seed):
             logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits
         loss = nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), microbatch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
@@ -229,8 +239,9 @@ def plain_step(rig: Rig, microbatches: Sequence[Microbatch], step: int = 0, seed
 class _Masks:
     """Forward pre-hooks that seed dropout per (step, microbatch, layer), as the engine does."""
 
-    def __init__(self, rig: Rig, step: int, microbatch: int, seed: int | None) -> None:
-        self._rig, self._step, self._microbatch, self._seed = rig, step, microbatch, seed
+    def __init__(self, blocks_path: str, plain: nn.Module, step: int, microbatch: int, seed: int | None) -> None:
+        self._blocks = plain.get_submodule(blocks_path)
+        self._step, self._microbatch, self._seed = step, microbatch, seed
         self._handles: list[Any] = []
         self._mode: SeededDropout | None = None
 
@@ -249,8 +260,7 @@ class _Masks:
         if self._seed is None:
             return
         self._enter_layer(0)
-        blocks = self._rig.plain.get_submodule(self._rig.split.blocks_path).children()
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(self._blocks.children()):
             self._handles.append(block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter_layer(layer)))
             self._handles.append(block.register_forward_hook(lambda *_: self._leave_layer()))
 
