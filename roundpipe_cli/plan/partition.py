@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.evaluate import chain_of, evaluate_partition, steady_chain, worker_speeds
-from roundpipe_cli.plan.search_batch import BatchScorer
-from roundpipe_cli.plan.search_run import Effort, Search
+from roundpipe_cli.plan.evaluate import Chain, Links, chain_of, steady_chain, worker_speeds
+from roundpipe_cli.plan.search_batch import INFEASIBLE, BatchScorer, DeviceMemory
+from roundpipe_cli.plan.search_explain import explain
+from roundpipe_cli.plan.search_run import Candidate, Effort, Search
 from roundpipe_cli.plan.search_seeds import unit_bounds
 from roundpipe_cli.plan.stages import StageLimits, StageRange, StageSums, backward_ranges, check_costs, forward_ranges
+from roundpipe_cli.units import format_bytes
 
 Accounting = Literal["default", "published"]
 
 MIN_ROUNDS = 24
 """Chained rounds by which a plan for staleness 1 is judged at least."""
+QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
+"""For alternatives that seldom win: other round sizes, fewer workers."""
+NEAR = 1.01
+"""An alternative is searched in full if a quick search comes as close as this."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,71 @@ class Partition:
     step_s: float
     """Time per step over the chained steps."""
     explanation: tuple[str, ...]
+    workers: tuple[int, ...] = ()
+    """The workers that get stages; the others stay idle because they would not make it faster."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is planned for. `per_round` None: at most as many microbatches as workers."""
+
+    costs: CostModel
+    sums: StageSums
+    workers: tuple[int, ...]
+    num_microbatches: int
+    default: bool
+    staleness: int
+    num_steps: int
+    limits: StageLimits | None
+    effort: Effort
+    per_round: int | None = None
+
+    @property
+    def round_size(self) -> int:
+        """The most microbatches in a round."""
+        return self.per_round or len(self.workers)
+
+    def scorer(self, hop_s: float | None = None, links: bool = True) -> BatchScorer:
+        """Scores partitions; optionally as if hops or links were different."""
+        costs = self.costs
+        speeds = worker_speeds(costs, max(self.workers) + 1)
+        moves = any(layer.param_bytes or layer.boundary_bytes or layer.grad_bytes for layer in costs.layers)
+        memory = None
+        if self.default and self.limits is None and costs.device_memory_bytes is not None:
+            memory = DeviceMemory(costs.device_memory_bytes, costs.slots)
+        return BatchScorer(
+            self.sums,
+            speeds=[speeds[worker] for worker in self.workers],
+            hop_s=costs.hop_s if hop_s is None else hop_s,
+            links=Links(costs.link_bytes_per_s, costs.slots) if self.default and moves and links else None,
+            limits=self.limits,
+            memory=memory,
+        )
+
+    def chain(self) -> Chain:
+        """What the plan's times are those of."""
+        return chain_of(self.num_microbatches, self.round_size, staleness=self.staleness, num_steps=self.num_steps)
+
+    def judged(self) -> Chain:
+        """By what plans are compared: the same, or more rounds where it has too few to tell a steady state."""
+        chain = self.chain()
+        if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
+            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS * 2 // 3)
+        return chain
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A task and what the search found for it, the fastest first."""
+
+    task: _Task
+    found: list[Candidate]
+    bound_s: float
+
+    @property
+    def value_s(self) -> float:
+        """Time per step of the best one."""
+        return self.found[0].value_s if self.found else INFEASIBLE
 
 
 def plan_partition(
@@ -48,6 +119,12 @@ def plan_partition(
 ) -> Partition:
     """The partition with the least time per step.
 
+    Args:
+        num_microbatches: per step.
+        accounting: `published` knows neither transfers nor memory and fixes rounds at `num_workers` microbatches.
+        num_steps: chained steps that `step_s` is measured over; with staleness 1 take 30 or more for the steady state.
+        limits: bytes per stage; without them, and under the default accounting, `costs.device_memory_bytes` holds.
+
     Raises:
         RefusedError: costs or counts that mean nothing.
         ResourceError: no partition keeps the limits.
@@ -56,19 +133,118 @@ def plan_partition(
     for name, value in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
         if value < 1:
             raise RefusedError(f"the number of {name} must be 1 or more", found=str(value))
-    sums = StageSums(costs)
-    speeds = worker_speeds(costs, num_workers)
-    scorer = BatchScorer(sums, speeds=speeds, hop_s=costs.hop_s, limits=limits)
-    chain = chain_of(num_microbatches, num_workers, staleness=staleness, num_steps=num_steps)
-    judged = chain
-    if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
-        judged = steady_chain(num_microbatches, num_workers, MIN_ROUNDS * 2 // 3)
-    search = Search(scorer, unit_bounds(sums), judged, effort or Effort())
-    found = search.run()
-    if not found:
-        raise ResourceError("no partition keeps every stage within its limit", expected=str(limits))
-    best = found[0]
-    forward = forward_ranges(best.sizes[: best.num_forward])
-    backward = backward_ranges(best.sizes[best.num_forward :], len(costs.layers))
-    makespan_s, step_s = evaluate_partition(costs, forward, backward, num_workers=num_workers, chain=chain)
-    return Partition(forward, backward, num_workers, makespan_s, step_s, ())
+    task = _Task(
+        costs,
+        StageSums(costs),
+        tuple(range(num_workers)),
+        num_microbatches,
+        accounting == "default",
+        staleness,
+        num_steps,
+        limits,
+        effort or Effort(),
+    )
+    plan = _best_workers(task)
+    if not plan.found:
+        raise _does_not_fit(task)
+    return _to_partition(plan)
+
+
+def _best_workers(task: _Task) -> _Plan:
+    """The best plan for all workers or, where that is faster, for some of them: the slowest stay idle."""
+    plan = _best_rounds(task)
+    speeds = worker_speeds(task.costs, max(task.workers) + 1)
+    workers = task.workers
+    while len(workers) > 1:
+        idle = min(reversed(workers), key=lambda worker: speeds[worker])
+        workers = tuple(worker for worker in workers if worker != idle)
+        fewer = replace(task, workers=workers, effort=QUICK)
+        if _least_s(fewer) >= plan.value_s:
+            break
+        if _search(fewer, plan.value_s * NEAR).found:
+            other = _best_rounds(replace(fewer, effort=task.effort))
+            if other.value_s < plan.value_s:
+                plan = other
+    return plan
+
+
+def _least_s(task: _Task) -> float:
+    """No partition is faster: workers that never wait, and the head's stage, with as many layers as suits best."""
+    sums, workers = task.sums, worker_speeds(task.costs, max(task.workers) + 1)
+    speed = sum(workers[worker] for worker in task.workers)
+    fastest = max(workers[worker] for worker in task.workers)
+    layers, size = sums.num_layers, min(task.round_size, task.num_microbatches)
+    once = sums.forward_s[0][layers] + sums.backward_s[0][layers]
+    least = INFEASIBLE
+    for first in range(layers):
+        head = sums.forward_s[first][layers] + sums.backward_s[first][layers]
+        busy = task.num_microbatches * (once + sums.recompute_s[0][first]) / speed
+        through = 0.0 if task.judged().from_round else (once + (size - 1) * head) / fastest
+        least = min(least, max(busy, through))
+    return least
+
+
+def _best_rounds(task: _Task) -> _Plan:
+    """The best plan over the numbers of microbatches per round that the accounting leaves open."""
+    plan = _search(task, INFEASIBLE)
+    if not task.default:
+        return plan
+    count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
+    sizes = {-(-count // rounds) for rounds in range(1, count + 1)}
+    for per_round in sorted(size for size in sizes if usual <= 2 * size and size <= 4 * usual and size != usual):
+        other = replace(task, per_round=per_round)
+        if _search(replace(other, effort=QUICK), plan.value_s * NEAR).found:
+            found = _search(other, INFEASIBLE)
+            if found.value_s < plan.value_s * (1 - 1e-9):
+                plan = found
+    return plan
+
+
+def _search(task: _Task, beat_s: float) -> _Plan:
+    search = Search(task.scorer(), unit_bounds(task.sums), task.judged(), task.effort, beat_s)
+    return _Plan(task, search.run(), search.least_s)
+
+
+def _to_partition(plan: _Plan) -> Partition:
+    task, best = plan.task, plan.found[0]
+    chain = task.chain()
+    makespan_s, step_s = task.scorer().measure(best.sizes, best.num_forward, chain)
+    updates_s = sum(layer.optimizer_s for layer in task.costs.layers) if task.default else 0.0
+    if task.staleness == 0:
+        makespan_s, step_s = makespan_s + updates_s, step_s + updates_s
+    elif chain.from_round:
+        step_s = max(step_s, updates_s)
+    return Partition(
+        forward_stages=forward_ranges(best.sizes[: best.num_forward]),
+        backward_stages=backward_ranges(best.sizes[best.num_forward :], task.sums.num_layers),
+        microbatches_per_round=task.round_size,
+        makespan_s=makespan_s,
+        step_s=step_s,
+        explanation=explain(
+            plan.found,
+            sums=task.sums,
+            chain=task.judged(),
+            scorer=task.scorer(),
+            without_hops=task.scorer(hop_s=0.0),
+            without_links=task.scorer(links=False),
+            updates_s=updates_s,
+            staleness=task.staleness,
+        ),
+        workers=task.workers,
+    )
+
+
+def _does_not_fit(task: _Task) -> ResourceError:
+    """Names the layer that is too large on its own."""
+    sums, names = task.sums, [layer.name for layer in task.costs.layers]
+    largest = max(range(sums.num_layers), key=lambda index: sums.backward_bytes(index, index + 1))
+    needed = format_bytes(sums.backward_bytes(largest, largest + 1))
+    memory = task.costs.device_memory_bytes
+    expected = str(task.limits) if task.limits else f"{format_bytes(memory or 0)} with {task.costs.slots} slots"
+    return ResourceError(
+        "no partition fits: every cut has a stage over its limit",
+        where=f"layer {largest} ({names[largest]})",
+        found=f"{needed} for weights, gradients and activations of the largest layer alone",
+        expected=expected,
+        hint="shorter sequences, smaller microbatches, 4-bit weights or a device with more memory",
+    )

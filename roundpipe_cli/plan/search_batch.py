@@ -38,6 +38,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """What a worker's device holds: `slots` times the weights and gradients of the largest stage, the activations of
+    one microbatch, two boundary tensors per direction (DESIGN.md, section 5)."""
+
+    num_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True)
 class Works:
     """What each stage does on a worker of speed 1, each (N, C). Padding does nothing."""
 
@@ -73,6 +82,7 @@ class BatchScorer:
         hop_s: float,
         links: Links | None = None,
         limits: StageLimits | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         import numpy
 
@@ -90,6 +100,8 @@ class BatchScorer:
         self.grad_bytes = numpy.array(sums.grad_bytes)
         self.boundary_bytes = numpy.array([0.0, *sums.boundary_bytes])
         self.allowed = _allowed(numpy, sums, limits) if limits else None
+        self.memory = memory
+        self.activation_bytes = numpy.array(sums.activation_bytes)
         self.num_scored = 0
 
     def works(self, batch: Batch) -> tuple[Works, Array]:
@@ -115,10 +127,16 @@ class BatchScorer:
             hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.links.bytes_per_s
         hop = numpy.where(real, hop, -INFEASIBLE)
         works = Works(lead, whole, is_head, hop, real, upload, grad)
-        if self.allowed is None:
-            return works, numpy.ones(len(batch.sizes), dtype=bool)
-        kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
-        return works, (self.allowed[kind, first, stop] | ~real).all(axis=0)
+        fits = numpy.ones(len(batch.sizes), dtype=bool)
+        if self.allowed is not None:
+            kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
+            fits &= (self.allowed[kind, first, stop] | ~real).all(axis=0)
+        if self.memory:
+            held = self.param_bytes[first, stop] + numpy.where(is_forward, 0.0, self.grad_bytes[first, stop])
+            kept = numpy.where(is_forward, 0.0, self.activation_bytes[first, stop])
+            peak = self.memory.slots * held.max(axis=0) + kept.max(axis=0) + 4 * self.boundary_bytes.max()
+            fits &= peak <= self.memory.num_bytes
+        return works, fits
 
     def score(self, batch: Batch, chain: Chain) -> Array:
         """(C,) time per step; infinite where a stage is over its limit."""
@@ -135,12 +153,21 @@ class BatchScorer:
         ]
         return numpy.concatenate(parts) if parts else numpy.zeros(0)
 
+    def measure(self, sizes: Sequence[int], num_forward: int, chain: Chain) -> tuple[float, float]:
+        """Makespan of the first step and time per step of one partition."""
+        numpy = self.numpy
+        works, _ = self.works(Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)])))
+        first = Chain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
+        makespan_s, step_s = (float(_Walk(self, works, plain=True).run(part)[0]) for part in (first, chain))
+        return makespan_s, step_s
+
 
 class _Walk:
     """The walk of one chunk. Row w of `free` and the other states belongs to worker w between rounds."""
 
-    def __init__(self, scorer: BatchScorer, works: Works) -> None:
+    def __init__(self, scorer: BatchScorer, works: Works, plain: bool = False) -> None:
         numpy = scorer.numpy
+        self.plain = plain
         self.numpy, self.scorer, self.works = numpy, scorer, works
         self.lead, self.rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)
         self.all_count = bool(((self.lead + self.rest > 0) | ~works.real).all())
@@ -172,6 +199,8 @@ class _Walk:
         if chain.averaged:
             return average
         value = chain.step_s(before, self.makespan)
+        if self.plain:
+            return value
         # a plan whose last worker happens to end late before the measured rounds looks faster than it is, and must not
         return numpy.maximum(value, 2 * average - value) if chain.from_round else value
 
@@ -213,7 +242,7 @@ class _Walk:
                 maximum(self.makespan, numpy.where(counts, clock, 0.0), out=self.makespan)
 
     def _upload(self, worker: int, position: int, continues: bool) -> Array:
-        """When a visit's weights (and, in later rounds of a step, gradients so far) are in the slot freed longest ago."""
+        """When a visit's weights, in later rounds of a step also its gradients so far, are in the oldest slot."""
         seconds = self.works.upload_s[position]
         if continues:
             seconds = seconds + self.works.grad_s[position]

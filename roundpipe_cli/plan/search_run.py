@@ -5,6 +5,7 @@ The work of a search is counted, not timed, so that the same costs always give t
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from roundpipe_cli.plan.evaluate import Chain
@@ -16,6 +17,9 @@ from roundpipe_cli.plan.search_seeds import PATTERNS, Cells, make_cells, seeds
 SAME = 1e-9
 """Relative difference below which two times are the same."""
 BLOCK = 2048
+"""Cells tried between two looks at the best time."""
+OVERHEAD = 500
+"""What a batch costs beside its candidates, in candidates."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,11 @@ class Effort:
 
     cell_work: float = 1.0e8
     pattern_cells: int = 400
-    num_starts: int = 10
-    local_work: float = 1.0e8
+    local_work: float = 4.0e7
+    keep: int = 8
+    """Partitions remembered of each batch."""
+    handicap: float = 1e-3
+    """By how much a partition counts as slower per earlier look around one with the same numbers of stages."""
 
 
 @dataclass(frozen=True, order=True)
@@ -37,21 +44,34 @@ class Candidate:
     num_forward: int
     sizes: tuple[int, ...]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of stages."""
+        return self.num_stages, self.num_forward
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What makes it different from others."""
+        return (self.num_forward, *self.sizes)
+
 
 class Search:
     """One search: a model, a number of workers, a chain of rounds."""
 
-    def __init__(self, scorer: BatchScorer, bounds: list[int], chain: Chain, effort: Effort) -> None:
+    def __init__(
+        self, scorer: BatchScorer, bounds: list[int], chain: Chain, effort: Effort, beat_s: float = INFEASIBLE
+    ) -> None:
         self.scorer, self.bounds, self.chain, self.effort = scorer, bounds, chain, effort
         self.numpy = scorer.numpy
-        self.best_s = INFEASIBLE
+        self.best_s = beat_s
+        """Of all partitions so far, or what has to be beaten; what cannot beat it is not looked at."""
         self.found: dict[tuple[int, ...], Candidate] = {}
         self.work = 0.0
         self.least_s = INFEASIBLE
         """The smallest bound of all cells."""
 
     def run(self) -> list[Candidate]:
-        """The best partitions found, the fastest first; empty if none keeps the limits."""
+        """The best partitions found, the fastest first; empty if none keeps the limits or beats `beat_s`."""
         cells = make_cells(self.scorer, self.bounds, self.chain)
         self.least_s = float(cells.bound_s.min())
         values = self._even_cuts(cells)
@@ -82,60 +102,57 @@ class Search:
     def _try_cells(self, cells: Cells, patterns: tuple[str, str]) -> Array:
         batch, index = seeds(self.scorer, self.bounds, cells, patterns)
         values = self.numpy.full(len(cells), INFEASIBLE)
-        values[index] = self.score(batch)
+        values[index], best = self.score(batch)
+        self.found.update((candidate.key, candidate) for candidate in best)
         return values
 
-    def score(self, batch: Batch, keep: int = 8) -> Array:
-        """(C,) times of those that could beat the best one so far, infinite for the others; remembers the best."""
+    def score(self, batch: Batch) -> tuple[Array, list[Candidate]]:
+        """(C,) times of those that could beat the best one so far, infinite for the others; and the best of them."""
         numpy = self.numpy
         values = numpy.full(len(batch.sizes), INFEASIBLE)
         works, fits = self.scorer.works(batch)
-        fits &= lower_bounds(self.scorer, works, self.chain) < self.best_s * 1.002
+        fits &= lower_bounds(self.scorer, works, self.chain) < self.best_s
         index = numpy.flatnonzero(fits)
         if not len(index):
-            return values
-        self.work += len(index) * works.lead_s.shape[0] * sum(self.chain.round_sizes)
+            return values, []
+        self.work += (len(index) + OVERHEAD) * works.lead_s.shape[0] * sum(self.chain.round_sizes)
         values[index] = self.scorer.step_s(works.take(index), self.chain)
-        for best in numpy.argsort(values, kind="stable")[:keep]:
-            self._remember(float(values[best]), batch.sizes[best], int(batch.num_forward[best]))
-        return values
+        order = numpy.argsort(values, kind="stable")[: self.effort.keep]
+        best = [self._candidate(values[i], batch, i) for i in order if values[i] < INFEASIBLE]
+        self.best_s = min([self.best_s, *(candidate.value_s for candidate in best)])
+        return values, best
 
-    def _remember(self, value: float, sizes: Array, num_forward: int) -> None:
-        if value < INFEASIBLE:
-            key = tuple(int(size) for size in sizes if size)
-            self.found[(num_forward, *key)] = Candidate(value, len(key), num_forward, key)
-            self.best_s = min(self.best_s, value)
+    @staticmethod
+    def _candidate(value: float, batch: Batch, index: int) -> Candidate:
+        sizes = tuple(int(size) for size in batch.sizes[index] if size)
+        return Candidate(float(value), len(sizes), int(batch.num_forward[index]), sizes)
 
     def _improve(self) -> None:
-        """Single moves from the best partitions, at most a few with the same numbers of stages."""
-        starts: list[Candidate] = []
-        per_shape: dict[tuple[int, int], int] = {}
-        for candidate in sorted(self.found.values()):
-            shape = (candidate.num_stages, candidate.num_forward)
-            per_shape[shape] = per_shape.get(shape, 0) + 1
-            if per_shape[shape] <= 2:
-                starts.append(candidate)
+        """Best first: look around the fastest partition not yet looked around, those of often visited shapes later."""
+        visits: dict[tuple[int, int], int] = {}
+        queue = [(candidate.value_s, candidate.key) for candidate in self.found.values()]
+        heapq.heapify(queue)
         limit = self.work + self.effort.local_work
-        for start in starts[: self.effort.num_starts]:
-            while self.work < limit and self.best_s > self.least_s * (1 + SAME):
-                better = self._step(start)
-                if better is None:
-                    break
-                start = better
+        while queue and self.work < limit and self.best_s > self.least_s * (1 + SAME):
+            priority, key = heapq.heappop(queue)
+            start = self.found[key]
+            due = start.value_s * (1 + self.effort.handicap * visits.get(start.shape, 0))
+            if due > priority:
+                heapq.heappush(queue, (due, key))
+                continue
+            visits[start.shape] = visits.get(start.shape, 0) + 1
+            for candidate in self._around(start):
+                if candidate.key not in self.found:
+                    self.found[candidate.key] = candidate
+                    heapq.heappush(queue, (candidate.value_s, candidate.key))
 
-    def _step(self, start: Candidate) -> Candidate | None:
-        """The best partition one move away, if it is better."""
+    def _around(self, start: Candidate) -> list[Candidate]:
+        """The best partitions one move away."""
         numpy = self.numpy
         sizes = neighbours(numpy, numpy.array(start.sizes), start.num_forward)
         count = len(sizes)
-        if not count:
-            return None
         batch = Batch(sizes, numpy.full(count, start.num_forward), numpy.full(count, start.num_stages))
-        values = self.score(batch, keep=1)
-        best = int(numpy.argmin(values))
-        if values[best] >= start.value_s * (1 - SAME):
-            return None
-        return Candidate(float(values[best]), start.num_stages, start.num_forward, tuple(int(n) for n in sizes[best]))
+        return self.score(batch)[1]
 
 
 FIRST_PATTERNS = (("smaller first", "larger first"), ("spread", "larger first"))
