@@ -1,0 +1,276 @@
+"""The rules of the house (README.md, "Code map"): imports point one way, torch stays where it is needed, importing does
+nothing, and nothing in our source can run code that it was given."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "roundpipe_cli"
+
+LEAVES = {"errors", "units", "events", "faults"}
+# What a room may import beside itself and the leaves. Read from left to right:
+#   leaves <- recipe | plan <- schedule <- engine <- train <- cli;   model, data: plan's cost types only
+MAY_IMPORT: dict[str, set[str]] = {
+    **{leaf: set() for leaf in LEAVES},
+    "recipe": set(),
+    "plan": set(),
+    "schedule": {"plan"},
+    "model": {"plan.cost"},
+    "data": {"plan.cost"},
+    "engine": {"plan", "schedule", "model"},
+    "dashboard": {"plan", "schedule"},
+    "train": {"recipe", "plan", "schedule", "model", "data", "engine"},
+    "cli": {"recipe", "plan", "schedule", "model", "data", "engine", "train", "dashboard"},
+    "__main__": {"cli"},
+}
+WITHOUT_TORCH = ("recipe", "plan", "schedule", "dashboard")
+HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "numpy")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, late ones and those for type checking included."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            # `from roundpipe_cli import plan` imports a room, `from roundpipe_cli import __version__` does not
+            whole_package = base == "roundpipe_cli"
+            for alias in node.names:
+                is_room = whole_package and alias.name in MAY_IMPORT
+                yield node.lineno, f"{base}.{alias.name}" if is_room else base
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def run_python(code: str, *, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
+
+
+def test_every_room_is_known() -> None:
+    rooms = {room_of(path) for path in sources()} - {"__init__"}
+    assert rooms == set(MAY_IMPORT), "a new room needs a line in MAY_IMPORT and in README.md's code map"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in sources():
+        room = room_of(path)
+        if room == "__init__":
+            continue
+        allowed = MAY_IMPORT[room] | LEAVES | {room}
+        for line, module in imports_of(path):
+            package, _, inside = module.partition(".")
+            if package != "roundpipe_cli" or not inside:
+                continue  # the bare package holds __version__ only
+            if not any(inside == name or inside.startswith(f"{name}.") for name in allowed):
+                wrong.append(f"{place(path, line)}: {room} may not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_package_itself_imports_nothing() -> None:
+    assert [module for _, module in imports_of(PACKAGE / "__init__.py") if module != "__future__"] == []
+
+
+def test_imports_are_absolute() -> None:
+    relative = [place(path, line) for path in sources() for line, module in imports_of(path) if module.startswith(".")]
+    assert not relative
+
+
+def test_rooms_without_torch_never_name_it() -> None:
+    wrong = [
+        f"{place(path, line)}: {module}"
+        for path in sources()
+        if room_of(path) in WITHOUT_TORCH
+        for line, module in imports_of(path)
+        if module.split(".")[0] in ("torch", "transformers", "peft", "accelerate")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", [*WITHOUT_TORCH, "cli"])
+def test_importing_a_room_loads_no_torch_and_does_nothing(room: str) -> None:
+    """Each module of the room, imported in a fresh interpreter: no heavy module, no thread, no child, no output."""
+    modules = sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (PACKAGE / room).rglob("*.py")
+    )
+    result = run_python(
+        "import importlib, sys, threading\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert not heavy, f'loaded: {heavy}'\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert 'multiprocessing' not in sys.modules\n"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_importing_everything_starts_no_thread_and_prints_nothing() -> None:
+    """Also the rooms that need torch. The libraries' own import-time threads, if any, are counted before ours."""
+    modules = sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources()
+        if path.name != "__main__.py"
+    )
+    result = run_python(
+        "import importlib, os, signal, sys, threading, warnings\n"
+        "warnings.simplefilter('ignore')  # the libraries' own\n"
+        "import torch, transformers, peft, datasets\n"
+        "def state():\n"
+        "    handler = signal.getsignal(signal.SIGINT)\n"
+        "    return threading.active_count(), handler, torch.get_num_threads(), dict(os.environ)\n"
+        "before = state()\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "assert state() == before, (before, state())\n"
+        "assert not torch.cuda.is_initialized()\n",
+        timeout_s=120,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def command_names() -> list[str]:
+    import typer.main
+
+    from roundpipe_cli.cli.app import app
+
+    return sorted(getattr(typer.main.get_command(app), "commands", {}))
+
+
+def test_finetune_is_a_command() -> None:
+    assert "finetune" in command_names()
+
+
+@pytest.mark.parametrize("command", ["", *command_names()])
+def test_help_loads_no_torch(command: str) -> None:
+    arguments = [*command.split(), "--help"]
+    result = run_python(
+        "import sys\n"
+        f"sys.argv = ['roundpipe', *{arguments!r}]\n"
+        "from roundpipe_cli.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as leave: assert not leave.code, leave.code\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert not heavy, f'loaded: {heavy}'\n"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Usage: roundpipe" in result.stdout
+    assert result.stderr == ""
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.Stream` for the attribute chain of that name, otherwise an empty text."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def test_only_one_file_names_torch_cuda() -> None:
+    named = set()
+    for path in sources():
+        attributes = {dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+        modules = {module for _, module in imports_of(path)}
+        if any(name == "torch.cuda" or name.startswith("torch.cuda.") for name in attributes | modules):
+            named.add(path.relative_to(PACKAGE).as_posix())
+    assert named == {"engine/backends/cuda.py"}
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "eval", "exec", "compile", "__import__", "torch.load", "torch.save", "numpy.load", "np.load", "os.system",
+    "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "os._exit",
+}  # fmt: skip
+FORBIDDEN_METHODS = {"extractall", "unpack_archive"}
+
+
+def dangers(path: Path) -> Iterator[str]:
+    """What could run code from a file or an argument (or, `os._exit`, end a run without a word)."""
+    for line, module in imports_of(path):
+        if module.split(".")[0] in FORBIDDEN_MODULES:
+            yield f"{place(path, line)}: import {module}"
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        is_method = isinstance(node.func, ast.Attribute) and node.func.attr in FORBIDDEN_METHODS
+        if name in FORBIDDEN_CALLS or is_method:
+            yield f"{place(path, node.lineno)}: {name or ast.unparse(node.func)}(...)"
+        for keyword in node.keywords:
+            value = keyword.value
+            is_false = isinstance(value, ast.Constant) and value.value is False
+            if keyword.arg in ("shell", "trust_remote_code", "allow_pickle") and not is_false:
+                yield f"{place(path, node.lineno)}: {keyword.arg}={ast.unparse(value)}"
+
+
+def test_nothing_can_run_code_it_was_given() -> None:
+    scripts = sorted((ROOT / "scripts").glob("*.py"))
+    found = [danger for path in [*sources(), *scripts] for danger in dangers(path)]
+    assert not found, "\n".join(found)
+
+
+def test_loaders_that_could_run_code_are_told_not_to() -> None:
+    """Every `Auto*.from_pretrained` / `from_config` says `trust_remote_code=False` itself, whatever a config says."""
+    wrong = []
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = dotted(node.func.value)
+                is_loader = node.func.attr in ("from_pretrained", "from_config") and owner.startswith("Auto")
+                if is_loader and "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
+                    wrong.append(place(path, node.lineno))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_danger_scan_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan itself, on source that breaks each rule once."""
+    bad = tmp_path / "bad.py"
+    lines = [
+        "import pickle",
+        "from dill import loads",
+        "torch.load('x')",
+        "eval('1')",
+        "subprocess.run('ls', shell=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=flag)",
+        "tarfile.open('x').extractall()",
+        "yaml.load(text, Loader=yaml.Loader)",
+    ]
+    bad.write_text("\n".join(lines) + "\nmodel.eval()\nre.compile('x')\nsafetensors.torch.load(b'')\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    found = [int(danger.split(":")[1]) for danger in dangers(bad)]
+    assert sorted(found) == list(range(1, len(lines) + 1))

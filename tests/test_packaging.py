@@ -1,0 +1,190 @@
+"""The wheel carries the recipes and the quickstart's data, and finds them from an empty folder; the scripts' pins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = "roundpipe_cli/shipped_recipes"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+    built = subprocess.run(
+        [*command, "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    for name in wheel.namelist():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(wheel.read(name))
+    return folder
+
+
+def run_from(unpacked: Path, arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The unpacked wheel's program in the folder `cwd`; PYTHONPATH goes before an editable install."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        timeout=120,
+    )
+
+
+def metadata_of(wheel: zipfile.ZipFile) -> Message:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_wheel_carries_recipes_and_their_data(wheel: zipfile.ZipFile) -> None:
+    ours = {path.name for path in (ROOT / "recipes").iterdir() if not path.name.startswith(".")}
+    assert {"quickstart.yaml", "quickstart.jsonl", "qwen3-32b.yaml"} <= ours
+    for name in ours:
+        assert wheel.read(f"{SHIPPED}/{name}") == (ROOT / "recipes" / name).read_bytes()
+
+
+def test_wheel_carries_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    names = {name for name in wheel.namelist() if not name.startswith(f"{SHIPPED}/")}
+    package = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "roundpipe_cli").rglob("*")
+        if path.is_file() and path.suffix in (".py", ".json", ".typed")
+    }
+    assert "roundpipe_cli/py.typed" in package
+    assert {name for name in names if ".dist-info/" not in name} == package
+
+
+def test_metadata(wheel: zipfile.ZipFile) -> None:
+    metadata = metadata_of(wheel)
+    assert metadata["Name"] == "roundpipe-cli"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    (scripts,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "roundpipe = roundpipe_cli.cli.app:main" in wheel.read(scripts).decode()
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements_of(wheel: zipfile.ZipFile) -> list[Requirement]:
+    return [Requirement(line) for line in metadata_of(wheel).get_all("Requires-Dist") or []]
+
+
+def test_floors_against_known_holes(wheel: zipfile.ZipFile) -> None:
+    """Below these versions a library can be made to run code, or loses data."""
+    floors = {"torch": "2.10", "transformers": "5.3", "safetensors": "0.8", "pyyaml": "6", "jinja2": "3.1.6"}
+    found = {canonical(one.name): str(one.specifier) for one in requirements_of(wheel)}
+    assert {name: found.get(name) for name in floors} == {name: f">={floor}" for name, floor in floors.items()}
+
+
+def test_missing_recipe_resolves_to_the_shipped_one_with_a_notice(unpacked: Path, tmp_path: Path) -> None:
+    """From an empty folder: the recipe is found; refused here for a model that does not exist."""
+    ours = ["-m", "roundpipe_cli", "finetune", "recipes/quickstart.yaml", "model=./nowhere"]
+    result = run_from(unpacked, ours, tmp_path)
+    assert result.returncode == 2, result.stderr
+    shipped = unpacked / SHIPPED / "quickstart.yaml"
+    notice = f"recipes/quickstart.yaml is not in the working directory: using the shipped recipe {shipped}"
+    assert notice in result.stderr
+    assert "./nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_of_a_shipped_recipe_is_found_beside_it(unpacked: Path, tmp_path: Path) -> None:
+    code = (
+        "from roundpipe_cli.recipe.load import load_recipe, resolve_path\n"
+        "loaded = load_recipe('quickstart')\n"
+        "print(*[resolve_path(dataset.path, loaded.folder) for dataset in loaded.recipe.datasets])\n"
+    )
+    result = run_from(unpacked, ["-c", code], tmp_path)
+    assert result.stdout.split() == [str(unpacked / SHIPPED / "quickstart.jsonl")], result.stderr
+
+
+def test_recipe_of_the_working_directory_goes_first(unpacked: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.yaml").write_text("model: ./mine\ndatasets: [{path: rows.jsonl}]\n")
+    result = run_from(unpacked, ["-m", "roundpipe_cli", "finetune", "recipes/quickstart.yaml"], tmp_path)
+    assert result.returncode == 2
+    assert "shipped" not in result.stderr
+    assert "./mine" in result.stderr
+
+
+def test_mistakes_in_overrides_of_a_shipped_recipe_are_refused(unpacked: Path, tmp_path: Path) -> None:
+    ours = ["-m", "roundpipe_cli", "finetune", "recipes/quickstart.yaml", "max_steps=oops", "lora.rr=1"]
+    result = run_from(unpacked, ours, tmp_path)
+    assert result.returncode == 2
+    assert "max_steps" in result.stderr and "lora.rr" in result.stderr
+
+
+def pins() -> dict[str, Requirement]:
+    lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonical(one.name): one for one in requirements}
+
+
+def test_constraints_are_exact_versions() -> None:
+    """Never a path, an URL or a range."""
+    for name, one in pins().items():
+        assert one.url is None and re.fullmatch(r"==[0-9][0-9a-z.]*", str(one.specifier)), name
+
+
+def test_constraints_pin_every_dependency(wheel: zipfile.ZipFile) -> None:
+    """Direct and indirect, for running and for development, as far as they are installed on this platform."""
+    pinned = pins()
+    waiting = [(one, "dev") for one in requirements_of(wheel)]
+    seen = set()
+    while waiting:
+        one, extra = waiting.pop()
+        name = canonical(one.name)
+        if name in seen or not (one.marker is None or one.marker.evaluate({"extra": extra})):
+            continue
+        try:
+            indirect = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        seen.add(name)
+        waiting += [(Requirement(text), "") for text in indirect]
+    cuda = {name for name in seen if name.startswith(("nvidia-", "cuda-")) or name == "triton"}  # torch pins its own
+    assert {"torch", "transformers", "pytest", "hatchling"} <= seen
+    assert seen - cuda <= pinned.keys()
+
+
+def test_versions_in_force_are_the_pinned_ones() -> None:
+    """The suite speaks for the versions that the scripts install."""
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("not in the .venv that scripts/test makes")
+    wrong = {}
+    for name, one in pins().items():
+        if one.marker is None or one.marker.evaluate():
+            version = importlib.metadata.version(name)
+            if not one.specifier.contains(version):
+                wrong[name] = version
+    assert not wrong
