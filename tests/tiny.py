@@ -144,11 +144,18 @@ class Rig:
         return Engine(self.skeleton, self.split, self.store, backends, **options)
 
 
-def make_rig(model_type: str, method: str = "full", seed: int = 0, lora_dropout: float = 0.0, **changes: Any) -> Rig:
+def make_rig(
+    model_type: str,
+    method: str = "full",
+    seed: int = 0,
+    lora_dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is."""
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
     config = tiny_config(model_type, **changes)
-    skeleton = build_skeleton(config, torch.float32)
+    skeleton = build_skeleton(config, dtype)
     split = split_model(skeleton)
     peft_model = None
     if method == "lora":
@@ -158,11 +165,11 @@ def make_rig(model_type: str, method: str = "full", seed: int = 0, lora_dropout:
             alpha=8,
             dropout=lora_dropout,
             target_modules="all-linear",
-            dtype=torch.float32,
+            dtype=dtype,
             base_name="tiny",
         )
     layouts = [
-        make_layout(name, parameters, torch.float32)
+        make_layout(name, parameters, dtype)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
     store = WeightStore(layouts)
