@@ -9,7 +9,8 @@ import typer
 
 from roundpipe_cli import __version__
 from roundpipe_cli.cli.finetune import finetune
-from roundpipe_cli.cli.output import run_command
+from roundpipe_cli.cli.output import run_command, say
+from roundpipe_cli.cli.usage import UsageError, explain_usage
 
 app = typer.Typer(
     name="roundpipe",
@@ -48,21 +49,15 @@ def main() -> None:
     def command() -> None:
         nonlocal code
         try:
-            code = app(standalone_mode=False) or 0
+            code = app(prog_name="roundpipe", standalone_mode=False) or 0
         except typer.Exit as leave:
             code = leave.exit_code
+        except typer.Abort:
+            code = 130
+        except UsageError as error:
+            if len(sys.argv) > 1:
+                raise explain_usage(error, sys.argv[1:]) from None
+            say(error.message)  # the help text
+            code = error.exit_code
 
-    sys.exit(_guarded(command) or code)
-
-
-def _guarded(command: object) -> int:
-    import click
-
-    assert callable(command)
-    try:
-        return run_command(command)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except click.Abort:
-        return 130
+    sys.exit(run_command(command) or code)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import CheckpointSaved, Event, Notice, Phase, RunFinished, StepFinished
 from roundpipe_cli.units import format_seconds
 
@@ -26,22 +28,40 @@ def finetune(
 
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
+    _refuse_loose_equals(overrides or ())
     from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.train.signals import StopSignals
 
-    loaded = load_recipe(recipe, overrides or ())
-    for text in loaded.notices:
-        say(f"note: {text}")
-    if offline:
-        go_offline()
-    from roundpipe_cli.train.preflight import check_names
+    with StopSignals() as signals:
+        loaded = load_recipe(recipe, overrides or ())
+        for text in loaded.notices:
+            say(f"note: {text}")
+        if offline:
+            go_offline()
+        from roundpipe_cli.train.preflight import check_names
 
-    check_names(loaded, resume=resume, offline=offline)
-    say("loading torch and transformers ...")
-    quiet_libraries()
-    from roundpipe_cli.train.loop import finetune as train
+        check_names(loaded, resume=resume, offline=offline)
+        say("loading torch and transformers ...")
+        quiet_libraries()
+        from roundpipe_cli.train.loop import finetune as train
 
-    printer = LinePrinter(loaded.recipe.logging_steps)
-    train(loaded, resume=resume, offline=offline, allow_changed=allow_changed or (), tell=printer)
+        train(
+            loaded,
+            resume=resume,
+            offline=offline,
+            allow_changed=allow_changed or (),
+            tell=LinePrinter(loaded.recipe.logging_steps),
+            signals=signals,
+        )
+
+
+def _refuse_loose_equals(overrides: Sequence[str]) -> None:
+    """`lora.r = 8` arrives as three words."""
+    for before, word, after in zip(overrides, overrides[1:], overrides[2:], strict=False):
+        if word == "=":
+            raise RefusedError(
+                "no spaces around `=` in an override", found=f"{before} = {after}", hint=f"{before}={after}"
+            )
 
 
 def go_offline() -> None:

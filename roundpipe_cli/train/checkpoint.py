@@ -38,6 +38,7 @@ from roundpipe_cli.train.durable import (
     write_new_file,
 )
 from roundpipe_cli.train.safetensors_stream import TensorGroup, TensorStream, stream_file
+from roundpipe_cli.train.step_folders import STEP_FOLDER, list_checkpoints, step_folder
 
 FORMAT_NAME = "roundpipe-checkpoint"
 FORMAT_VERSION = 1
@@ -48,7 +49,6 @@ STATE_NAME = "state.json"
 MIN_KEEP = 2
 """One checkpoint is too few: while the only one turns out to be damaged, there is nothing to fall back on."""
 
-_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
 _GROUP_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _MAX_JSON_BYTES = 16 * 1024**2
@@ -114,21 +114,6 @@ class Checkpoint:
         if group not in self.groups:
             raise KeyError(group)
         return LazyTensors(self.folder / f"{group}.safetensors")
-
-
-def step_folder(output_dir: Path, step: int) -> Path:
-    """`step_folder(Path("out"), 20)` is `out/step-00000020`."""
-    return output_dir / f"step-{step:08d}"
-
-
-def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Steps and folders named `step-...`, valid or not, newest first."""
-    try:
-        entries = list(output_dir.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    matches = ((_STEP_FOLDER.match(entry.name), entry) for entry in entries)
-    return sorted(((int(match.group(1)), entry) for match, entry in matches if match), reverse=True)
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -289,7 +274,7 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Warn | None = 
         NoCheckpointError: none there, none valid, or one was written by a newer release.
     """
     if path is not None:
-        match = _STEP_FOLDER.match(path.name)
+        match = STEP_FOLDER.match(path.name)
         candidates = [(int(match.group(1)), path)] if match and os.path.lexists(path) else []
     else:
         candidates = list_checkpoints(output_dir)

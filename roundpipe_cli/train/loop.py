@@ -40,8 +40,23 @@ LOSS_SCALE_GROWTH_STEPS = 2000
 ETA_STEPS = 20
 
 
-def finetune(loaded: LoadedRecipe, *, resume: bool, offline: bool, allow_changed: Sequence[str], tell: Tell) -> None:
+def finetune(
+    loaded: LoadedRecipe,
+    *,
+    resume: bool,
+    offline: bool,
+    allow_changed: Sequence[str],
+    tell: Tell,
+    signals: StopSignals,
+) -> None:
     """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
+
+    Args:
+        resume: continue from the newest valid checkpoint.
+        offline: use local files only.
+        allow_changed: recipe keys that may differ from the checkpoint's.
+        tell: is told what happens.
+        signals: active; asks for a stop.
 
     Raises:
         RoundpipeError: with the documented exit code.
@@ -49,7 +64,7 @@ def finetune(loaded: LoadedRecipe, *, resume: bool, offline: bool, allow_changed
     recipe = loaded.recipe
     resume = resume or recipe.resume_from_checkpoint is not None
     output_dir = Path(recipe.output_dir).expanduser()
-    with StopSignals() as signals, OutputDir(output_dir, resume) as held:
+    with OutputDir(output_dir, resume) as held:
         if held.state is RunState.FINISHED:
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return

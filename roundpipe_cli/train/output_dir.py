@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.train.checkpoint import list_checkpoints
 from roundpipe_cli.train.durable import (
     DELETED_PREFIX,
     STATE_FILE_MODE,
@@ -30,6 +29,7 @@ from roundpipe_cli.train.durable import (
     remove_tree,
     write_atomically,
 )
+from roundpipe_cli.train.step_folders import list_checkpoints
 
 MARKER_NAME = ".roundpipe"
 LOCK_NAME = ".roundpipe.lock"

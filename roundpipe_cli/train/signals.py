@@ -11,8 +11,16 @@ from roundpipe_cli.errors import StoppedError
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
+class _StopNow(KeyboardInterrupt):
+    """Leaves whatever is running. No `Exception`: libraries swallow those, while importing for instance."""
+
+    def __init__(self, stopped: StoppedError) -> None:
+        super().__init__(str(stopped))
+        self.stopped = stopped
+
+
 class StopSignals:
-    """While active: outside of `guarded` a signal raises at once; inside it is noted and `requested` says so."""
+    """While active, a signal leaves the `with` block at once as `StoppedError`; after `guard()` it is only noted."""
 
     def __init__(self) -> None:
         self._requested: signal.Signals | None = None
@@ -29,6 +37,8 @@ class StopSignals:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if isinstance(error, _StopNow):
+            raise error.stopped from None
 
     def guard(self) -> None:
         """From now on a first signal waits for the step border."""
@@ -42,14 +52,14 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
         if not self._guarded:
-            self._guarded = True  # the way out is not interrupted again
-            raise StoppedError(
-                f"stopped by {received.name} before the first finished step: no checkpoint was written",
-                exit_code=EXIT_CODES[received],
-            )
-        if self._requested is not None and received == signal.SIGINT:
-            raise StoppedError(
-                "stopped at once by a second SIGINT; the last checkpoint is as it was", exit_code=EXIT_CODES[received]
-            )
-        if self._requested is None:
+            self._guarded = True  # the way out is not interrupted by the same signal sent to a whole group
             self._requested = received
+            text = f"stopped by {received.name} before the first finished step: no checkpoint was written"
+        elif self._requested is None:
+            self._requested = received
+            return
+        elif received == signal.SIGINT:
+            text = "stopped at once by a second SIGINT; the last checkpoint is as it was"
+        else:
+            return
+        raise _StopNow(StoppedError(text, exit_code=EXIT_CODES[received]))

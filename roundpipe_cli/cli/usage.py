@@ -1,0 +1,63 @@
+"""What a user typed wrongly, in our own words: misspelt commands and options, words in the wrong place. Exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from roundpipe_cli.errors import RefusedError, closest
+
+UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+"""Of click, or of the copy of click that newer versions of typer contain."""
+
+OTHER_NAMES = ("train", "tune", "sft", "fit", "run", "lora")
+"""What other programs call `finetune`."""
+
+
+def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
+    """The error to show in place of click's.
+
+    Args:
+        error: a `UsageError`.
+        words: the command line, without the program's name.
+    """
+    context = error.ctx
+    program = context.command_path if context else "roundpipe"
+    kind = type(error).__name__
+    if kind == "MissingParameter" and error.param is not None and error.param.param_type_name == "argument":
+        name = str(error.param.name)
+        return RefusedError(f"{program} needs a {name}", hint=f"{program} recipes/quickstart.yaml")
+    if kind == "NoSuchOption":
+        return _no_such_option(error, program, words)
+    commands = getattr(context.command, "commands", None) if context else None
+    if commands:
+        return _no_such_command(list(commands), words)
+    return RefusedError(error.format_message().rstrip("."), hint=f"{program} --help")
+
+
+def _no_such_command(commands: list[str], words: Sequence[str]) -> RefusedError:
+    word = next((word for word in words if not word.startswith("-")), "")
+    nearest = closest(word, commands)
+    if word.endswith((".yaml", ".yml")):
+        hint = f"roundpipe finetune {word}"
+    elif nearest or word in OTHER_NAMES:
+        hint = f"did you mean roundpipe {nearest or 'finetune'}?"
+    else:
+        hint = "roundpipe --help"
+    return RefusedError(f"there is no command {word}", expected=", ".join(commands), hint=hint)
+
+
+def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedError:
+    option = str(error.option_name)
+    typed = next((word for word in words if word.split("=", 1)[0] == option), option)
+    known = [name for param in error.ctx.command.params for name in param.opts if name.startswith("--")]
+    nearest = closest(option, known)
+    hint = f"did you mean {nearest}?" if nearest else f"{program} --help"
+    if option in ("--recipe", "--config"):
+        hint = f"the recipe is named without an option: {program} recipes/quickstart.yaml"
+    elif program.endswith("finetune") and not nearest:
+        key, equals, value = typed.lstrip("-").replace("-", "_").partition("=")
+        hint = f"keys of the recipe are written without dashes: {key}={value if equals else 'VALUE'}"
+    return RefusedError(f"{program} has no option {option}", hint=hint)
