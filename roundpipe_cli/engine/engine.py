@@ -24,7 +24,7 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
-from roundpipe_cli.engine.program import Visit, folds_on_device, hidden_readers, visits_of
+from roundpipe_cli.engine.program import folds_on_device, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_bytes, stage_gradient_elements
@@ -34,6 +34,7 @@ from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
+from roundpipe_cli.schedule.lower import Program
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -132,6 +133,7 @@ class Engine:
         trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         self._first_trainable_layer = self._lowest_trained(trained)
         self._open = False
+        self._programs: dict[int, Program] = {}
 
     def _lowest_trained(self, trained: list[int]) -> int:
         # A tied table is kept with the head but trained through the embed layer too.
@@ -175,12 +177,12 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        visits = visits_of(schedule)
-        context = self._context(microbatches, schedule, visits, step, loss_scale)
-        self._reserve(visits)
+        program = self._lowered(schedule)
+        context = self._context(microbatches, program, step, loss_scale)
+        self._reserve(program)
         started_s = time.perf_counter()
         starts = [worker.backend.mark() for worker in self._workers]
-        for worker, row in zip(self._workers, visits, strict=True):
+        for worker, row in zip(self._workers, program.compute, strict=True):
             worker.backend.reset_peak()
             worker.give(WorkItem(context, row))
         results = self._collect(context)
@@ -191,8 +193,7 @@ class Engine:
     def _context(
         self,
         microbatches: Sequence[Microbatch],
-        schedule: Schedule,
-        visits: list[list[Visit]],
+        program: Program,
         step: int,
         loss_scale: float,
     ) -> StepContext:
@@ -203,31 +204,41 @@ class Engine:
             states.append(MicrobatchState(index, microbatch.input_ids, indices, targets))
         num_targets = sum(len(state.target_ids) for state in states)
         folds = [
-            GradientFold(layout, gradient, len(states), progress) if layout.num_trainable_elements else None
-            for layout, gradient in zip(self.store.layouts, self.store.gradients, strict=True)
+            GradientFold(layer, layout, self.store.gradients[layer], len(states), progress)
+            if layout.num_trainable_elements
+            else None
+            for layer, layout in enumerate(self.store.layouts)
         ]
         copies = not self._workers[0].backend.aliases_host
         return StepContext(
             step=step,
-            schedule=schedule,
+            program=program,
             microbatches=states,
             gradient_scale=loss_scale / max(num_targets, 1),
             dropout_seed=self._seed,
             head_chunk_tokens=self._head_chunk_tokens,
             recompute_each_layer=self._recompute_each_layer,
             first_trainable_layer=self._first_trainable_layer,
-            readers=hidden_readers(schedule, self._recompute_each_layer),
+            readers=hidden_readers(program.schedule, self._recompute_each_layer),
             progress=progress,
             boundaries=BoundaryStore(progress),
             folds=folds,
-            device_folds=copies and folds_on_device(visits),
+            device_folds=copies and folds_on_device(program),
         )
 
-    def _reserve(self, visits: list[list[Visit]]) -> None:
+    def _lowered(self, schedule: Schedule) -> Program:
+        """The program of `schedule`; a run has few schedules and uses each for many steps."""
+        known = self._programs.get(id(schedule))
+        if known is None or known.schedule is not schedule:
+            known = self._programs[id(schedule)] = lower_for_engine(schedule, self.store.layouts, self._num_slots)
+        return known
+
+    def _reserve(self, program: Program) -> None:
         layouts = self.store.layouts
-        every = [visit for row in visits for visit in row]
-        weight_bytes = max(stage_bytes(layouts, visit.layer_range) for visit in every)
-        elements = max((stage_gradient_elements(layouts, v.layer_range) for v in every if v.backward), default=0)
+        held = [layer_range(visit.layers) for visit in program.visits]
+        summed = [layer_range(stage) for stage in program.schedule.backward_stages]
+        weight_bytes = max(stage_bytes(layouts, layers) for layers in held)
+        elements = max(stage_gradient_elements(layouts, layers) for layers in summed)
         for worker in self._workers:
             worker.reserve_slots(self._num_slots, weight_bytes, elements)
 
@@ -290,7 +301,8 @@ class Engine:
             for interval in result.intervals:
                 begin_s = backend.seconds_between(start, interval.start)
                 end_s = backend.seconds_between(start, interval.end)
-                actions.append(ActionTime(interval.action, begin_s, end_s))
+                op = interval.op
+                actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
         return StepResult(
             loss=loss_sum / num_targets if num_targets else 0.0,
             num_target_tokens=num_targets,

@@ -23,14 +23,18 @@ Gradients = Sequence["torch.Tensor | None"]
 class GradientFold:
     """The gradient sum of one layer during one step."""
 
-    def __init__(self, layout: LayerLayout, flat: torch.Tensor, num_microbatches: int, progress: Progress) -> None:
+    def __init__(
+        self, layer: int, layout: LayerLayout, flat: torch.Tensor, num_microbatches: int, progress: Progress
+    ) -> None:
         """
         Args:
-            layout: the layer.
+            layer: index of the layer.
+            layout: where its parameters lie.
             flat: float32 [num_trainable_elements], the host's accumulator; set to zero here.
             num_microbatches: of the step.
             progress: shared by the step's threads.
         """
+        self.layer = layer
         self.flat = flat
         self.num_microbatches = num_microbatches
         self.views = [place.trainable_view(flat) for place in layout.trainable]

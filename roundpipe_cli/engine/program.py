@@ -1,64 +1,45 @@
-"""From a schedule to what each worker's threads do: visits.
+"""What the engine reads out of a lowered schedule.
 
-A visit is a run of consecutive actions of one worker on one stage: its weights are uploaded once, its microbatches
-follow, its gradients leave at the end.
+The same program drives the simulator. The engine takes from it each worker's compute operations in order, and its
+visits: which layers a worker holds in which slot, from which operation to which.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageRange
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One worker's stay on one stage."""
-
-    backward: bool
-    stage: int
-    layers: StageRange
-    actions: tuple[Action, ...]
-
-    @property
-    def layer_range(self) -> range:
-        return range(self.layers[0], self.layers[1] + 1)
-
-    @property
-    def first_microbatch(self) -> int:
-        return self.actions[0].microbatch
-
-    @property
-    def num_microbatches(self) -> int:
-        return len({action.microbatch for action in self.actions})
+from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.schedule.lower import Op, Program, lower
 
 
-def visits_of(schedule: Schedule) -> list[list[Visit]]:
-    """Each worker's visits, in order. Actions on stages without layers are left out."""
-    return [_visits(row, schedule) for row in schedule.actions]
+def lower_for_engine(schedule: Schedule, layouts: Sequence[LayerLayout], num_slots: int) -> Program:
+    """Lower `schedule` for a model of these layers. Times do not matter here: the engine measures them."""
+    layers = tuple(
+        LayerCost(
+            layout.name,
+            forward_s=0.0,
+            backward_s=0.0,
+            recompute=index < len(layouts) - 1,
+            param_bytes=layout.num_bytes if index else 0,  # the embedding stays on the host
+            grad_bytes=4 * layout.num_trainable_elements if index else 0,
+        )
+        for index, layout in enumerate(layouts)
+    )
+    return lower(schedule, CostModel("engine", layers, slots=num_slots))
 
 
-def _visits(row: Sequence[Action], schedule: Schedule) -> list[Visit]:
-    groups: list[list[Action]] = []
-    for action in row:
-        backward = action.kind != Kind.FORWARD
-        stages = schedule.backward_stages if backward else schedule.forward_stages
-        if stages[action.stage][1] < stages[action.stage][0]:
-            continue
-        previous = groups[-1][-1] if groups else None
-        if previous and previous.stage == action.stage and (previous.kind != Kind.FORWARD) == backward:
-            groups[-1].append(action)
-        else:
-            groups.append([action])
-    result = []
-    for actions in groups:
-        backward = actions[0].kind != Kind.FORWARD
-        stages = schedule.backward_stages if backward else schedule.forward_stages
-        stage = actions[0].stage
-        result.append(Visit(backward, stage, stages[stage], tuple(actions)))
-    return result
+def stage_layers(schedule: Schedule, op: Op) -> StageRange:
+    """The layers of a compute operation."""
+    stages = schedule.forward_stages if op.kind is Kind.FORWARD else schedule.backward_stages
+    return stages[op.stage]
+
+
+def layer_range(layers: StageRange) -> range:
+    """The layers of a stage as a range."""
+    return range(layers[0], layers[1] + 1)
 
 
 def hidden_readers(schedule: Schedule, recompute_each_layer: bool) -> Counter[int]:
@@ -77,17 +58,21 @@ def hidden_readers(schedule: Schedule, recompute_each_layer: bool) -> Counter[in
     return readers
 
 
-def folds_on_device(visits: Sequence[Sequence[Visit]]) -> bool:
-    """Whether every backward visit takes up its stage's gradient sum where the visit before left it."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for row in visits:
-        for visit in row:
-            if not visit.backward:
-                continue
-            microbatches = [a.microbatch for a in visit.actions if a.kind == Kind.BACKWARD]
-            if microbatches != list(range(microbatches[0], microbatches[0] + len(microbatches))):
-                return False
-            spans.setdefault(visit.stage, []).append((microbatches[0], microbatches[-1]))
+def backward_ops(program: Program, visit: int) -> list[Op]:
+    """The backward operations of a visit, in order."""
+    return [program.ops[op] for op in program.visits[visit].ops if program.ops[op].kind is Kind.BACKWARD]
+
+
+def folds_on_device(program: Program) -> bool:
+    """Whether every visit with backwards takes up its stage's gradient sum where the visit before left it."""
+    spans: dict[StageRange, list[tuple[int, int]]] = {}
+    for index, visit in enumerate(program.visits):
+        microbatches = [op.microbatch for op in backward_ops(program, index)]
+        if not microbatches:
+            continue
+        if microbatches != list(range(microbatches[0], microbatches[0] + len(microbatches))):
+            return False
+        spans.setdefault(visit.layers, []).append((microbatches[0], microbatches[-1]))
     return all(
         later[0] == earlier[1] + 1
         for stage_spans in spans.values()

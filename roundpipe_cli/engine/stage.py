@@ -19,13 +19,14 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKind, BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, Gradients, add_gradients, square_sum
-from roundpipe_cli.engine.program import Visit
+from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.head import run_head
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import EmbedGradient, WorkerModel
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+from roundpipe_cli.schedule.actions import Kind, StageRange
+from roundpipe_cli.schedule.lower import Op, Program
 
 
 @dataclass
@@ -33,7 +34,7 @@ class StepContext:
     """Everything that the threads of one step share."""
 
     step: int
-    schedule: Schedule
+    program: Program
     microbatches: list[MicrobatchState]
     gradient_scale: float
     """What each token's loss gradient is multiplied by: loss scale / target tokens of the step."""
@@ -80,17 +81,18 @@ class StageRunner:
         self.layer = 0
         """The layer in work, for error messages."""
 
-    def run(self, context: StepContext, visit: Visit, action: Action) -> None:
-        """Carry out one action of a visit."""
-        state = context.microbatches[action.microbatch]
+    def run(self, context: StepContext, op: Op) -> None:
+        """Carry out one compute operation on the layers bound now."""
+        layers = stage_layers(context.program.schedule, op)
+        state = context.microbatches[op.microbatch]
         fault("compute", step=context.step, worker=self.worker)
-        if action.kind == Kind.FORWARD:
-            self._forward(context, visit, state)
-        elif action.kind == Kind.RECOMPUTE:
+        if op.kind is Kind.FORWARD:
+            self._forward(context, layers, state)
+        elif op.kind is Kind.RECOMPUTE:
             if not context.recompute_each_layer:
-                self._recompute(context, visit, state)
+                self._recompute(context, layers, state)
         else:
-            self._backward(context, visit, state)
+            self._backward(context, layers, state)
 
     def reset(self) -> None:
         """Drop what a failed step left."""
@@ -99,19 +101,19 @@ class StageRunner:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _forward(self, context: StepContext, visit: Visit, state: MicrobatchState) -> None:
-        hidden = self._take_hidden(context, visit.layers[0], state)
+    def _forward(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
+        hidden = self._take_hidden(context, layers[0], state)
         num_layers = len(context.folds)
-        for layer in visit.layer_range:
+        for layer in layer_range(layers):
             if layer == num_layers - 1:
                 break  # the head's forward is done with its backward
-            if layer > visit.layers[0]:
+            if layer > layers[0]:
                 self._put_hidden(context, layer, state, hidden)
             if layer > 0:
                 with torch.no_grad(), self.backend.compute():
                     hidden = self._run_block(context, layer, state, hidden)
-        end = min(visit.layers[1] + 1, num_layers - 1)
-        if end > visit.layers[0]:
+        end = min(layers[1] + 1, num_layers - 1)
+        if end > layers[0]:
             self._put_hidden(context, end, state, hidden)
 
     def _run_block(
@@ -161,10 +163,10 @@ class StageRunner:
 
     # -- recompute -----------------------------------------------------------------------------------------------
 
-    def _recompute(self, context: StepContext, visit: Visit, state: MicrobatchState) -> None:
-        hidden = self._take_hidden(context, visit.layers[0], state)
+    def _recompute(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
+        hidden = self._take_hidden(context, layers[0], state)
         graphs: list[_LayerGraph] = []
-        for layer in visit.layer_range:
+        for layer in layer_range(layers):
             if layer == len(context.folds) - 1:
                 self._head_input[state.index] = hidden
             elif layer > 0:
@@ -188,12 +190,12 @@ class StageRunner:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _backward(self, context: StepContext, visit: Visit, state: MicrobatchState) -> None:
-        first, last = visit.layers
+    def _backward(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
+        first, last = layers
         has_head = last == len(context.folds) - 1
-        fused = context.schedule.fused_head and has_head
+        fused = context.program.schedule.fused_head and has_head
         if fused or (has_head and context.recompute_each_layer):
-            self._recompute(context, visit, state)
+            self._recompute(context, layers, state)
         gradient: torch.Tensor | None
         if has_head:
             gradient = self._run_head(context, state)
@@ -203,7 +205,7 @@ class StageRunner:
             host, event = context.boundaries.take((BoundaryKind.GRADIENT, last + 1, state.index))
             gradient = self.backend.receive(host, event)
         if context.recompute_each_layer and not has_head:
-            gradient = self._backward_layer_by_layer(context, visit, state, gradient)
+            gradient = self._backward_layer_by_layer(context, layers, state, gradient)
         else:
             graphs = self._graphs.pop(state.index)
             while graphs:
@@ -248,10 +250,10 @@ class StageRunner:
         return result.grad_hidden
 
     def _backward_layer_by_layer(
-        self, context: StepContext, visit: Visit, state: MicrobatchState, gradient: torch.Tensor | None
+        self, context: StepContext, layers: StageRange, state: MicrobatchState, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Recompute one layer, take its backward, go on to the layer before: one layer's activations at a time."""
-        for layer in reversed(visit.layer_range):
+        for layer in reversed(layer_range(layers)):
             if layer == 0:
                 break
             hidden = self._take_hidden(context, layer, state)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,14 @@ from torch import nn
 
 from roundpipe_cli.engine.activations import AbortedError, Progress
 from roundpipe_cli.engine.backends.base import Backend, Event
-from roundpipe_cli.engine.gradients import square_sum
-from roundpipe_cli.engine.program import Visit
+from roundpipe_cli.engine.gradients import GradientFold, square_sum
+from roundpipe_cli.engine.program import backward_ops, layer_range, stage_layers
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.layout import LayerLayout, round_up
-from roundpipe_cli.schedule.actions import Action
+from roundpipe_cli.schedule.actions import Kind, StageRange
+from roundpipe_cli.schedule.lower import Op
 
 SLOT_ALIGNMENT_BYTES = 256
 
@@ -42,17 +42,17 @@ class Slot:
 
 @dataclass
 class WorkItem:
-    """One step's orders for one worker."""
+    """One step's orders for one worker: its row of the context's program."""
 
     context: StepContext
-    visits: Sequence[Visit]
+    ops: Sequence[int]
 
 
 @dataclass(frozen=True)
 class ComputeInterval:
-    """One action as it was carried out; marks are the backend's."""
+    """One operation as it was carried out; marks are the backend's."""
 
-    action: Action
+    op: Op
     start: Any
     end: Any
 
@@ -67,20 +67,40 @@ class WorkResult:
     where: str = ""
 
 
-class _Handover:
-    """A queue between the prefetch thread and the worker thread that an abort can interrupt."""
+class _Slots:
+    """Who may use which slot: the prefetch thread fills, the worker thread computes and leaves."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, slots: Sequence[Slot], progress: Progress) -> None:
         self._progress = progress
-        self._items: deque[Any] = deque()
+        self._free = set(range(len(slots)))
+        self._loaded: dict[int, Event] = {}
+        self._error: BaseException | None = None
+        self.slots = slots
 
-    def put(self, item: Any) -> None:
-        self._items.append(item)
+    def take(self, index: int) -> Slot:
+        """Wait until the visit before has left slot `index`."""
+        self._progress.wait_for(lambda: index in self._free)
+        self._free.discard(index)
+        return self.slots[index]
+
+    def loaded(self, visit: int, event: Event) -> None:
+        self._loaded[visit] = event
         self._progress.moved()
 
-    def get(self) -> Any:
-        self._progress.wait_for(lambda: bool(self._items))
-        return self._items.popleft()
+    def failed(self, error: BaseException) -> None:
+        self._error = error
+        self._progress.moved()
+
+    def wait_loaded(self, visit: int) -> Event:
+        """Wait until the weights of `visit` are on their way."""
+        self._progress.wait_for(lambda: visit in self._loaded or self._error is not None)
+        if self._error is not None:
+            raise self._error
+        return self._loaded.pop(visit)
+
+    def leave(self, index: int) -> None:
+        self._free.add(index)
+        self._progress.moved()
 
 
 def stage_bytes(layouts: Sequence[LayerLayout], layers: range) -> int:
@@ -105,7 +125,7 @@ class Worker:
         self._store = store
         self._results = results
         self._orders: queue.Queue[WorkItem | None] = queue.Queue()
-        self._prefetch_orders: queue.Queue[tuple[WorkItem, _Handover, _Handover] | None] = queue.Queue()
+        self._prefetch_orders: queue.Queue[tuple[WorkItem, _Slots] | None] = queue.Queue()
         self._slots: list[Slot] = []
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{index}", daemon=True)]
@@ -162,69 +182,96 @@ class Worker:
                 self._results.put(result)
 
     def _run(self, item: WorkItem, result: WorkResult) -> None:
-        context = item.context
-        loaded, free = _Handover(context.progress), _Handover(context.progress)
+        context, program = item.context, item.context.program
+        slots = _Slots(self._slots, context.progress)
         if not self.backend.aliases_host:
-            for slot in self._slots:
-                free.put(slot)
-            self._prefetch_orders.put((item, loaded, free))
-        for visit in item.visits:
-            result.where = f"waiting for the weights of layers {visit.layers[0]}-{visit.layers[1]}"
-            held = self._enter(context, visit, loaded)
-            for action in visit.actions:
-                result.where = describe(action, visit, context.step)
-                start = self.backend.mark()
-                self.runner.run(context, visit, action)
-                result.intervals.append(ComputeInterval(action, start, self.backend.mark()))
-                context.progress.moved()
-            if held is not None:
-                self._leave(context, visit, held, free)
+            self._prefetch_orders.put((item, slots))
+        bound = -1
+        for op_id in item.ops:
+            op = program.ops[op_id]
+            if op.visit < 0:
+                continue  # a stage without layers
+            visit = program.visits[op.visit]
+            if not self.backend.aliases_host:
+                if visit.ops[0] == op_id:
+                    result.where = f"waiting for the weights of layers {visit.layers[0]}-{visit.layers[1]}"
+                    self.backend.wait(slots.wait_loaded(op.visit))
+                if bound != op.visit:
+                    self._bind_slot(context, op.visit)
+                    bound = op.visit
+                self._start_sums(context, op)
+            result.where = describe(op, context)
+            start = self.backend.mark()
+            self.runner.run(context, op)
+            result.intervals.append(ComputeInterval(op, start, self.backend.mark()))
+            context.progress.moved()
+            if visit.ops[-1] == op_id and not self.backend.aliases_host:
+                self._leave(context, op.visit, slots)
         result.where = "finishing the step"
         self.backend.synchronize()
 
-    def _enter(self, context: StepContext, visit: Visit, loaded: _Handover) -> Slot | None:
-        if self.backend.aliases_host:
-            return None
-        got, event = loaded.get()
-        if isinstance(got, BaseException):
-            raise got
-        slot: Slot = got
-        self.backend.wait(event)
+    def _bind_slot(self, context: StepContext, visit_id: int) -> None:
+        """Point the modules of a visit's layers at the weights, and the gradient sums, in its slot."""
+        visit = context.program.visits[visit_id]
+        slot = self._slots[visit.slot]
+        offset = 0
+        for layer in layer_range(visit.layers):
+            if layer > 0:
+                self._bind(layer, slot, offset)
+                offset += round_up(self._store.layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES)
         self.runner.accumulators = {}
-        gradient_offset = 0
-        offset = 0
-        for layer in visit.layer_range:
-            if layer == 0:
-                continue
-            layout = self._store.layouts[layer]
-            self._bind(layer, slot, offset)
-            offset += round_up(layout.num_bytes, SLOT_ALIGNMENT_BYTES)
-            if visit.backward and context.folds[layer] is not None and context.device_folds:
-                flat = slot.gradients[gradient_offset : gradient_offset + layout.num_trainable_elements]
-                if visit.first_microbatch == 0:
-                    flat.zero_()
-                self.runner.accumulators[layer] = [place.trainable_view(flat) for place in layout.trainable]
-                gradient_offset += round_up(layout.num_trainable_elements, 64)
-        return slot
+        if context.device_folds and backward_ops(context.program, visit_id):
+            for fold, flat in self._sums(context, visit.layers, slot):
+                places = self._store.layouts[fold.layer].trainable
+                self.runner.accumulators[fold.layer] = [place.trainable_view(flat) for place in places]
 
-    def _leave(self, context: StepContext, visit: Visit, slot: Slot, free: _Handover) -> None:
+    def _start_sums(self, context: StepContext, op: Op) -> None:
+        """Before a visit's first backward: its gradient sums, from zero or from where the visit before left them.
+
+        Done here and not with the weights, because a visit may begin with forwards, which must not wait for this.
+        """
+        if not context.device_folds or op.kind is not Kind.BACKWARD:
+            return
+        visit = context.program.visits[op.visit]
+        if backward_ops(context.program, op.visit)[0].id != op.id:
+            return
+        copies, after = [], []
+        for fold, flat in self._sums(context, visit.layers, self._slots[visit.slot]):
+            if op.microbatch == 0:
+                flat.zero_()
+            else:
+                after.append(fold.wait_turn(op.microbatch))
+                copies.append((flat, fold.flat))
+        if copies:
+            self.backend.wait(self._upload(context, copies, after))
+
+    def _sums(
+        self, context: StepContext, layers: StageRange, slot: Slot
+    ) -> Iterator[tuple[GradientFold, torch.Tensor]]:
+        """Each trained layer's fold and its sum in the slot."""
         offset = 0
-        if visit.backward and context.device_folds:
-            end = visit.actions[-1].microbatch + 1
-            for layer in visit.layer_range:
-                fold = context.folds[layer]
-                if layer == 0 or fold is None:
-                    continue
-                count = self._store.layouts[layer].num_trainable_elements
-                flat = slot.gradients[offset : offset + count]
+        for layer in layer_range(layers):
+            fold = context.folds[layer]
+            if layer == 0 or fold is None:
+                continue
+            count = self._store.layouts[layer].num_trainable_elements
+            yield fold, slot.gradients[offset : offset + count]
+            offset += round_up(count, 64)
+
+    def _leave(self, context: StepContext, visit_id: int, slots: _Slots) -> None:
+        visit = context.program.visits[visit_id]
+        slot = self._slots[visit.slot]
+        backwards = backward_ops(context.program, visit_id)
+        if backwards and context.device_folds:
+            end = backwards[-1].microbatch + 1
+            for fold, flat in self._sums(context, visit.layers, slot):
                 fault("download", step=context.step, worker=self.index)
                 event = self.backend.download(fold.flat, flat)
                 if end == len(context.microbatches):
-                    context.square_sums[layer] = square_sum(flat)
+                    context.square_sums[fold.layer] = square_sum(flat)
                 fold.finish_visit(end, event)
-                offset += round_up(count, 64)
         slot.free = self.backend.record()
-        free.put(slot)
+        slots.leave(visit.slot)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -255,34 +302,34 @@ class Worker:
                 order = self._prefetch_orders.get()
                 if order is None:
                     return
-                item, loaded, free = order
+                item, slots = order
                 try:
-                    for visit in item.visits:
-                        slot = free.get()
-                        loaded.put((slot, self._upload(item.context, visit, slot)))
+                    self._upload_visits(item, slots)
                 except AbortedError:
                     pass
                 except BaseException as error:
-                    loaded.put((error, None))
+                    slots.failed(error)
 
-    def _upload(self, context: StepContext, visit: Visit, slot: Slot) -> Event:
-        fault("prefetch", step=context.step, worker=self.index)
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        after = [slot.free]
-        offset = gradient_offset = 0
-        for layer in visit.layer_range:
-            if layer == 0:
-                continue
-            layout = self._store.layouts[layer]
-            copies.append((slot.weights[offset : offset + layout.num_bytes], self._store.buffers[layer]))
-            offset += round_up(layout.num_bytes, SLOT_ALIGNMENT_BYTES)
-            fold = context.folds[layer]
-            if visit.backward and fold is not None and context.device_folds:
-                count = layout.num_trainable_elements
-                if visit.first_microbatch > 0:
-                    after.append(fold.wait_turn(visit.first_microbatch))
-                    copies.append((slot.gradients[gradient_offset : gradient_offset + count], fold.flat))
-                gradient_offset += round_up(count, 64)
+    def _upload_visits(self, item: WorkItem, slots: _Slots) -> None:
+        """The weights of each visit, in order, each as soon as its slot is free."""
+        context, program = item.context, item.context.program
+        visits = dict.fromkeys(program.ops[op].visit for op in item.ops if program.ops[op].visit >= 0)
+        for visit_id in visits:
+            visit = program.visits[visit_id]
+            slot = slots.take(visit.slot)
+            fault("prefetch", step=context.step, worker=self.index)
+            copies = []
+            offset = 0
+            for layer in layer_range(visit.layers):
+                if layer > 0:
+                    num_bytes = self._store.layouts[layer].num_bytes
+                    copies.append((slot.weights[offset : offset + num_bytes], self._store.buffers[layer]))
+                    offset += round_up(num_bytes, SLOT_ALIGNMENT_BYTES)
+            slots.loaded(visit_id, self._upload(context, copies, [slot.free]))
+
+    def _upload(
+        self, context: StepContext, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]
+    ) -> Event:
         fault("upload", step=context.step, worker=self.index)
         event = self.backend.upload(copies, after)
         with context.progress.condition:
@@ -290,8 +337,8 @@ class Worker:
         return event
 
 
-def describe(action: Action, visit: Visit, step: int) -> str:
+def describe(op: Op, context: StepContext) -> str:
     """Where an error happened, for its message."""
-    kind = {"F": "forward", "R": "recompute", "B": "backward"}[action.kind.value]
-    stage = f"stage {action.stage} (layers {visit.layers[0]}-{visit.layers[1]})"
-    return f"{kind} of {stage}, microbatch {action.microbatch}, step {step}"
+    kind = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}[op.kind]
+    first, last = stage_layers(context.program.schedule, op)
+    return f"{kind} of stage {op.stage} (layers {first}-{last}), microbatch {op.microbatch}, step {context.step}"

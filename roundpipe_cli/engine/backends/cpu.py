@@ -18,7 +18,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages that computations under this mode have made and that are still alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.permanent_bytes = 0
         self.peak_bytes = 0
