@@ -207,8 +207,11 @@ def test_valid_and_the_text_form_round_trips(case: tuple[Schedule, CostModel, in
 @given(cases(with_bytes=True))
 def test_bytes_never_make_it_faster_and_runs_are_equal(case: tuple[Schedule, CostModel, int]) -> None:
     schedule, costs, staleness = case
-    first = simulate(schedule, costs, staleness=staleness)
-    assert first == simulate(schedule, costs, staleness=staleness)
-    assert makespan_s(first) >= makespan_s(simulate(schedule, costs, accounting="published", staleness=staleness)) * (
-        1 - 1e-9
-    )
+    timeline = simulate(schedule, costs, staleness=staleness)
+    assert timeline == simulate(schedule, costs, staleness=staleness)
+    stages = (*schedule.forward_stages, *schedule.backward_stages)
+    if all(
+        last >= first for first, last in stages
+    ):  # a tensor with bytes passes by stages without layers, and their hops
+        published = simulate(schedule, costs, accounting="published", staleness=staleness)
+        assert makespan_s(timeline) >= makespan_s(published) * (1 - 1e-9)

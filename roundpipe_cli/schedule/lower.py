@@ -18,7 +18,8 @@ Interpretation, the same for both:
 - An operation starts when its `deps` have ended. A dependency between operations of two different workers arrives a hop
   later. `late_deps` are needed only after the first part of a backward (its recompute or the head's forward, which runs
   ahead and ends when they arrive); an interpreter without such parts treats them as `deps`.
-- Where a tensor has no bytes no transfer is made and the consumer depends on the producer itself.
+- Where a tensor has no bytes no transfer is made and the consumer depends on the producer itself. One with bytes passes
+  by stages without layers.
 
 Rules of the contract that the dependencies spell out: two boundary tensors at most wait per worker and direction; at
 staleness 0 a step's updates start when all its gradients have landed, and the next step's weights wait for theirs; at
