@@ -19,6 +19,8 @@ Accounting = Literal["default", "published"]
 
 MIN_ROUNDS = 24
 """Chained rounds by which a plan for staleness 1 is judged at least."""
+BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=1.2e7)
+"""For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
 QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
 """For alternatives that seldom win: other round sizes, fewer workers."""
 NEAR = 1.01
@@ -142,7 +144,7 @@ def plan_partition(
         staleness,
         num_steps,
         limits,
-        effort or Effort(),
+        effort or (BRISK if accounting == "default" else Effort()),
     )
     plan = _best_workers(task)
     if not plan.found:

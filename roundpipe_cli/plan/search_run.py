@@ -26,7 +26,7 @@ OVERHEAD = 500
 class Effort:
     """How much a search may do. Work is counted in stage visits of one microbatch, about five nanoseconds each."""
 
-    cell_work: float = 1.0e8
+    cell_work: float = 1.5e8
     pattern_cells: int = 400
     local_work: float = 4.0e7
     keep: int = 8
@@ -115,7 +115,7 @@ class Search:
         index = numpy.flatnonzero(fits)
         if not len(index):
             return values, []
-        self.work += (len(index) + OVERHEAD) * works.lead_s.shape[0] * sum(self.chain.round_sizes)
+        self.work += (len(index) + OVERHEAD) * works.lead_s.shape[0] * (sum(self.chain.round_sizes) + 10)
         values[index] = self.scorer.step_s(works.take(index), self.chain)
         order = numpy.argsort(values, kind="stable")[: self.effort.keep]
         best = [self._candidate(values[i], batch, i) for i in order if values[i] < INFEASIBLE]
@@ -155,5 +155,5 @@ class Search:
         return self.score(batch)[1]
 
 
-FIRST_PATTERNS = (("smaller first", "larger first"), ("spread", "larger first"))
+FIRST_PATTERNS = (("smaller first", "larger first"), ("spread", "larger first"), ("smaller first", "smaller first"))
 """Even cuts that are tried for every cell: a short fill and a short drain."""

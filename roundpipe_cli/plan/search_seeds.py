@@ -24,7 +24,7 @@ def unit_bounds(sums: StageSums) -> list[int]:
     total = sum(work)
     if total <= 0:
         return list(range(body + 1))
-    num_units = max(1, sum(1 for value in work if value > 0.05 * total / body))
+    num_units = max(1, sum(1 for value in work if value > 0.2 * total / body))
     bounds, passed, layer = [0], 0.0, 0
     for unit in range(1, num_units):
         while layer < body and passed + work[layer] <= (unit + 1e-6) * total / num_units:
@@ -83,7 +83,7 @@ def _cell_bounds(
     speed, fastest = scorer.speeds.sum(), scorer.speeds.max()
     busy = lead + rest + body * (unit_f + unit_r + unit_b)
     longest = -(-body // numpy.maximum(later, 1)) * (unit_r + unit_b)
-    waiting = size * numpy.maximum(lead + rest - longest, 0.0) / fastest / 2
+    waiting = size * numpy.maximum(lead + rest - longest, 0.0) / fastest * (workers - 1) / workers / 2
     waiting = (waiting + numpy.maximum(forward - workers, 0) * scorer.hop_s) * chain.rounds_per_step
     if chain.from_round:
         bound = busy * sum(chain.round_sizes[: chain.rounds_per_step]) / speed
