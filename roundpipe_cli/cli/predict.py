@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from roundpipe_cli.cli.quick_cut import quick_cut
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
 from roundpipe_cli.plan.cost import CostModel
@@ -30,6 +31,7 @@ from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
+from roundpipe_cli.units import format_seconds
 
 ASSUMED_HARDWARE = "8x4090"
 MAX_PARAMETERS_ON_CPU = 2_000_000_000
@@ -37,7 +39,8 @@ MAX_PARAMETERS_ON_CPU = 2_000_000_000
 MAX_SIMULATED_MICROBATCHES = 64
 MAX_PLANNED_ROUNDS = 4
 """Rounds of a step that the planner looks at: later ones repeat."""
-MAX_LINK_SHARE = 0.7
+MAX_SEARCHED_LAYERS = 72
+"""For more layers than these a few even cuts are simulated in place of the planner's search, which takes seconds."""
 MAX_COUNTED_BYTES = 256 * 1024**2
 
 
@@ -152,6 +155,8 @@ def check_fits(loaded: LoadedRecipe) -> None:
         ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
     """
     question = ask(loaded)
+    if not question.hardware.is_here:
+        return  # the recipe's GPUs are not here, which is another error than memory
     available = min(question.hardware.host_memory_bytes, host_memory().available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
     verdict = judge_coarsest(question.architecture, question.settings, machine)
@@ -238,7 +243,7 @@ def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> P
         bubble_ratio=step.bubble_ratio,
         links=step.links,
         timeline=step.timeline,
-        explanation=cut.explanation,
+        explanation=(*cut.explanation, _what_binds(question, step, host_s)),
         assumptions=_assumptions(question, cut),
     )
 
@@ -249,6 +254,8 @@ class _Cut:
     backward_stages: tuple[StageRange, ...]
     microbatches_per_round: int
     explanation: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+    """Those that get stages; empty: all of them."""
 
 
 def _cut(question: Question) -> _Cut:
@@ -274,33 +281,34 @@ def _planned(question: Question) -> _Cut:
         return _Cut(tuple(forward), tuple(backward), question.num_workers, (why,))
     limits = stage_limits(architecture, settings, hardware, question.analytic)
     staleness: Literal[0, 1] = 1 if settings.staleness else 0
+    if len(question.analytic.costs.layers) > MAX_SEARCHED_LAYERS:
+        quick = quick_cut(
+            question.analytic.costs,
+            num_workers=question.num_workers,
+            num_microbatches=settings.num_microbatches,
+            staleness=staleness,
+            limits=limits,
+        )
+        return _Cut(*quick, ("the best of a few even cuts: with so many layers evenness hardly matters",))
     try:
         partition = plan_partition(
             question.analytic.costs,
             num_workers=question.num_workers,
             num_microbatches=min(settings.num_microbatches, MAX_PLANNED_ROUNDS * question.num_workers),
             staleness=staleness,
-            num_steps=8 if staleness else 1,
+            num_steps=30 if staleness else 1,
             limits=limits,
         )
     except ResourceError:
         forward, backward = coarsest_stages(architecture, settings, hardware, question.analytic)
         return _Cut(tuple(forward), tuple(backward), question.num_workers, ("no cut keeps the devices' limits",))
-    per_round = _enough_per_round(question, partition.microbatches_per_round)
-    return _Cut(partition.forward_stages, partition.backward_stages, per_round, partition.explanation)
-
-
-def _enough_per_round(question: Question, per_round: int) -> int:
-    """More microbatches a round where the links would bind: every layer is sent twice a round, however many it serves.
-
-    Doubled until the links take at most `MAX_LINK_SHARE` of the time that the workers compute.
-    """
-    costs, wanted = question.analytic.costs, question.settings.num_microbatches
-    link_s = 2 * sum(layer.param_bytes for layer in costs.layers) / costs.link_bytes_per_s
-    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
-    while per_round < wanted and math.ceil(wanted / per_round) * link_s > MAX_LINK_SHARE * wanted * compute_s:
-        per_round = min(2 * per_round, wanted)
-    return per_round
+    return _Cut(
+        partition.forward_stages,
+        partition.backward_stages,
+        partition.microbatches_per_round,
+        partition.explanation,
+        partition.workers,
+    )
 
 
 def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
@@ -343,6 +351,24 @@ def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
     return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
 
 
+def _what_binds(question: Question, step: _Step, host_s: float) -> str:
+    """Where the time of a step goes: workers' arithmetic, links, interpreter."""
+    workers, costs = question.num_workers, question.analytic.costs
+    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
+    compute_s *= question.settings.num_microbatches / sum(costs.worker_speed or (1.0,) * workers)
+    up_s = step.links.up / workers / costs.link_bytes_per_s
+    update_s = sum(layer.optimizer_s for layer in costs.layers)
+    times = {
+        "arithmetic": compute_s,
+        "links to the workers": up_s,
+        "interpreter": host_s,
+        "optimizer on the host": update_s,
+    }
+    most = max(times, key=lambda name: times[name])
+    shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
+    return f"{most} binds; without waiting a step would need: {shown}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Simulated:
     timeline: Timeline
@@ -353,11 +379,14 @@ def _simulated(
     question: Question, cut: _Cut, schedule_name: str, num_microbatches: int, *, num_steps: int
 ) -> _Simulated:
     costs, staleness = question.analytic.costs, question.settings.staleness
+    workers = cut.workers or tuple(range(question.num_workers))
+    if costs.worker_speed is not None:
+        costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
     schedule = build_schedule(
         schedule_name,
         forward_stages=cut.forward_stages,
         backward_stages=cut.backward_stages if schedule_name == "roundpipe" else None,
-        num_workers=question.num_workers,
+        num_workers=len(workers),
         num_microbatches=num_microbatches,
         costs=costs,
         microbatches_per_round=cut.microbatches_per_round if schedule_name == "roundpipe" else None,

@@ -82,6 +82,8 @@ class Hardware:
     """How float16 matrix products accumulate; bfloat16 always accumulates in 32 bits."""
     notes: tuple[str, ...] = ()
     """What of this was measured and what assumed, for the reader."""
+    is_here: bool = False
+    """Read from the machine that this runs on, rather than given or assumed."""
 
 
 @lru_cache(maxsize=1)

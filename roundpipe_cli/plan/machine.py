@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.plan.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
-from roundpipe_cli.units import GIB, MIB
+from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CPU_FLOAT32_FLOPS_PER_S_PER_CORE = 60e9
 """Whole training steps of SmolLM2-135M in float32 on a 2-core AVX-512 machine: 150 tokens/s."""
@@ -177,14 +177,30 @@ def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
 
 def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
     """These devices in this machine, with its measured host memory and the free disk under `output_dir`."""
-    memory = host_memory()
+    memory, lockable = host_memory(), lockable_bytes()
+    measured = [f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"]
+    if lockable is not None and any(not device.is_cpu for device in devices):
+        measured.append(
+            f"measured: at most {format_bytes(lockable)} may be page-locked (ulimit -l); the rest is slower"
+        )
     return Hardware(
         description=description,
         devices=devices,
         host_memory_bytes=memory.total_bytes,
         disk_free_bytes=free_disk_bytes(output_dir),
-        notes=(*notes, f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"),
+        notes=(*notes, *measured),
+        is_here=True,
     )
+
+
+def lockable_bytes() -> int | None:
+    """Bytes that this process may page-lock; None: no limit, or none that is known."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def free_disk_bytes(folder: Path) -> int | None:

@@ -77,16 +77,29 @@ def coarsest_stages(
 ) -> tuple[list[StageRange], list[StageRange]]:
     """Forward and backward stages of as many blocks each as the devices hold; one block each if not even two fit."""
     num_layers = len(analytic.costs.layers)
+    budget = worker_budget_bytes(architecture, settings, hardware, analytic)
     low, high = 1, num_layers - 1
     while low < high:  # device memory grows with the blocks of a stage
         blocks = (low + high + 1) // 2
         forward, backward = even_stages(num_layers, blocks)
         need = device_need(analytic.costs, architecture, settings, hardware, forward, backward)
-        if all(need.total_bytes <= usable_device_bytes(device) for device in _smallest_device(hardware)):
+        if need.total_bytes <= budget:
             low = blocks
         else:
             high = blocks - 1
     return even_stages(num_layers, low)
+
+
+def worker_budget_bytes(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> int:
+    """What a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers their
+    share of the host memory that is left when all else is counted, with the boundaries of one block a stage."""
+    gpus = _smallest_device(hardware)
+    if gpus:
+        return usable_device_bytes(gpus[0])
+    host = host_need(analytic.costs, architecture, settings, hardware, len(analytic.costs.layers))
+    return max(0, usable_host_bytes(hardware) - host.total_bytes) // len(hardware.devices)
 
 
 def even_stages(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
@@ -122,23 +135,21 @@ def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str |
 
 def stage_limits(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
-) -> StageLimits | None:
-    """Limits for the planner under which every cut fits the devices; None where no device limits stages.
+) -> StageLimits:
+    """Limits for the planner under which every cut fits the devices.
 
     What all stages share (`fixed_device_need`) leaves F bytes. Stages of b blocks backward and f forward need slots x
     max(f weights, b (weights + gradients), head's) + b activations <= F. The planner wants forward stages about three
     times as large, since backward does three times the work, so b is the largest for which f = 3 b fits as well.
     """
-    devices = _smallest_device(hardware)
-    if not devices:
-        return None
     costs = analytic.costs
     blocks, head = costs.layers[1:-1], costs.layers[-1]
     weights = max(layer.param_bytes for layer in blocks)
     trained = weights + max(layer.grad_bytes for layer in blocks)
     kept = max(layer.activation_bytes for layer in blocks)
     head_bytes = head.param_bytes + head.grad_bytes
-    free = usable_device_bytes(devices[0]) - fixed_device_need(costs, architecture, settings, hardware).total_bytes
+    free = worker_budget_bytes(architecture, settings, hardware, analytic)
+    free -= fixed_device_need(costs, architecture, settings, hardware).total_bytes
     count = 1
     while count < len(blocks):
         larger = count + 1
