@@ -31,10 +31,11 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, Microbatch
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.cut import Cutter, rough_costs
+from roundpipe_cli.train.cut import PROFILE_STEPS
 from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.optimizer import HostAdamW
-from roundpipe_cli.train.setup import Setup, active_parameters, prepare
+from roundpipe_cli.train.pool import make_cutter
+from roundpipe_cli.train.setup import Setup, prepare
 
 LEARNING_RATE = 1e-4
 
@@ -43,7 +44,7 @@ def setup_for(args: argparse.Namespace, dtype: str) -> Setup:
     """Model and store as `finetune` makes them."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
-        rows.write_text("\n".join('{"text": "row %d"}' % index for index in range(64)))
+        rows.write_text("\n".join(f'{{{{"text": "row {index}"}}}}' for index in range(64)))
         recipe = Path(folder) / "recipe.yaml"
         devices = "[cpu, cpu]" if args.device == "cpu" else f"[{args.device}]"
         recipe.write_text(
@@ -149,29 +150,28 @@ def backends(args: argparse.Namespace) -> list[Backend]:
 
 
 def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
-    """Seconds per step of each way, one entry a round; the first round warms up and is left out."""
+    """Seconds per step of each way, one entry a round; the first rounds (warm-up, profile) are left out."""
     setup = setup_for(args, dtype)
     plain = plain_stepper(plain_model(setup, args.device), args.device)
     independent = Independent(args, dtype) if args.device == "cpu" and not args.no_independent else None
     optimizer = HostAdamW(setup.store)
     workers = backends(args)
-    costs = rough_costs(setup.store.layouts, active_parameters(setup.model, list(setup.store.layouts)), args.method)
-    cutter = Cutter(costs, len(workers), setup.recipe.pipeline)
-    schedule = cutter.schedule(args.microbatches)
-    print(f"forward {schedule.forward_stages}\nbackward {schedule.backward_stages}", flush=True)
+    cutter = make_cutter(setup)
     seconds: dict[str, list[float]] = {"plain": [], "independent": [], "engine": [], "bubble": []}
     with Engine(setup.model, setup.split, setup.store, workers) as engine:
-        for number in range(args.rounds + 1):
+        for number in range(args.rounds + PROFILE_STEPS):
             microbatches = batches(args, number)
             torch.set_num_threads(num_cores())
             started = time.perf_counter()
             plain_loss = plain(microbatches)
             seconds["plain"].append(time.perf_counter() - started)
+            schedule = cutter.schedule(args.microbatches)
             started = time.perf_counter()
             result = engine.run_step(microbatches, schedule, step=number)
             factor = min(1.0, 1.0 / (result.gradient_norm + 1e-6))
             optimizer.step(LEARNING_RATE, factor)
             seconds["engine"].append(time.perf_counter() - started)
+            cutter.observe(result)
             seconds["bubble"].append(result.bubble_ratio)
             tolerance = 1e-3 if dtype == "float32" else 3e-2
             if not math.isclose(plain_loss, result.loss, rel_tol=tolerance):
@@ -184,7 +184,8 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
             print(f"  {dtype} round {number}: {row}", flush=True)
     if independent is not None:
         independent.close()
-    return {name: values[1:] for name, values in seconds.items() if values}
+    print(f"forward {schedule.forward_stages}\nbackward {schedule.backward_stages}", flush=True)
+    return {name: values[PROFILE_STEPS:] for name, values in seconds.items() if values}
 
 
 def main() -> None:

@@ -187,6 +187,7 @@ class Worker:
         if not self.backend.aliases_host:
             self._prefetch_orders.put((item, slots))
         bound = -1
+        last_op = {program.ops[op_id].microbatch: op_id for op_id in item.ops}
         for op_id in item.ops:
             op = program.ops[op_id]
             if op.visit < 0:
@@ -207,6 +208,8 @@ class Worker:
             context.progress.moved()
             if visit.ops[-1] == op_id and not self.backend.aliases_host:
                 self._leave(context, op.visit, slots)
+            if last_op[op.microbatch] == op_id:  # masks and position embeddings of later rounds take their place
+                context.microbatches[op.microbatch].calls_by_worker.pop(self.index, None)
         result.where = "finishing the step"
         self.backend.synchronize()
 

@@ -1,64 +1,123 @@
-"""Where a recipe's stages are cut: by the recipe, or by the planner from rough costs of the layers at hand."""
+"""Where a run's stages are cut: as the recipe says, or by the planner.
+
+The planner wants to know what each layer costs. A run measures that itself: its first steps have one layer a stage
+and are timed, the steps after are cut by what they showed. Where stages are cut changes no bit of the result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
 
+from roundpipe_cli.engine.engine import StepResult
+from roundpipe_cli.engine.profile import measured_costs, profile_schedule
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.plan.stages import StageLimits
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.compare import Question, choose_partition
 
-SECONDS_PER_PARAMETER = 1e-9
-"""Any unit will do: only the proportions of layers decide where they are cut."""
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
+"""Of one worker, until it is measured."""
+PROFILE_STEPS = 2
+"""The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
+MEMORY_SHARE = 0.85
+"""Of a GPU's memory, for slots and activations."""
 
-_Cut = tuple[tuple[StageRange, ...], "tuple[StageRange, ...] | None", "int | None"]
-"""Forward stages, backward stages (None: the mirror), microbatches per round (None: as many as workers)."""
 
-def rough_costs(layouts: Sequence[LayerLayout], active_parameters: Sequence[int], method: str) -> CostModel:
-    """Costs of the layers in proportion to the parameters that a token meets.
+def rough_costs(
+    layouts: Sequence[LayerLayout],
+    active_parameters: Sequence[int],
+    *,
+    method: str,
+    tokens: int,
+    device: str,
+    device_memory_bytes: int | None = None,
+) -> CostModel:
+    """Costs of the layers from their parameters alone.
 
     Args:
         layouts: one per layer.
         active_parameters: per layer, parameters that take part for one token (a part of the experts).
         method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
+        tokens: of a microbatch.
+        device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
+        device_memory_bytes: of the smallest device.
     """
     backward = 1.0 if method == "lora" else 2.0
+    streams = device != "cpu"
     layers = []
     for index, (layout, active) in enumerate(zip(layouts, active_parameters, strict=True)):
-        seconds = active * SECONDS_PER_PARAMETER
-        is_embed, is_head = index == 0, index == len(layouts) - 1
+        seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device] if index else 0.0
+        item_bytes = layout.trainable_dtype.itemsize
+        width = sum(sum(place.shape[-2:]) for place in layout.places if len(place.shape) > 1)
         layers.append(
             LayerCost(
                 name=layout.name,
-                forward_s=0.0 if is_embed else seconds,
-                backward_s=0.0 if is_embed else seconds * backward,
-                recompute=not is_head,
+                forward_s=seconds,
+                backward_s=seconds * backward,
+                recompute=index < len(layouts) - 1,
+                param_bytes=layout.num_bytes if streams and index else 0,
+                grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
+                activation_bytes=width * tokens * item_bytes if streams and 0 < index < len(layouts) - 1 else 0,
             )
         )
-    return CostModel("rough", tuple(layers))
+    return CostModel("layers", tuple(layers), device_memory_bytes=device_memory_bytes)
 
 
 class Cutter:
-    """Builds the schedule of a step for any number of microbatches; the last step of an epoch may have fewer."""
+    """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
-    def __init__(self, costs: CostModel, num_workers: int, pipeline: Any) -> None:
+    def __init__(self, costs: CostModel, num_workers: int, pipeline: PipelineConfig) -> None:
         """
         Args:
-            costs: of the layers.
+            costs: of the layers, rough.
             num_workers: devices.
-            pipeline: the recipe's `pipeline` section.
+            pipeline: the recipe's section.
+
+        Raises:
+            RefusedError: stages of one direction given and the other left to the planner.
         """
-        self._costs = costs
+        self.costs = costs
         self._num_workers = num_workers
         self._pipeline = pipeline
-        self.schedule = lru_cache(maxsize=64)(self._schedule)
+        self._schedules: dict[int, Schedule] = {}
+        self._profile: list[StepResult] = []
+        forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
+        if pipeline.schedule == "roundpipe" and forward_auto != backward_auto:
+            raise RefusedError(
+                "forward_stages and backward_stages go together",
+                where="pipeline",
+                found="one of them is auto",
+                expected="both given or both auto",
+            )
+        self._planned = forward_auto
+        self.measured = not (self._planned and pipeline.schedule == "roundpipe")
+        """Whether `costs` are final; until then every step is a profile step."""
 
-    def _schedule(self, num_microbatches: int) -> Schedule:
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule of the next step."""
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = self._build(num_microbatches)
+        return self._schedules[num_microbatches]
+
+    def observe(self, result: StepResult) -> None:
+        """Learn from a finished step."""
+        if self.measured:
+            return
+        self._profile.append(result)
+        if len(self._profile) == PROFILE_STEPS:
+            self.costs = measured_costs(self.costs, self._profile[-1:])
+            self.measured = True
+            self._schedules.clear()
+            self._profile.clear()
+
+    def _build(self, num_microbatches: int) -> Schedule:
+        if not self.measured:
+            return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches)
         forward, backward, per_round = self._stages(num_microbatches)
         return build_schedule(
             self._pipeline.schedule,
@@ -66,44 +125,37 @@ class Cutter:
             backward_stages=backward,
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
-            costs=self._costs,
+            costs=self.costs,
             microbatches_per_round=per_round,
         )
 
-    def _stages(self, num_microbatches: int) -> _Cut:
-        forward, backward = self._pipeline.forward_stages, self._pipeline.backward_stages
-        if self._pipeline.schedule != "roundpipe":
-            return (self._even_stages() if forward == "auto" else _ranges(forward)), None, None
-        if (forward == "auto") != (backward == "auto"):
-            raise RefusedError(
-                "forward_stages and backward_stages go together",
-                where="pipeline",
-                found="one of them is auto",
-                expected="both given or both auto",
-            )
-        if forward != "auto":
-            return _ranges(forward), _ranges(backward), None
-        plan = plan_partition(self._costs, num_workers=self._num_workers, num_microbatches=num_microbatches)
+    def _stages(
+        self, num_microbatches: int
+    ) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None, int | None]:
+        pipeline = self._pipeline
+        if not self._planned:
+            backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
+            return _ranges(pipeline.forward_stages), backward, None
+        if pipeline.schedule != "roundpipe":
+            chosen = choose_partition(pipeline.schedule, Question(self.costs, self._num_workers, num_microbatches))
+            return chosen.forward_stages, None, None
+        plan = plan_partition(
+            self.costs,
+            num_workers=self._num_workers,
+            num_microbatches=num_microbatches,
+            limits=stage_limits(self.costs),
+        )
         return plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
 
-    def _even_stages(self) -> tuple[StageRange, ...]:
-        """As many stages as workers (twice as many where each worker has several), of about equal cost."""
-        per_worker = 2 if self._pipeline.schedule in ("looped_bfs", "interleaved_1f1b") else 1
-        weights = [cost.forward_s + cost.backward_s for cost in self._costs.layers]
-        count = min(self._num_workers * per_worker, len(weights))
-        target = sum(weights) / count
-        stages: list[StageRange] = []
-        start, done = 0, 0.0
-        for layer, weight in enumerate(weights):
-            done += weight
-            left = len(weights) - 1 - layer
-            full = done >= target * (len(stages) + 1) - weight / 2
-            if len(stages) < count - 1 and (full or left == count - 1 - len(stages)):
-                stages.append((start, layer))
-                start = layer + 1
-        stages.append((start, len(weights) - 1))
-        return tuple(stages)
+
+def stage_limits(costs: CostModel) -> StageLimits | None:
+    """How much one stage may take of a device: its share when every slot holds such a stage."""
+    if costs.device_memory_bytes is None:
+        return None
+    share = int(MEMORY_SHARE * costs.device_memory_bytes / costs.slots)
+    return StageLimits(forward_bytes=share, backward_bytes=share, head_bytes=share)
 
 
-def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
+def _ranges(stages: object) -> tuple[StageRange, ...]:
+    assert isinstance(stages, tuple)
     return tuple((int(first), int(last)) for first, last in stages)

@@ -20,16 +20,17 @@ from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, St
 from roundpipe_cli.faults import fault
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
-from roundpipe_cli.train.cut import Cutter, rough_costs
-from roundpipe_cli.train.devices import make_backends, num_cores, threads_per_worker
+from roundpipe_cli.train.cut import Cutter
+from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.durable import write_atomically
 from roundpipe_cli.train.finish import save_result, write_report
 from roundpipe_cli.train.learning_rate import make_schedule
 from roundpipe_cli.train.optimizer import HostAdamW
 from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState, truncate_metrics
+from roundpipe_cli.train.pool import make_cutter, make_engine
 from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_unchanged, run_state
-from roundpipe_cli.train.setup import Setup, Tell, active_parameters, prepare
+from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 
 CLIP_EPSILON = 1e-6
@@ -119,21 +120,9 @@ class Trainer:
         metrics_path = self.output_dir / METRICS_NAME
         truncate_metrics(metrics_path, first_step + 1)
         recipe, setup = self.recipe, self.setup
-        num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
-        costs = rough_costs(
-            setup.store.layouts, active_parameters(setup.model, list(setup.store.layouts)), recipe.method
-        )
-        cutter = Cutter(costs, len(setup.devices), recipe.pipeline)
+        cutter = make_cutter(setup)
         self._tell(Phase("starting the workers"))
-        engine = Engine(
-            setup.model,
-            setup.split,
-            setup.store,
-            make_backends(setup.devices, num_threads),
-            seed=recipe.seed,
-            head_chunk_tokens=recipe.head_chunk_tokens,
-            recompute=recipe.pipeline.recompute,
-        )
+        engine = make_engine(setup)
         torch.set_num_threads(num_cores())
         started_s = time.monotonic()
         self._started_s = started_s
@@ -171,6 +160,7 @@ class Trainer:
         microbatches, num_tokens = self._microbatches(batches)
         schedule = cutter.schedule(len(microbatches))
         result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
+        cutter.observe(result)
         result = _poisoned(result, fault("optimizer", step=step))
         learning_rate = self._learning_rate(step)
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):

@@ -25,6 +25,11 @@ def supports_bfloat16(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] >= 8
 
 
+def memory_bytes(index: int) -> int:
+    """Free memory of GPU `index` now; a display or another program may hold the rest."""
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
 def describe_device(index: int) -> str:
     """Name and memory of GPU `index`."""
     properties = torch.cuda.get_device_properties(index)

@@ -1,0 +1,42 @@
+"""From a prepared model to its engine and its cutter, for training and for `bench --run` alike."""
+
+from __future__ import annotations
+
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.train.cut import Cutter, rough_costs
+from roundpipe_cli.train.devices import make_backends, threads_per_worker
+from roundpipe_cli.train.setup import Setup, active_parameters
+
+
+def make_engine(setup: Setup) -> Engine:
+    """The engine of a run; not started yet."""
+    recipe = setup.recipe
+    num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
+    return Engine(
+        setup.model,
+        setup.split,
+        setup.store,
+        make_backends(setup.devices, num_threads),
+        seed=recipe.seed,
+        head_chunk_tokens=recipe.head_chunk_tokens,
+        recompute=recipe.pipeline.recompute,
+    )
+
+
+def make_cutter(setup: Setup) -> Cutter:
+    """The cutter of a run, with rough costs until the first steps have been timed."""
+    recipe = setup.recipe
+    layouts = setup.store.layouts
+    on_gpu = setup.devices[0] != "cpu"
+    lengths = setup.dataset.rows.lengths
+    memory = min(cuda.memory_bytes(int(name.removeprefix("cuda:"))) for name in setup.devices) if on_gpu else None
+    costs = rough_costs(
+        layouts,
+        active_parameters(setup.model, list(layouts)),
+        method=recipe.method,
+        tokens=recipe.micro_batch_size * (int(lengths.max()) if on_gpu else max(1, int(lengths.mean()))),
+        device="cuda" if on_gpu else "cpu",
+        device_memory_bytes=memory,
+    )
+    return Cutter(costs, len(setup.devices), recipe.pipeline)
