@@ -19,7 +19,7 @@ Accounting = Literal["default", "published"]
 
 MIN_ROUNDS = 24
 """Chained rounds by which a plan for staleness 1 is judged at least."""
-BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=1.2e7)
+BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
 QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
 """For alternatives that seldom win: other round sizes, fewer workers."""

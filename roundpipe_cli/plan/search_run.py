@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from roundpipe_cli.plan.evaluate import Chain
 from roundpipe_cli.plan.search_batch import INFEASIBLE, Array, Batch, BatchScorer
 from roundpipe_cli.plan.search_bound import lower_bounds
-from roundpipe_cli.plan.search_local import neighbours
+from roundpipe_cli.plan.search_local import neighbours, reshaped
 from roundpipe_cli.plan.search_seeds import PATTERNS, Cells, make_cells, seeds
 
 SAME = 1e-9
@@ -28,10 +28,10 @@ class Effort:
 
     cell_work: float = 1.5e8
     pattern_cells: int = 400
-    local_work: float = 4.0e7
+    local_work: float = 1.6e8
     keep: int = 8
     """Partitions remembered of each batch."""
-    handicap: float = 1e-3
+    handicap: float = 1e-2
     """By how much a partition counts as slower per earlier look around one with the same numbers of stages."""
 
 
@@ -152,7 +152,20 @@ class Search:
         sizes = neighbours(numpy, numpy.array(start.sizes), start.num_forward)
         count = len(sizes)
         batch = Batch(sizes, numpy.full(count, start.num_forward), numpy.full(count, start.num_stages))
-        return self.score(batch)[1]
+        return self.score(batch)[1] + self._reshape(start)
+
+    def _reshape(self, start: Candidate) -> list[Candidate]:
+        """The best partitions with a few stages more or less."""
+        numpy = self.numpy
+        found = reshaped(start.sizes, start.num_forward)
+        if not found:
+            return []
+        counts = [len(sizes) for _, sizes in found]
+        padded = numpy.zeros((len(found), max(counts)), dtype=int)
+        for row, (_, sizes) in zip(padded, found, strict=True):
+            row[: len(sizes)] = sizes
+        forward = numpy.array([num_forward for num_forward, _ in found])
+        return self.score(Batch(padded, forward, numpy.array(counts)))[1]
 
 
 FIRST_PATTERNS = (("smaller first", "larger first"), ("spread", "larger first"), ("smaller first", "smaller first"))
