@@ -49,7 +49,7 @@ create_venv() {
 }
 
 pip_install() {
-    local quiet=--quiet
+    local quiet=-qq
     [ ! -t 2 ] || quiet= # a person watches: show the downloads
     "$python" -m pip $quiet --disable-pip-version-check install --constraint "$constraints" "$@" >&2
 }
