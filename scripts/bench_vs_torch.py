@@ -44,7 +44,7 @@ def setup_for(args: argparse.Namespace, dtype: str) -> Setup:
     """Model and store as `finetune` makes them."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
-        rows.write_text("\n".join(f'{{{{"text": "row {index}"}}}}' for index in range(64)))
+        rows.write_text("\n".join(f'{{"text": "row {index}"}}' for index in range(64)))
         recipe = Path(folder) / "recipe.yaml"
         devices = "[cpu, cpu]" if args.device == "cpu" else f"[{args.device}]"
         recipe.write_text(

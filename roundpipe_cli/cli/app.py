@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from roundpipe_cli import __version__
+from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.output import run_command, say
+from roundpipe_cli.cli.plan import plan
 from roundpipe_cli.cli.usage import UsageError, explain_usage
 
 app = typer.Typer(
@@ -40,6 +42,8 @@ def options(
 
 
 app.command()(finetune)
+app.command()(plan)
+app.command()(bench)
 
 
 def main() -> None:

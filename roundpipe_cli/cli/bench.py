@@ -15,6 +15,9 @@ def bench(
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to take costs and counts from.")
     ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe's keys.")
+    ] = None,
     costs: Annotated[Path | None, typer.Option(help="Costs file (JSON, seconds) in place of a recipe.")] = None,
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
@@ -33,11 +36,21 @@ def bench(
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture with one row per schedule.")] = None,
+    run_really: Annotated[
+        bool, typer.Option("--run", help="Carry the schedules out on the recipe's devices and measure them.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(min=1, help="With --run: alternating rounds.")] = 5,
 ) -> None:
-    """Compare pipeline schedules on a recipe or a costs file."""
+    """Compare pipeline schedules on a recipe or a costs file.
+
+    Example: roundpipe bench recipes/quickstart.yaml --run
+    """
+    if run_really:
+        _run_really(recipe, overrides or [], costs, schedule, repetitions, json_output)
+        return
     from roundpipe_cli.schedule.compare import check_question, run
 
-    question = _question(recipe, costs, hardware, workers, microbatches, accounting, staleness, steps)
+    question = _question(recipe, overrides or [], costs, hardware, workers, microbatches, accounting, staleness, steps)
     check_question(question)
     partitions = _partitions(schedule, forward_stages, backward_stages, question)
     results = [run(name, partition, question) for name, partition in partitions]
@@ -56,27 +69,52 @@ def document(question: Question, results: list[Result]) -> dict[str, Any]:
     return {
         "workers": question.num_workers,
         "microbatches": question.num_microbatches,
-        "results": [
-            {
-                "schedule": result.schedule.name,
-                "round": result.microbatches_per_round,
-                "makespan_s": result.makespan_s,
-                "bubble_ratio": result.parts.ratio,
-                "fill": result.parts.fill,
-                "switch": result.parts.switch,
-                "drain": result.parts.drain,
-                "steady": result.parts.steady,
-                "step_s": result.step_s,
-                "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
-                "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
-            }
-            for result in results
-        ],
+        "results": [entry(result) for result in results],
     }
+
+
+def entry(result: Result) -> dict[str, Any]:
+    """One schedule's simulated figures as `--json` prints them."""
+    return {
+        "schedule": result.schedule.name,
+        "round": result.microbatches_per_round,
+        "makespan_s": result.makespan_s,
+        "bubble_ratio": result.parts.ratio,
+        "fill": result.parts.fill,
+        "switch": result.parts.switch,
+        "drain": result.parts.drain,
+        "steady": result.parts.steady,
+        "step_s": result.step_s,
+        "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
+        "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
+    }
+
+
+def _run_really(
+    recipe: str | None,
+    overrides: list[str],
+    costs: Path | None,
+    schedules: list[str] | None,
+    repetitions: int,
+    json_output: bool,
+) -> None:
+    from roundpipe_cli.errors import RefusedError
+
+    if costs is not None:
+        raise RefusedError(
+            "not yet supported: --run on a costs file (emulated devices)",
+            hint="leave out --run to simulate, or run a recipe: roundpipe bench RECIPE --run",
+        )
+    if recipe is None:
+        raise RefusedError("--run needs a recipe", hint="roundpipe bench recipes/quickstart.yaml --run")
+    from roundpipe_cli.cli.bench_run import run_for_real
+
+    run_for_real(recipe, overrides, schedules, repetitions, json_output)
 
 
 def _question(
     recipe: str | None,
+    overrides: list[str],
     costs_file: Path | None,
     hardware: str | None,
     workers: int | None,
@@ -106,7 +144,7 @@ def _question(
         costs = load_costs(costs_file)
     else:
         assert recipe is not None
-        costs, recipe_workers, recipe_microbatches = _from_recipe(recipe, hardware)
+        costs, recipe_workers, recipe_microbatches = _from_recipe(recipe, overrides, hardware)
         workers = recipe_workers if workers is None else workers
         microbatches = recipe_microbatches if microbatches is None else microbatches
     assert workers is not None and microbatches is not None
@@ -120,12 +158,12 @@ def _question(
     )
 
 
-def _from_recipe(recipe: str, hardware: str | None) -> tuple[Any, int, int]:
+def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int]:
     """Costs, workers and microbatches per step of a recipe."""
     from roundpipe_cli.cli.predict import ask
     from roundpipe_cli.recipe.load import load_recipe
 
-    question = ask(load_recipe(recipe), hardware)
+    question = ask(load_recipe(recipe, overrides), hardware)
     return question.analytic.costs, question.num_workers, question.settings.num_microbatches
 
 

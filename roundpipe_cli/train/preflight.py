@@ -20,6 +20,16 @@ def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:
     """
     recipe = loaded.recipe
     check_start(Path(recipe.output_dir).expanduser(), resume or recipe.resume_from_checkpoint is not None)
+    check_sources(loaded, offline=offline)
+
+
+def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
+    """Model and datasets: are they there?
+
+    Raises:
+        RefusedError: no such model or dataset.
+    """
+    recipe = loaded.recipe
     is_local = recipe.model.startswith("package:") or not _is_hub_id(recipe.model, loaded.folder)
     if is_local:
         resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)

@@ -1,0 +1,110 @@
+"""The `--run` half of `roundpipe bench`: schedules carried out by the engine, predicted against measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundpipe_cli.train.bench_run import Comparison, Measured
+
+
+def run_for_real(
+    recipe: str, overrides: list[str], schedules: list[str] | None, repetitions: int, json_output: bool
+) -> None:
+    """Run the schedules of a recipe on its devices and print what was measured."""
+    from roundpipe_cli.cli.bench import entry
+    from roundpipe_cli.cli.finetune import LinePrinter, quiet_libraries
+    from roundpipe_cli.cli.output import say
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.schedule.builders import SCHEDULES, schedule_name
+    from roundpipe_cli.train.preflight import check_sources
+
+    loaded = load_recipe(recipe, overrides)
+    for text in loaded.notices:
+        say(f"note: {text}")
+    names = list(dict.fromkeys(schedule_name(name) for name in schedules or SCHEDULES))
+    check_sources(loaded, offline=False)
+    quiet_libraries()
+    from roundpipe_cli.train.bench_run import compare_for_real
+
+    comparison = compare_for_real(loaded, names, repetitions=repetitions, offline=False, tell=LinePrinter(1), say=say)
+    if json_output:
+        import json
+
+        import typer
+
+        rows = [{**entry(item.predicted), **_measured(item)} for item in comparison.schedules]
+        document = {
+            "workers": len(comparison.devices),
+            "microbatches": comparison.num_microbatches,
+            "results": rows,
+            "keep": keep_lines(comparison),
+        }
+        typer.echo(json.dumps(document))
+    else:
+        _print(comparison, repetitions)
+
+
+def _measured(item: Measured) -> dict[str, Any]:
+    return {
+        "measured_makespan_s": item.makespan_s,
+        "measured_bubble_ratio": item.bubble_ratio,
+        "tokens_per_s": item.tokens_per_s,
+        "device_peak_bytes": item.device_peak_bytes,
+        "loss": item.loss,
+    }
+
+
+def fastest(comparison: Comparison) -> Measured:
+    """The schedule with the most tokens per second."""
+    return max(comparison.schedules, key=lambda item: item.tokens_per_s)
+
+
+def keep_lines(comparison: Comparison) -> dict[str, Any]:
+    """What to write into the recipe to have the fastest schedule as it was measured."""
+    best = fastest(comparison).predicted.schedule
+    keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
+    if best.name == "roundpipe":
+        keep["backward_stages"] = [list(stage) for stage in best.backward_stages]
+    return {"pipeline": keep}
+
+
+def _print(comparison: Comparison, repetitions: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from roundpipe_cli.units import format_bytes, format_seconds
+
+    table = Table(
+        title=f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches; "
+        f"medians of {repetitions} alternating rounds",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("tokens/s", "step", "predicted", "off", "bubble", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for item in comparison.schedules:
+        predicted_s = item.predicted.makespan_s
+        table.add_row(
+            item.name,
+            f"{item.tokens_per_s:.0f}",
+            format_seconds(item.makespan_s),
+            format_seconds(predicted_s),
+            f"{100 * (item.makespan_s / predicted_s - 1):+.0f} %",
+            f"{100 * item.bubble_ratio:.1f} %",
+            format_bytes(item.device_peak_bytes) if item.device_peak_bytes else "-",
+        )
+    console = Console()
+    console.print(table)
+    best = fastest(comparison)
+    others = [item for item in comparison.schedules if item is not best]
+    if others:
+        second = max(others, key=lambda item: item.tokens_per_s)
+        gain = 100 * (best.tokens_per_s / second.tokens_per_s - 1)
+        console.print(f"{best.name} is the fastest here, {gain:.1f} % before {second.name}; all losses agree.")
+    lines = keep_lines(comparison)["pipeline"]
+    console.print("To keep it:\n\npipeline:", soft_wrap=True)
+    for key, value in lines.items():
+        console.print(f"  {key}: {value}", soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,142 @@
+"""Schedules compared for real: the same microbatches through the same engine, in turn, under each schedule."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from roundpipe_cli.data.batching import BatchSampler, collate, pad_token_id
+from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.engine.profile import measured_costs, profile_schedule
+from roundpipe_cli.errors import InternalError
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.schedule.compare import Question, Result, choose_partition, run
+from roundpipe_cli.train.cut import PROFILE_STEPS
+from roundpipe_cli.train.pool import make_cutter, make_engine
+from roundpipe_cli.train.setup import Setup, Tell, prepare
+
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
+"""Relative, between the losses of two schedules."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measured:
+    """One schedule, predicted and measured."""
+
+    predicted: Result
+    steps: list[StepResult] = field(default_factory=list)
+    num_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.predicted.schedule.name
+
+    @property
+    def makespan_s(self) -> float:
+        """Median seconds of forward and backward of one step."""
+        return statistics.median(step.step_s for step in self.steps)
+
+    @property
+    def bubble_ratio(self) -> float:
+        return statistics.median(step.bubble_ratio for step in self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.makespan_s
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max(max(step.device_peak_bytes) for step in self.steps)
+
+    @property
+    def loss(self) -> float:
+        return self.steps[0].loss
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All schedules of one recipe."""
+
+    costs: CostModel
+    """As measured here, with all workers busy."""
+    devices: tuple[str, ...]
+    num_microbatches: int
+    schedules: tuple[Measured, ...]
+
+
+def compare_for_real(
+    loaded: LoadedRecipe, names: Sequence[str], *, repetitions: int, offline: bool, tell: Tell, say: Say
+) -> Comparison:
+    """Profile the layers, plan each schedule with the measured costs, then run all of them in turn.
+
+    No weight is changed: the same step is computed again and again.
+
+    Raises:
+        RefusedError: recipe, model or data refused.
+        InternalError: two schedules give different losses.
+    """
+    setup = prepare(loaded, offline=offline, tell=tell)
+    microbatches, num_tokens = first_step(setup)
+    with make_engine(setup) as engine:
+        say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
+        costs = profile(engine, setup, microbatches)
+        question = Question(costs, engine.num_workers, len(microbatches))
+        measured = [
+            Measured(run(name, choose_partition(name, question), question), num_tokens=num_tokens) for name in names
+        ]
+        for repetition in range(repetitions + 1):
+            for entry in measured:
+                result = engine.run_step(microbatches, entry.predicted.schedule, step=0)
+                if repetition:  # the first round warms up
+                    entry.steps.append(result)
+            say(f"round {repetition} of {repetitions}{'' if repetition else ' (warm-up)'}")
+    check_losses(measured, TOLERANCE[setup.recipe.dtype])
+    return Comparison(costs, setup.devices, len(microbatches), tuple(measured))
+
+
+def first_step(setup: Setup) -> tuple[list[Microbatch], int]:
+    """The microbatches of the recipe's first step, and their tokens without padding."""
+    recipe = setup.recipe
+    sampler = BatchSampler(
+        len(setup.dataset.rows),
+        recipe.micro_batch_size,
+        recipe.gradient_accumulation_steps,
+        recipe.seed,
+        recipe.shuffle,
+    )
+    microbatches, num_tokens = [], 0
+    for indices in sampler.step_rows(0):
+        rows = [setup.dataset.rows[index] for index in indices]
+        batch = collate(rows, pad_token_id(setup.tokenizer))
+        num_tokens += sum(len(row.input_ids) for row in rows)
+        microbatches.append(Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)))
+    return microbatches, num_tokens
+
+
+def profile(engine: Engine, setup: Setup, microbatches: Sequence[Microbatch]) -> CostModel:
+    """Costs of the layers, measured by steps with one layer a stage."""
+    schedule = profile_schedule(engine.num_layers, engine.num_workers, len(microbatches))
+    results = [engine.run_step(microbatches, schedule, step=0) for _ in range(PROFILE_STEPS + 1)]
+    return measured_costs(make_cutter(setup).costs, results[1:])
+
+
+def check_losses(measured: Sequence[Measured], tolerance: float) -> None:
+    """Refuse to compare schedules that do not compute the same.
+
+    Raises:
+        InternalError: which two, and their losses.
+    """
+    first = measured[0]
+    for entry in measured[1:]:
+        if abs(entry.loss - first.loss) > tolerance * abs(first.loss):
+            raise InternalError(
+                "two schedules give different losses",
+                found=f"{first.name} {first.loss}, {entry.name} {entry.loss}",
+                expected=f"equal within {tolerance:g} relative",
+            )
