@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import say, say_at_once, say_data
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import CheckpointSaved, Event, Notice, Phase, RunFinished, StepFinished
 from roundpipe_cli.units import format_seconds
@@ -32,7 +32,7 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    with StopSignals() as signals:
+    with StopSignals(say_at_once) as signals:
         loaded = load_recipe(recipe, overrides or ())
         for text in loaded.notices:
             say(f"note: {text}")

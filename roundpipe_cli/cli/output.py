@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -28,6 +29,12 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
 def say_data(text: str) -> None:
     """Print one line to stdout."""
     say(text, stream=sys.stdout)
+
+
+def say_at_once(text: str) -> None:
+    """Print one line to stderr past all buffers: safe inside a signal's handler."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{_printable(text)}\n".encode())
 
 
 def _printable(text: str) -> str:
