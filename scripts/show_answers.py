@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,9 @@ def answer_all(model_name: str, adapter: Path, prompts: list[str], max_new_token
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from roundpipe_cli.model.load import resolve_model
+    from roundpipe_cli.model.source import resolve_model
 
+    warnings.simplefilter("ignore", FutureWarning)  # transformers about its own names
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     source = resolve_model(model_name, revision=None, recipe_folder=Path.cwd(), offline=False)
