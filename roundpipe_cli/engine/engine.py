@@ -185,7 +185,12 @@ class Engine:
         for worker, row in zip(self._workers, program.compute, strict=True):
             worker.backend.reset_peak()
             worker.give(WorkItem(context, row))
-        results = self._collect(context)
+        try:
+            results = self._collect(context)
+        except BaseException:  # stuck, or interrupted in this thread: the workers leave, the engine is done with
+            self._open = False
+            context.progress.abort()
+            raise
         seconds = time.perf_counter() - started_s
         self._raise_first(results, context)
         return self._finish(context, results, starts, seconds, loss_scale)
@@ -250,10 +255,9 @@ class Engine:
                 results.append(self._results.get(timeout=0.5))
             except queue.Empty:
                 still_s = time.monotonic() - context.progress.last_s
-                if self._watchdog_s is not None and still_s > self._watchdog_s and not results_failed(results):
+                if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    context.progress.abort()
-                    self._results = queue.Queue()
+                    self._raise_first(results, context)  # one failed and another is stuck: the failure says more
                     raise InternalError(
                         f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
                         where=f"step {context.step}",
@@ -335,8 +339,3 @@ class Engine:
         for layer in touched:
             context.square_sums[layer] = square_sum(self.store.gradients[layer])
         torch.set_num_threads(threads)
-
-
-def results_failed(results: list[WorkResult]) -> bool:
-    """Whether some worker has already reported an error (the others are then only leaving)."""
-    return any(result.error is not None for result in results)

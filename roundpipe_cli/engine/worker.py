@@ -94,7 +94,8 @@ class _Slots:
     def wait_loaded(self, visit: int) -> Event:
         """Wait until the weights of `visit` are on their way."""
         self._progress.wait_for(lambda: visit in self._loaded or self._error is not None)
-        if self._error is not None:
+        if visit not in self._loaded:  # visits before the failed one go on, so that the message names the right one
+            assert self._error is not None
             raise self._error
         return self._loaded.pop(visit)
 
@@ -187,7 +188,7 @@ class Worker:
         if not self.backend.aliases_host:
             self._prefetch_orders.put((item, slots))
         bound = -1
-        last_op = {program.ops[op_id].microbatch: op_id for op_id in item.ops}
+        last_op = {program.ops[op_id].microbatch: op_id for op_id in item.ops if program.ops[op_id].visit >= 0}
         for op_id in item.ops:
             op = program.ops[op_id]
             if op.visit < 0:
@@ -195,7 +196,8 @@ class Worker:
             visit = program.visits[op.visit]
             if not self.backend.aliases_host:
                 if visit.ops[0] == op_id:
-                    result.where = f"waiting for the weights of layers {visit.layers[0]}-{visit.layers[1]}"
+                    result.where = f"weights for {describe(op, context)}"
+                    self.runner.layer = visit.layers[0]
                     self.backend.wait(slots.wait_loaded(op.visit))
                 if bound != op.visit:
                     self._bind_slot(context, op.visit)
@@ -204,7 +206,8 @@ class Worker:
             result.where = describe(op, context)
             start = self.backend.mark()
             self.runner.run(context, op)
-            result.intervals.append(ComputeInterval(op, start, self.backend.mark()))
+            started = start if self.runner.started is None else self.runner.started
+            result.intervals.append(ComputeInterval(op, started, self.backend.mark()))
             context.progress.moved()
             if visit.ops[-1] == op_id and not self.backend.aliases_host:
                 self._leave(context, op.visit, slots)
