@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -41,6 +42,7 @@ def finetune(
         from roundpipe_cli.train.preflight import check_names
 
         check_names(loaded, resume=resume, offline=offline)
+        refuse_too_large(loaded)
         say("loading torch and transformers ...")
         quiet_libraries()
         from roundpipe_cli.train.loop import finetune as train
@@ -62,6 +64,15 @@ def _refuse_loose_equals(overrides: Sequence[str]) -> None:
             raise RefusedError(
                 "no spaces around `=` in an override", found=f"{before} = {after}", hint=f"{before}={after}"
             )
+
+
+def refuse_too_large(loaded: LoadedRecipe) -> None:
+    """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
+    from roundpipe_cli.cli.predict import check_fits
+    from roundpipe_cli.errors import RefusedError
+
+    with contextlib.suppress(RefusedError):
+        check_fits(loaded)
 
 
 def go_offline() -> None:

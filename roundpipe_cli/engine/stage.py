@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.activations import BoundaryKind, BoundaryStore, MicrobatchState, Progress
+from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, Gradients, add_gradients, square_sum
 from roundpipe_cli.engine.program import layer_range, stage_layers
@@ -80,9 +80,12 @@ class StageRunner:
         self._head_input: dict[int, torch.Tensor] = {}
         self.layer = 0
         """The layer in work, for error messages."""
+        self.started: Any = None
+        """The backend's mark of when the operation had its input: what comes before is waiting, not work."""
 
     def run(self, context: StepContext, op: Op) -> None:
         """Carry out one compute operation on the layers bound now."""
+        self.started = None
         layers = stage_layers(context.program.schedule, op)
         state = context.microbatches[op.microbatch]
         fault("compute", step=context.step, worker=self.worker)
@@ -144,8 +147,15 @@ class StageRunner:
         self.layer = layer
         if layer == 0:
             return self.backend.receive(self._embed(context, state), None)
-        tensor, event = context.boundaries.take((BoundaryKind.HIDDEN, layer, state.index))
-        return self.backend.receive(tensor, event)
+        return self._take(context, (BoundaryKind.HIDDEN, layer, state.index))
+
+    def _take(self, context: StepContext, key: BoundaryKey) -> torch.Tensor:
+        """Wait for a boundary tensor; it is on this worker's device when the next computation starts."""
+        host, event = context.boundaries.take(key)
+        tensor = self.backend.receive(host, event)
+        if self.started is None:
+            self.started = self.backend.mark()
+        return tensor
 
     def _embed(self, context: StepContext, state: MicrobatchState) -> torch.Tensor:
         if state.prologue is None:
@@ -202,8 +212,7 @@ class StageRunner:
         else:
             if last < context.first_trainable_layer:
                 return
-            host, event = context.boundaries.take((BoundaryKind.GRADIENT, last + 1, state.index))
-            gradient = self.backend.receive(host, event)
+            gradient = self._take(context, (BoundaryKind.GRADIENT, last + 1, state.index))
         if context.recompute_each_layer and not has_head:
             gradient = self._backward_layer_by_layer(context, layers, state, gradient)
         else:

@@ -19,6 +19,8 @@ from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.compare import Question, choose_partition
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
 
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
 """Of one worker, until it is measured."""
@@ -79,7 +81,8 @@ class Cutter:
             pipeline: the recipe's section.
 
         Raises:
-            RefusedError: stages of one direction given and the other left to the planner.
+            RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
+                schedule that mirrors the forward ones.
         """
         self.costs = costs
         self._num_workers = num_workers
@@ -94,8 +97,14 @@ class Cutter:
                 found="one of them is auto",
                 expected="both given or both auto",
             )
+        if pipeline.schedule != "roundpipe" and not backward_auto:
+            raise RefusedError(
+                f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages",
+                where="pipeline.backward_stages",
+                expected="auto",
+            )
         self._planned = forward_auto
-        self.measured = not (self._planned and pipeline.schedule == "roundpipe")
+        self.measured = not self._planned
         """Whether `costs` are final; until then every step is a profile step."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -103,6 +112,13 @@ class Cutter:
         if num_microbatches not in self._schedules:
             self._schedules[num_microbatches] = self._build(num_microbatches)
         return self._schedules[num_microbatches]
+
+    def predicted(self, num_microbatches: int) -> dict[str, float] | None:
+        """What the simulator says of a full step by the measured costs; None before they are measured."""
+        if not (self.measured and self._planned):
+            return None
+        timeline = simulate(self.schedule(num_microbatches), self.costs)
+        return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
 
     def observe(self, result: StepResult) -> None:
         """Learn from a finished step."""

@@ -77,8 +77,9 @@ def finetune(
         setup = prepare(loaded, offline=offline, tell=tell)
         if checkpoint is not None:
             check_unchanged(checkpoint.meta, setup, allow_changed)
+        trainer = Trainer(setup, output_dir, signals, tell)
         write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
-        Trainer(setup, output_dir, signals, tell).run(checkpoint)
+        trainer.run(checkpoint)
 
 
 class Trainer:
@@ -109,6 +110,8 @@ class Trainer:
         self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
         self._steps_since_overflow = 0
         self._pad = pad_token_id(setup.tokenizer)
+        self._cutter = make_cutter(setup)
+        self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
         self._rows: list[StepFinished] = []
 
@@ -120,7 +123,6 @@ class Trainer:
         metrics_path = self.output_dir / METRICS_NAME
         truncate_metrics(metrics_path, first_step + 1)
         recipe, setup = self.recipe, self.setup
-        cutter = make_cutter(setup)
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
         torch.set_num_threads(num_cores())
@@ -129,15 +131,16 @@ class Trainer:
         with engine, metrics_path.open("ab") as metrics:
             self._signals.guard()
             for step in range(first_step, self.num_steps):
-                self._one_step(engine, cutter, step, metrics)
+                self._one_step(engine, step, metrics)
                 done = step + 1
                 if done % recipe.save_steps == 0 or done == self.num_steps or self._signals.requested:
                     self._save(done, metrics)
                 self._stop_if_asked(done)
+        predicted = cutter.predicted(recipe.gradient_accumulation_steps)
         self._tell(Phase("writing the result"))
         save_result(setup, self.output_dir)
         seconds = self._seconds()
-        write_report(self.output_dir, make_report(setup, self._rows, self.num_steps, seconds))
+        write_report(self.output_dir, make_report(setup, self._rows, self.num_steps, seconds, predicted))
         self._tell(RunFinished(str(self.output_dir), self.num_steps, seconds))
 
     def _seconds(self) -> float:
@@ -154,13 +157,13 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _one_step(self, engine: Engine, cutter: Cutter, step: int, metrics: BinaryIO) -> None:
+    def _one_step(self, engine: Engine, step: int, metrics: BinaryIO) -> None:
         started_s = time.monotonic()
         batches = self.sampler.step_rows(step)
         microbatches, num_tokens = self._microbatches(batches)
-        schedule = cutter.schedule(len(microbatches))
+        schedule = self._cutter.schedule(len(microbatches))
         result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
-        cutter.observe(result)
+        self._cutter.observe(result)
         result = _poisoned(result, fault("optimizer", step=step))
         learning_rate = self._learning_rate(step)
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import resource
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,18 @@ from roundpipe_cli.train.setup import Setup
 LAST_STEPS = 5
 
 
-def make_report(setup: Setup, rows: Sequence[StepFinished], num_steps: int, seconds: float) -> dict[str, Any]:
-    """The report of a run; times and bytes are of the steps since the last resume."""
+def make_report(
+    setup: Setup,
+    rows: Sequence[StepFinished],
+    num_steps: int,
+    seconds: float,
+    predicted: Mapping[str, float] | None,
+) -> dict[str, Any]:
+    """The report of a run; times and bytes are of the steps since the last resume.
+
+    Args:
+        predicted: the simulator's figures for a full step, from the costs measured in the first steps.
+    """
     import transformers
 
     store = setup.store
@@ -46,6 +56,7 @@ def make_report(setup: Setup, rows: Sequence[StepFinished], num_steps: int, seco
             "last": losses[-1] if losses else None,
             f"mean_of_last_{LAST_STEPS}": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
         },
+        "predicted": None if predicted is None else dict(predicted),
         "measured": {
             "steps": len(rows),
             "step_s": _median([row.step_s for row in rows]),
