@@ -110,6 +110,37 @@ def test_imports_are_absolute() -> None:
     assert not relative
 
 
+def names_bound_in(module: str) -> set[str]:
+    """Names that a module of ours binds at its top level, modules of a package included."""
+    stem = ROOT.joinpath(*module.split("."))
+    path = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+    if not path.is_file():
+        return set()
+    names = {child.stem for child in stem.iterdir()} if stem.is_dir() else set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_imported_names_exist() -> None:
+    """Late imports and those of the scripts too: a function that moved once broke the end of the quickstart."""
+    scripts = sorted((ROOT / "scripts").glob("*.py"))
+    wrong = [
+        f"{place(path, node.lineno)}: {node.module} has no {alias.name}"
+        for path in [*sources(), *scripts]
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "roundpipe_cli"
+        for alias in node.names
+        if alias.name not in names_bound_in(node.module or "")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_rooms_without_torch_never_name_it() -> None:
     wrong = [
         f"{place(path, line)}: {module}"
