@@ -21,9 +21,11 @@ MIN_ROUNDS = 24
 """Chained rounds by which a plan for staleness 1 is judged at least."""
 BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
+STEADY = Effort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
+"""For chained steps, of which every score takes many rounds."""
 QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
 """For alternatives that seldom win: other round sizes, fewer workers."""
-NEAR = 1.01
+NEAR = 1.004
 """An alternative is searched in full if a quick search comes as close as this."""
 
 
@@ -144,12 +146,18 @@ def plan_partition(
         staleness,
         num_steps,
         limits,
-        effort or (BRISK if accounting == "default" else Effort()),
+        effort or _usual_effort(accounting, staleness, num_steps),
     )
     plan = _best_workers(task)
     if not plan.found:
         raise _does_not_fit(task)
     return _to_partition(plan)
+
+
+def _usual_effort(accounting: str, staleness: int, num_steps: int) -> Effort:
+    if accounting == "default":
+        return BRISK
+    return STEADY if staleness and num_steps > 1 else Effort()
 
 
 def _best_workers(task: _Task) -> _Plan:

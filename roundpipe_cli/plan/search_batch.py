@@ -195,6 +195,8 @@ class _Walk:
                 numpy.maximum(self.makespan, self.states[0].max(axis=0), out=self.makespan)
             if index + 1 == chain.from_round:
                 before, average = self.makespan.copy(), self.states[0].mean(axis=0)
+        if self.links:  # the last gradients still have to leave
+            numpy.maximum(self.makespan, self.states[2].max(axis=0), out=self.makespan)
         average = chain.step_s(average, self.states[0].mean(axis=0))
         if chain.averaged:
             return average

@@ -31,8 +31,9 @@ class Effort:
     local_work: float = 1.6e8
     keep: int = 8
     """Partitions remembered of each batch."""
-    handicap: float = 1e-2
-    """By how much a partition counts as slower per earlier look around one with the same numbers of stages."""
+    handicaps: tuple[float, ...] = (1e-3, 1e-2)
+    """By how much a partition counts as slower per earlier look around one with the same numbers of stages; the local
+    work is shared out among them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -128,19 +129,25 @@ class Search:
         return Candidate(float(value), len(sizes), int(batch.num_forward[index]), sizes)
 
     def _improve(self) -> None:
-        """Best first: look around the fastest partition not yet looked around, those of often visited shapes later."""
+        """Look around the best partitions: first near the fastest, then in more breadth."""
+        seen: set[tuple[int, ...]] = set()
+        for handicap in self.effort.handicaps:
+            self._best_first(handicap, seen, self.work + self.effort.local_work / len(self.effort.handicaps))
+
+    def _best_first(self, handicap: float, seen: set[tuple[int, ...]], limit: float) -> None:
+        """Look around the fastest partition not yet looked around, those of often visited shapes later."""
         visits: dict[tuple[int, int], int] = {}
-        queue = [(candidate.value_s, candidate.key) for candidate in self.found.values()]
+        queue = [(candidate.value_s, key) for key, candidate in self.found.items() if key not in seen]
         heapq.heapify(queue)
-        limit = self.work + self.effort.local_work
         while queue and self.work < limit and self.best_s > self.least_s * (1 + SAME):
             priority, key = heapq.heappop(queue)
             start = self.found[key]
-            due = start.value_s * (1 + self.effort.handicap * visits.get(start.shape, 0))
+            due = start.value_s * (1 + handicap * visits.get(start.shape, 0))
             if due > priority:
                 heapq.heappush(queue, (due, key))
                 continue
             visits[start.shape] = visits.get(start.shape, 0) + 1
+            seen.add(key)
             for candidate in self._around(start):
                 if candidate.key not in self.found:
                     self.found[candidate.key] = candidate
