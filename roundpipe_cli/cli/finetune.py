@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from roundpipe_cli.cli.output import say, say_at_once, say_data
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import CheckpointSaved, Event, Notice, Phase, RunFinished, StepFinished
 from roundpipe_cli.units import format_seconds
+
+if TYPE_CHECKING:
+    from roundpipe_cli.recipe.load import LoadedRecipe
 
 
 def finetune(

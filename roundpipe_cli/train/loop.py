@@ -20,7 +20,6 @@ from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, St
 from roundpipe_cli.faults import fault
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
-from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.durable import write_atomically
 from roundpipe_cli.train.finish import save_result, write_report
@@ -136,7 +135,7 @@ class Trainer:
                 if done % recipe.save_steps == 0 or done == self.num_steps or self._signals.requested:
                     self._save(done, metrics)
                 self._stop_if_asked(done)
-        predicted = cutter.predicted(recipe.gradient_accumulation_steps)
+        predicted = self._cutter.predicted(recipe.gradient_accumulation_steps)
         self._tell(Phase("writing the result"))
         save_result(setup, self.output_dir)
         seconds = self._seconds()
