@@ -11,6 +11,9 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.source import ModelSource, read_config
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""What a tokenizer is loaded from; a folder needs at least one of them."""
+
 
 def load_config(source: ModelSource) -> Any:
     """The transformers configuration of a model.
@@ -95,6 +98,13 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     from transformers import AutoTokenizer
 
+    if source.gguf_file is None and not any((source.folder / name).exists() for name in TOKENIZER_FILES):
+        raise RefusedError(
+            "the model folder has no tokenizer",
+            where=str(source.folder),
+            expected=f"one of {', '.join(TOKENIZER_FILES)}",
+            hint="copy the tokenizer's files from the model that this one was made of",
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, closest
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 HUB_TIMEOUT_S = 4.0
@@ -61,10 +61,25 @@ def resolve_model(name: str, *, revision: str | None, recipe_folder: Path, offli
             "no such model folder or file",
             where="model",
             found=name,
-            expected=f"it in {Path.cwd()} or in {recipe_folder}",
-            hint="a hub id looks like Qwen/Qwen3-8B",
+            expected=f"it in {' or in '.join(dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute()))))}",
+            hint=_near_folder(name, recipe_folder) or "a hub id looks like Qwen/Qwen3-8B",
         )
-    return _hub_model(name, revision, offline)
+    source = _hub_model(name, revision, recipe_folder, offline)
+    assert source is not None
+    return source
+
+
+def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> None:
+    """Like `resolve_model`, but downloads nothing: is there a model of that name?
+
+    Raises:
+        RefusedError: as there.
+    """
+    is_hub_id = not name.startswith("package:") and not name.endswith(".gguf") and HUB_ID.match(name)
+    if is_hub_id and _local_path(name, recipe_folder) is None:
+        _hub_model(name, revision, recipe_folder, offline, download=False)
+    else:
+        resolve_model(name, revision=revision, recipe_folder=recipe_folder, offline=offline)
 
 
 def _local_path(name: str, recipe_folder: Path) -> Path | None:
@@ -97,18 +112,39 @@ def _package_model(name: str) -> ModelSource:
     return ModelSource(name, folder, files[0].name)
 
 
-def _hub_model(name: str, revision: str | None, offline: bool) -> ModelSource:
-    from huggingface_hub import HfApi, constants, snapshot_download
+def _near_folder(name: str, recipe_folder: Path) -> str | None:
+    """A hint for a misspelt local folder."""
+    parent, word = Path(name).expanduser().parent, Path(name).name
+    for start in dict.fromkeys((parent, recipe_folder / parent)):
+        models = [path.name for path in start.iterdir() if (path / "config.json").exists()] if start.is_dir() else []
+        nearest = closest(word, models)
+        if nearest:
+            return f"did you mean {parent / nearest}?"
+    return None
+
+
+def _hub_commit(name: str, revision: str | None, offline: bool) -> tuple[str | None, str]:
+    """The hub's commit for this name, or None and why there is none."""
+    from huggingface_hub import HfApi, constants
+
+    if offline or constants.HF_HUB_OFFLINE:
+        return None, "offline"
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha, ""
+    except Exception as error:  # the hub's client raises many kinds; each means: not from the hub, now
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+
+
+def _hub_model(
+    name: str, revision: str | None, recipe_folder: Path, offline: bool, *, download: bool = True
+) -> ModelSource | None:
+    """The model in the hub's cache, brought there if need be; None where it would have to be and `download` is off."""
+    from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
-    offline = offline or constants.HF_HUB_OFFLINE
-    commit: str | None = None
-    problem = "offline"
-    if not offline:
-        try:
-            commit = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha
-        except Exception as error:  # the hub's client raises many kinds; each means: not from the hub, now
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    commit, problem = _hub_commit(name, revision, offline)
+    if commit is not None and not download:
+        return None
     try:
         folder = snapshot_download(
             name, revision=commit or revision, allow_patterns=patterns, local_files_only=commit is None
@@ -119,7 +155,8 @@ def _hub_model(name: str, revision: str | None, offline: bool) -> ModelSource:
             where="model",
             found=f"{name} ({problem})",
             expected="a local folder, a .gguf file, package:NAME, or a hub id that can be reached or is in the cache",
-            hint="check the name and the network; a gated model needs `hf auth login`",
+            hint=_near_folder(name, recipe_folder)
+            or "check the name and the network; a gated model needs `hf auth login`",
         ) from error
     path = Path(folder)
     check_model_folder(path)

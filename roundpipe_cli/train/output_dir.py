@@ -10,6 +10,7 @@ OUTPUT_DIR/
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -110,6 +111,7 @@ class OutputDir:
 
     On entry: creates the folder, takes the lock, checks the start (see `check_start`; `state` keeps the answer) and
     removes what an interrupted run left half-written. The kernel drops the lock when the process ends, however it does.
+    A run that is refused before it wrote anything takes the folders that it made away again.
 
     Raises (on entry):
         OutputInUseError: another run holds it; at once.
@@ -123,39 +125,65 @@ class OutputDir:
         self.resume = resume
         self.state = RunState.FRESH
         self._lock: int | None = None
+        self._made: list[Path] = []
 
     def __enter__(self) -> OutputDir:
         check_start(self.path, self.resume)
+        self._made = _missing_folders(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             self.state = check_start(self.path, self.resume)  # another run may have finished meanwhile
             if self.state is not RunState.FINISHED:
                 self._clean()
         except OSError as error:
+            self._remove_if_unused()
             self._release()
             raise _unwritable(error, self.path) from error
         except BaseException:
+            self._remove_if_unused()
             self._release()
             raise
         return self
 
+    def _remove_if_unused(self) -> None:
+        """Take back the folders that this run made, if it put nothing into them: it was refused before it began."""
+        if not self._made or self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.iterdir()} <= {MARKER_NAME, LOCK_NAME}:
+                (self.path / MARKER_NAME).unlink(missing_ok=True)
+                (self.path / LOCK_NAME).unlink()  # whoever opened it meanwhile looks again, see _take_lock
+                for folder in self._made:
+                    folder.rmdir()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._remove_if_unused()
         self._release()
 
     def _take_lock(self) -> None:
         lock_path = self.path / LOCK_NAME
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, STATE_FILE_MODE)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, STATE_FILE_MODE)
+            except FileNotFoundError:
+                if lock_path.parent.is_dir():
+                    raise
+                continue  # another run was refused and took its folder back
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file(lock, lock_path):
+                    break
+            except BlockingIOError:
+                os.close(lock)
+                raise _in_use(self.path) from None
+            except BaseException:
+                os.close(lock)
+                raise
             os.close(lock)
-            raise _in_use(self.path) from None
-        except BaseException:
-            os.close(lock)
-            raise
         self._lock = lock
         # A forked child (a data worker) shares the lock and would keep it after our death.
         os.register_at_fork(after_in_child=self._forget_lock)
@@ -188,6 +216,19 @@ class OutputDir:
         else:
             content = {"made_by": "roundpipe", "not_ours": sorted(path.name for path in leftovers)}
             write_atomically(marker, json.dumps(content).encode() + b"\n")
+
+
+def _missing_folders(path: Path) -> list[Path]:
+    """`path` and its parents that do not exist, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def truncate_metrics(path: Path, step: int) -> int:

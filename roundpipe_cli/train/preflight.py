@@ -6,7 +6,7 @@ from pathlib import Path
 
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
-from roundpipe_cli.model.source import resolve_model
+from roundpipe_cli.model.source import check_model_name
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.output_dir import check_start
 
@@ -30,18 +30,9 @@ def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
         RefusedError: no such model or dataset.
     """
     recipe = loaded.recipe
-    is_local = recipe.model.startswith("package:") or not _is_hub_id(recipe.model, loaded.folder)
-    if is_local:
-        resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
+    check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     for dataset in recipe.datasets:
         spec = DatasetSpec(
             dataset.path, dataset.type, dataset.split, dataset.name, {str(k): v for k, v in dataset.columns.items()}
         )
         find_sources(spec, loaded.folder, offline)
-
-
-def _is_hub_id(name: str, folder: Path) -> bool:
-    from roundpipe_cli.model.source import HUB_ID
-
-    exists = Path(name).expanduser().exists() or (folder / Path(name).expanduser()).exists()
-    return not exists and HUB_ID.match(name) is not None and not name.endswith(".gguf")
