@@ -9,7 +9,8 @@ is given:
                   arguments on the way
 
 The same run proves what the engine relies on, or refuses the model: every block is called once and in order, nothing
-happens between two blocks, no argument is an object that a block could change, no parameter is shared between blocks.
+happens between two blocks, no argument is an object that a block could change or carries a gradient, no parameter is
+shared between blocks.
 """
 
 from __future__ import annotations
@@ -110,7 +111,15 @@ class Recorder:
         """Note the call of block `index`; returns what the block's caller expects."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
-            raise _WrongResultShape
+            if self.calls:  # it comes from a stub
+                raise _WrongResultShape
+            raise SplitRefusedError(
+                "a block is not given hidden states of the usual shape",
+                where=f"block.{index}, {'argument 0' if args else 'hidden_states'}",
+                found=str(list(hidden.shape)) if isinstance(hidden, torch.Tensor) else type(hidden).__name__,
+                expected="a tensor [batch, tokens, hidden size]",
+                hint="this architecture is not supported; choose another model",
+            )
         if index != len(self.calls):
             raise SplitRefusedError(
                 "the model does not call its blocks once and in order",
@@ -228,7 +237,8 @@ def split_model(model: nn.Module) -> Split:
 
 def _refuse_shared_parameters(model: nn.Module, blocks_path: str) -> None:
     owner: dict[int, str] = {}
-    for index, block in enumerate(model.get_submodule(blocks_path).children()):
+    for index, block in enumerate(model.get_submodule(blocks_path)._modules.values()):  # children() drops repetitions
+        assert block is not None
         for name, parameter in block.named_parameters():
             here = f"block.{index}"
             if owner.setdefault(id(parameter), here) != here:
@@ -256,7 +266,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
     handles = list(_install_trace(probe, blocks_path, recorder, trace))
     ids = torch.arange(1, 6)[None] % config.get_text_config().vocab_size
     try:
-        with torch.no_grad():
+        with torch.enable_grad():  # shows which arguments a gradient would have to flow through
             probe.train(False)(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
@@ -269,7 +279,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
             expected=f"{recorder.num_blocks}",
         )
     for index, call in enumerate(recorder.calls):
-        _refuse_mutable_arguments(index, call)
+        _refuse_arguments(index, call)
     backbone_path = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
     if not backbone_path:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
@@ -306,7 +316,7 @@ def _materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
                 data = torch.empty(parameter.shape, dtype=parameter.dtype)
                 if data.numel() < 1_000_000:
                     data.normal_()
-                real[id(parameter)] = nn.Parameter(data, requires_grad=False)
+                real[id(parameter)] = nn.Parameter(data, requires_grad=data.is_floating_point())
             module._parameters[name] = real[id(parameter)]
     return probe
 
@@ -358,7 +368,7 @@ def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Ten
         )
 
 
-def _refuse_mutable_arguments(index: int, call: BlockCall) -> None:
+def _refuse_arguments(index: int, call: BlockCall) -> None:
     named = [(f"argument {position}", value) for position, value in enumerate(call.args)]
     for name, value in [*named, *call.kwargs.items()]:
         if not _carries(value):
@@ -369,6 +379,19 @@ def _refuse_mutable_arguments(index: int, call: BlockCall) -> None:
                 expected="tensors, numbers, strings, None, or tuples of these",
                 hint="this architecture is not supported; choose another model",
             )
+        if _needs_gradient(value):
+            raise SplitRefusedError(
+                "a block is given a tensor that a gradient flows through, beside the hidden states",
+                where=f"block.{index}, {name}",
+                found="an argument computed from trainable parameters",
+                hint="this architecture is not supported; choose another model",
+            )
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_needs_gradient(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _carries(value: Any) -> bool:
