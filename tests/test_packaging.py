@@ -7,13 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import typer.main
 from packaging.requirements import Requirement
+
+from roundpipe_cli.cli.app import app
+from roundpipe_cli.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = "roundpipe_cli/shipped_recipes"
@@ -142,6 +147,23 @@ def test_mistakes_in_overrides_of_a_shipped_recipe_are_refused(unpacked: Path, t
     result = run_from(unpacked, ours, tmp_path)
     assert result.returncode == 2
     assert "max_steps" in result.stderr and "lora.rr" in result.stderr
+
+
+def test_readme_speaks_of_what_is_there(tmp_path: Path) -> None:
+    """Its recipe passes every check, its commands exist, and each file of its code map does too."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    recipe = re.search(r"(?:^    .*\n)*^    output_dir: outputs/first\n", readme, re.MULTILINE)
+    assert recipe
+    (tmp_path / "first.yaml").write_text(textwrap.dedent(recipe[0]))
+    loaded = load_recipe(tmp_path / "first.yaml")
+    assert (loaded.recipe.max_seq_length, loaded.notices) == (512, ())
+    commands = set(re.findall(r"^    roundpipe ([a-z]+)", readme, re.MULTILINE))
+    assert {"finetune"} <= commands <= set(getattr(typer.main.get_command(app), "commands", {}))
+    code_map = readme.partition("## Code map")[2].partition("\nImports point one way")[0]
+    here = {path.name for path in [*ROOT.glob("scripts/*"), *ROOT.glob("roundpipe_cli/**/*.py")]}
+    assert set(re.findall(r"[a-z_]+\.(?:py|txt|sh)\b", code_map)) <= here
+    rooms = {path.name for path in (ROOT / "roundpipe_cli").iterdir() if (path / "__init__.py").is_file()}
+    assert rooms <= set(re.findall(r"^      ([a-z]+)/", code_map, re.MULTILINE))
 
 
 def pins() -> dict[str, Requirement]:
