@@ -1,7 +1,7 @@
 """Where the search starts: stages of nearly equal work, for every number of stages worth trying.
 
-Layers are counted in units of about equal work: a block is one unit, an embedding without cost is none and joins its
-neighbour. `unit_bounds[t]` is the layer at which t units have been passed. A cell is a number of forward stages, of
+Layers are counted in units of about equal work: a usual block is one unit, an embedding without cost is none and joins
+its neighbour. `unit_bounds[t]` is the layer at which t units have been passed. A cell is a number of forward stages, of
 backward stages behind the one with the head, and of units in the head's stage. Shapes as in `search_batch`.
 """
 
@@ -21,13 +21,13 @@ def unit_bounds(sums: StageSums) -> list[int]:
     """Layer bounds of units of about equal work; the first is 0, the last leaves out only the head."""
     body = sums.num_layers - 1
     work = [sums.forward_s[i][i + 1] + sums.recompute_s[i][i + 1] + sums.backward_s[i][i + 1] for i in range(body)]
-    total = sum(work)
-    if total <= 0:
+    total, usual = sum(work), sorted(work)[body // 2] if body else 0.0
+    if usual <= 0:
         return list(range(body + 1))
-    num_units = max(1, sum(1 for value in work if value > 0.2 * total / body))
+    num_units = min(body, max(1, round(total / usual)))
     bounds, passed, layer = [0], 0.0, 0
     for unit in range(1, num_units):
-        while layer < body and passed + work[layer] <= (unit + 1e-6) * total / num_units:
+        while layer < body and passed + work[layer] / 2 <= (unit + 1e-6) * total / num_units:
             passed += work[layer]
             layer += 1
         bounds.append(layer)
