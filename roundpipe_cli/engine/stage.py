@@ -78,6 +78,7 @@ class StageRunner:
         """Per layer of the current visit, the device's gradient sums (empty if folded on the host)."""
         self._graphs: dict[int, list[_LayerGraph]] = {}
         self._head_input: dict[int, torch.Tensor] = {}
+        self._poison: float | None = None
         self.layer = 0
         """The layer in work, for error messages."""
         self.started: Any = None
@@ -88,7 +89,9 @@ class StageRunner:
         self.started = None
         layers = stage_layers(context.program.schedule, op)
         state = context.microbatches[op.microbatch]
-        fault("compute", step=context.step, worker=self.worker)
+        poison = fault("compute", step=context.step, worker=self.worker)
+        if poison is not None:
+            self._poison = poison
         if op.kind is Kind.FORWARD:
             self._forward(context, layers, state)
         elif op.kind is Kind.RECOMPUTE:
@@ -96,11 +99,18 @@ class StageRunner:
                 self._recompute(context, layers, state)
         else:
             self._backward(context, layers, state)
+        if op.kind is not Kind.RECOMPUTE:  # its result goes into the backward that follows
+            self._poison = None
+
+    def _poisoned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or NaN or infinities in its place where a fault point asks for them."""
+        return tensor if self._poison is None else tensor * self._poison
 
     def reset(self) -> None:
         """Drop what a failed step left."""
         self._graphs.clear()
         self._head_input.clear()
+        self._poison = None
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -168,7 +178,7 @@ class StageRunner:
     def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:
         readers = context.readers[layer]
         if readers:
-            host, event = self.backend.send(hidden.detach())
+            host, event = self.backend.send(self._poisoned(hidden.detach()))
             context.boundaries.put((BoundaryKind.HIDDEN, layer, state.index), host, event, readers)
 
     # -- recompute -----------------------------------------------------------------------------------------------
@@ -213,6 +223,8 @@ class StageRunner:
             if last < context.first_trainable_layer:
                 return
             gradient = self._take(context, (BoundaryKind.GRADIENT, last + 1, state.index))
+        if gradient is not None:
+            gradient = self._poisoned(gradient)
         if context.recompute_each_layer and not has_head:
             gradient = self._backward_layer_by_layer(context, layers, state, gradient)
         else:

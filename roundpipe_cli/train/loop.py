@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
 from roundpipe_cli.train.devices import num_cores
-from roundpipe_cli.train.durable import write_atomically
+from roundpipe_cli.train.durable import disk_error, write_atomically
 from roundpipe_cli.train.finish import save_result, write_report
 from roundpipe_cli.train.learning_rate import make_schedule
 from roundpipe_cli.train.optimizer import HostAdamW
@@ -127,7 +130,7 @@ class Trainer:
         torch.set_num_threads(num_cores())
         started_s = time.monotonic()
         self._started_s = started_s
-        with engine, metrics_path.open("ab") as metrics:
+        with engine, metrics_path.open("ab", buffering=0) as metrics:
             self._signals.guard()
             for step in range(first_step, self.num_steps):
                 self._one_step(engine, step, metrics)
@@ -156,7 +159,7 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _one_step(self, engine: Engine, step: int, metrics: BinaryIO) -> None:
+    def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
         batches = self.sampler.step_rows(step)
         microbatches, num_tokens = self._microbatches(batches)
@@ -186,9 +189,16 @@ class Trainer:
             eta_s=self._eta_s(step, step_s),
         )
         self._rows.append(event)
-        metrics.write((json.dumps(_metrics_row(event)) + "\n").encode())
-        metrics.flush()
+        self._write_row(metrics, event)
         self._tell(event)
+
+    def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
+        line = (json.dumps(_metrics_row(event)) + "\n").encode()
+        try:
+            if metrics.write(line) < len(line):  # the rest does not fit; --resume cuts a torn line off
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise disk_error(error, self.output_dir / METRICS_NAME, f"the metrics of step {event.step}") from error
 
     def _microbatches(self, batches: list[list[int]]) -> tuple[list[Microbatch], int]:
         """The step's microbatches as tensors, and the number of their tokens without padding."""
@@ -233,9 +243,12 @@ class Trainer:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _save(self, step: int, metrics: BinaryIO) -> None:
+    def _save(self, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
-        _sync(metrics)
+        try:
+            os.fsync(metrics.fileno())
+        except OSError as error:
+            raise disk_error(error, self.output_dir / METRICS_NAME, "the metrics") from error
         store = self.setup.store
         masters = [(name, store.master(name)) for name in sorted(store.trainable_names)]
         folder = save_checkpoint(
@@ -267,12 +280,6 @@ class Trainer:
 
 def _tensor(values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
     return torch.from_numpy(values)
-
-
-def _sync(file: BinaryIO) -> None:
-    import os
-
-    os.fsync(file.fileno())
 
 
 def _poisoned(result: StepResult, poison: float | None) -> StepResult:
