@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.events import Notice
 from roundpipe_cli.train.cut import Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
-from roundpipe_cli.train.setup import Setup, active_parameters
+from roundpipe_cli.train.setup import Setup, Tell, active_parameters
 
 
 def make_engine(setup: Setup) -> Engine:
@@ -40,3 +45,34 @@ def make_cutter(setup: Setup) -> Cutter:
         device_memory_bytes=memory,
     )
     return Cutter(costs, len(setup.devices), recipe.pipeline)
+
+
+@contextmanager
+def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
+    """Keep the store's weights and gradients page-locked meanwhile, so that copies to GPUs run beside the host.
+
+    `weights: auto` goes on with ordinary memory where the system refuses, and says so.
+
+    Raises:
+        ResourceError: `weights: pinned` and the system refuses.
+    """
+    wanted = setup.devices[0] != "cpu" and setup.recipe.weights != "pageable"
+    locked = []
+    try:
+        for buffer in [*setup.store.buffers, *setup.store.gradients] if wanted else []:
+            if not cuda.register_host_buffer(buffer):
+                _refuse_or_tell(setup, tell)
+                break
+            locked.append(buffer)
+        yield
+    finally:
+        for buffer in locked:
+            cuda.unregister_host_buffer(buffer)
+
+
+def _refuse_or_tell(setup: Setup, tell: Tell) -> None:
+    text = "the system does not let this process page-lock its weights"
+    hint = "raise the limit of locked memory (ulimit -l unlimited)"
+    if setup.recipe.weights == "pinned":
+        raise ResourceError(text, where="weights: pinned", hint=hint)
+    tell(Notice(f"{text}: uploads will be slower; {hint}"))
