@@ -16,7 +16,7 @@ from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.compare import Question, Result, choose_partition, run
 from roundpipe_cli.train.cut import PROFILE_STEPS
-from roundpipe_cli.train.pool import make_cutter, make_engine
+from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
@@ -83,7 +83,7 @@ def compare_for_real(
     """
     setup = prepare(loaded, offline=offline, tell=tell)
     microbatches, num_tokens = first_step(setup)
-    with make_engine(setup) as engine:
+    with page_locked(setup, tell), make_engine(setup) as engine:
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches)
         question = Question(costs, engine.num_workers, len(microbatches))

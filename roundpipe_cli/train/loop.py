@@ -29,7 +29,7 @@ from roundpipe_cli.train.finish import save_result, write_report
 from roundpipe_cli.train.learning_rate import make_schedule
 from roundpipe_cli.train.optimizer import HostAdamW
 from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState, truncate_metrics
-from roundpipe_cli.train.pool import make_cutter, make_engine
+from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_unchanged, run_state
 from roundpipe_cli.train.setup import Setup, Tell, prepare
@@ -130,7 +130,7 @@ class Trainer:
         torch.set_num_threads(num_cores())
         started_s = time.monotonic()
         self._started_s = started_s
-        with engine, metrics_path.open("ab", buffering=0) as metrics:
+        with page_locked(setup, self._tell), engine, metrics_path.open("ab", buffering=0) as metrics:
             self._signals.guard()
             for step in range(first_step, self.num_steps):
                 self._one_step(engine, step, metrics)
