@@ -189,12 +189,14 @@ class Running:
         return Outcome(self.process.exitcode, self.out, self.err, time.monotonic() - self.started_s)
 
 
-def launch(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Running:
-    """Start `roundpipe WORDS` in `folder`, forked from a server that has loaded torch."""
+def launch(
+    folder: Path, *words: str, environment: Mapping[str, str] | None = None, closed: Sequence[int] = ()
+) -> Running:
+    """Start `roundpipe WORDS` in `folder`, forked from a server that has loaded torch; `closed`: streams to close."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log = folder / f".log-{time.monotonic_ns()}"
-    process = context.Process(target=_command, args=(str(folder), words, dict(environment or {}), str(log)))
+    process = context.Process(target=_command, args=(str(folder), words, dict(environment or {}), str(log), closed))
     process.start()
     return Running(process, folder, log, time.monotonic())
 
@@ -228,7 +230,7 @@ def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(changes or {})}
 
 
-def _command(folder: str, words: Sequence[str], environment: dict[str, str], log: str) -> None:
+def _command(folder: str, words: Sequence[str], environment: dict[str, str], log: str, closed: Sequence[int]) -> None:
     """Body of a forked child: the program as its console script runs it, its output in files."""
     os.chdir(folder)
     os.environ.update({"OMP_NUM_THREADS": "1", **environment})
@@ -236,6 +238,8 @@ def _command(folder: str, words: Sequence[str], environment: dict[str, str], log
         descriptor = os.open(f"{log}{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, stream)
         os.close(descriptor)
+    for stream in closed:
+        os.close(stream)
     sys.argv = ["roundpipe", *words]
     from roundpipe_cli.cli.app import main
 

@@ -104,7 +104,18 @@ def test_float16_overflow_and_resume_give_the_same_bits(folder: Path, model: Pat
 
 def test_a_loss_that_explodes_is_not_hidden(folder: Path) -> None:
     """No clipping and an absurd learning rate: either all stays finite or the run ends with 4."""
-    done = finetune(folder, "learning_rate=10", "max_grad_norm=0", "method=full", "num_train_epochs=4")
+    done = finetune(folder, "learning_rate=10", "max_grad_norm=0", "method=full")
     if done.code != 0:
         done.expect(4)
     assert all(row["loss"] == row["loss"] for row in metrics(folder / "out"))
+
+
+def test_out_of_host_memory_is_exit_5(folder: Path) -> None:
+    fault = {"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=1"}
+    done = finetune(folder, environment=fault).expect(5)
+    assert "out of memory on a worker" in done.err and "micro_batch_size" in done.err
+    done = finetune(folder, "--resume", environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"})
+    assert done.code == 6  # step 1 was not saved: save_steps is 2
+    done = finetune(folder, environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"}).expect(5)
+    assert "out of host memory" in done.err
+    finetune(folder, "--resume").expect(0)

@@ -10,7 +10,7 @@ import typer
 from roundpipe_cli import __version__
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.finetune import finetune
-from roundpipe_cli.cli.output import run_command, say
+from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
 from roundpipe_cli.cli.usage import UsageError, explain_usage
 
@@ -48,6 +48,7 @@ app.command()(bench)
 
 def main() -> None:
     """Entry point of the console script; leaves with the documented exit code."""
+    open_closed_streams()
     code = 0
 
     def command() -> None:

@@ -17,6 +17,9 @@ from roundpipe_cli.units import format_seconds
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.load import LoadedRecipe
 
+COLUMNS = 80
+"""Of a terminal nobody has widened; a step's line stays on one row of it."""
+
 
 def finetune(
     recipe: Annotated[str, typer.Argument(help="Recipe file, e.g. recipes/quickstart.yaml.")],
@@ -123,10 +126,16 @@ class LinePrinter:
 
 
 def step_line(event: StepFinished) -> str:
-    """`step 12/100  loss 1.234  ...  eta 3m10s`."""
+    """`step 12/100  loss 1.2345  ...  eta 3m10s`, within 79 columns unless numbers are very long."""
     width = len(str(event.num_steps))
-    return (
-        f"step {event.step:>{width}}/{event.num_steps}  loss {event.loss:.4f}  grad {event.grad_norm:.3g}  "
-        f"lr {event.learning_rate:.3g}  {event.tokens_per_s:.0f} tok/s  bubble {100 * event.bubble_ratio:.1f} %  "
-        f"eta {format_seconds(event.eta_s)}"
+    parts = (
+        f"step {event.step:>{width}}/{event.num_steps}",
+        f"loss {event.loss:.4f}",
+        f"grad {event.grad_norm:.2g}",
+        f"lr {event.learning_rate:.1e}",
+        f"{event.tokens_per_s:.0f} tok/s",
+        f"bubble {100 * event.bubble_ratio:.0f}%",
+        f"eta {format_seconds(round(event.eta_s)) if event.eta_s >= 1 else '0 s'}",
     )
+    line = "  ".join(parts)
+    return line if len(line) < COLUMNS else " ".join(parts)

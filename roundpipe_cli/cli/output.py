@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from roundpipe_cli.errors import RoundpipeError, render_problem
+from roundpipe_cli.errors import ResourceError, RoundpipeError, render_problem
 
 _broken: set[int] = set()
 """Streams that nobody reads any more; a run goes on without them."""
@@ -18,17 +19,34 @@ _broken: set[int] = set()
 def say(text: str, *, stream: TextIO | None = None) -> None:
     """Print one line to stderr (or `stream`). A closed or full stream does not end a run."""
     target = sys.stderr if stream is None else stream
-    if id(target) in _broken:
+    if target is None or id(target) in _broken:
         return
+    line = _printable(text)
     try:
-        print(_printable(text), file=target, flush=True)
+        try:
+            print(line, file=target, flush=True)
+        except UnicodeEncodeError:  # a terminal or pipe that is not UTF-8
+            print(line.encode("ascii", "backslashreplace").decode(), file=target, flush=True)
     except (OSError, ValueError):
         _broken.add(id(target))
 
 
 def say_data(text: str) -> None:
     """Print one line to stdout."""
-    say(text, stream=sys.stdout)
+    if sys.stdout is not None:  # None where the program was started without one
+        say(text, stream=sys.stdout)
+
+
+def open_closed_streams() -> None:
+    """Where the program was started without stdin, stdout or stderr, put the null device in its place.
+
+    The next files to be opened would get their numbers otherwise, and be written to by whoever prints.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 def say_at_once(text: str) -> None:
@@ -59,6 +77,11 @@ def run_command(command: Callable[[], Any]) -> int:
             traceback.print_exception(error.__cause__)
         show_error(error)
         return error.exit_code
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise  # whoever opened the file should have said what it was for: our own bug
+        say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
+        return ResourceError.exit_code
     except KeyboardInterrupt:
         say("stopped by SIGINT")
         return 130
