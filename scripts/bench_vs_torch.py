@@ -7,9 +7,11 @@ Three ways, in turn, one step each per round, medians printed:
 
     plain        one loop, gradient checkpointing per block, all cores
     independent  two loops in two processes, one thread each, half of the microbatches each (no pipeline, no waiting)
-    engine       two CPU workers, one intra-op thread each, recompute as in checkpointing
+    engine       two CPU workers, one intra-op thread each, every block recomputed as in checkpointing
+    planned      the same with the planner's own cut, which computes the last blocks together with the head and so
+                 does not recompute them, where memory allows
 
-With `--device cuda:0`: `plain` is the loop with all weights on the GPU, `engine` streams them; no `independent`.
+With `--device cuda:0`: `plain` is the loop with all weights on the GPU, the engine streams them; no `independent`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ from roundpipe_cli.cli.finetune import quiet_libraries
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, Microbatch
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.plan.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.cut import PROFILE_STEPS
 from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.optimizer import HostAdamW
@@ -157,15 +164,17 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     optimizer = HostAdamW(setup.store)
     workers = backends(args)
     cutter = make_cutter(setup)
-    seconds: dict[str, list[float]] = {"plain": [], "independent": [], "engine": [], "bubble": []}
+    seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
+    same: Schedule | None = None
+    planned: Schedule | None = None
     with Engine(setup.model, setup.split, setup.store, workers) as engine:
-        for number in range(args.rounds + PROFILE_STEPS):
+        for number in range(args.rounds + PROFILE_STEPS + 1):
             microbatches = batches(args, number)
             torch.set_num_threads(num_cores())
             started = time.perf_counter()
             plain_loss = plain(microbatches)
             seconds["plain"].append(time.perf_counter() - started)
-            schedule = cutter.schedule(args.microbatches)
+            schedule = same or cutter.schedule(args.microbatches)
             started = time.perf_counter()
             result = engine.run_step(microbatches, schedule, step=number)
             factor = min(1.0, 1.0 / (result.gradient_norm + 1e-6))
@@ -173,6 +182,13 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
             seconds["engine"].append(time.perf_counter() - started)
             cutter.observe(result)
             seconds["bubble"].append(result.bubble_ratio)
+            if cutter.measured:
+                same = same or recompute_everything(cutter.costs, len(workers), args.microbatches)
+                planned = cutter.schedule(args.microbatches)
+                started = time.perf_counter()
+                result = engine.run_step(microbatches, planned, step=number)
+                optimizer.step(LEARNING_RATE, factor)
+                seconds["planned"].append(time.perf_counter() - started)
             tolerance = 1e-3 if dtype == "float32" else 3e-2
             if not math.isclose(plain_loss, result.loss, rel_tol=tolerance):
                 raise SystemExit(f"the losses differ: plain {plain_loss}, engine {result.loss}")
@@ -184,8 +200,26 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
             print(f"  {dtype} round {number}: {row}", flush=True)
     if independent is not None:
         independent.close()
-    print(f"forward {schedule.forward_stages}\nbackward {schedule.backward_stages}", flush=True)
-    return {name: values[PROFILE_STEPS:] for name, values in seconds.items() if values}
+    for name, used in (("engine", same), ("planned", planned)):
+        if used is not None:
+            print(f"{name}: forward {used.forward_stages}, backward {used.backward_stages}", flush=True)
+    return {name: values[-args.rounds :] for name, values in seconds.items() if values}
+
+
+def recompute_everything(costs: CostModel, num_workers: int, num_microbatches: int) -> Schedule:
+    """The planner's cut with the head alone in its stage, so that every block is recomputed."""
+    plan = plan_partition(
+        costs, num_workers=num_workers, num_microbatches=num_microbatches, limits=StageLimits(head_bytes=1)
+    )
+    return build_schedule(
+        "roundpipe",
+        forward_stages=plan.forward_stages,
+        backward_stages=plan.backward_stages,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        costs=costs,
+        microbatches_per_round=plan.microbatches_per_round,
+    )
 
 
 def main() -> None:
@@ -207,23 +241,29 @@ def main() -> None:
         speed = {name: tokens / statistics.median(values) for name, values in seconds.items() if name != "bubble"}
         ratios = {
             name: statistics.median(a / b for a, b in zip(seconds[name], seconds["engine"], strict=True))
-            for name in speed
-            if name != "engine"
+            for name in ("plain", "independent")
+            if name in speed
         }
+        ratios["planned"] = statistics.median(a / b for a, b in zip(seconds["plain"], seconds["planned"], strict=True))
         bubble = 100 * statistics.median(seconds["bubble"])
         lines.append(
             f"| {args.method} | {dtype} | "
-            + " | ".join(f"{speed[name]:.0f}" if name in speed else "-" for name in ("plain", "independent", "engine"))
+            + " | ".join(
+                f"{speed[name]:.0f}" if name in speed else "-" for name in ("plain", "independent", "engine", "planned")
+            )
             + " | "
-            + " | ".join(f"{ratios[name]:.2f}x" if name in ratios else "-" for name in ("plain", "independent"))
+            + " | ".join(
+                f"{ratios[name]:.2f}x" if name in ratios else "-" for name in ("plain", "independent", "planned")
+            )
             + f" | {bubble:.1f} % |"
         )
     print(
         f"\n{args.model}, {args.device}, {args.microbatches} microbatches of {args.tokens} tokens, "
         f"{args.rounds} rounds, medians; tokens/s and ratios of step times round by round\n"
     )
-    print("| method | dtype | plain | independent | engine | engine / plain | engine / independent | bubble |")
-    print("|---|---|---|---|---|---|---|---|")
+    names = "plain | independent | engine | planned | engine / plain | engine / independent | planned / plain | bubble"
+    print(f"| method | dtype | {names} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(lines))
 
 

@@ -43,14 +43,15 @@ def load(recipe: Path, *overrides: str) -> LoadedRecipe:
 def command(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command in its own process, with everything that could reach a network or torch switched off."""
     program = (
-        "import resource, sys\n"
+        "import sys\n"
         "import typer\n"
         "from roundpipe_cli.cli.output import run_command\n"
         "from roundpipe_cli.cli.plan import plan\n"
         "app = typer.Typer(pretty_exceptions_enable=False)\n"
         "app.command()(plan)\n"
         "code = run_command(lambda: app(standalone_mode=False))\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        # not getrusage: ru_maxrss starts with the peak of the process that started this one
+        "peak = int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
         "print('peak_kib', peak, 'torch', 'torch' in sys.modules, file=sys.stderr)\n"
         "sys.exit(code)\n"
     )

@@ -288,7 +288,6 @@ REFUSED_NOW = {
     "packing": "true",
     "chat_template": "x.jinja",
     "datasets[].weight": "2",
-    "datasets[].type": "sharegpt",
     "optim": "adafactor",
     "report_to": "[wandb]",
     "on_oom": "adapt",

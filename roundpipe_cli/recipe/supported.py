@@ -37,7 +37,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("packing", "packing", False),
     NotYet("chat_template", "another chat template than the tokenizer's own", None),
     NotYet("datasets[].weight", "mixing datasets by weight", 1.0),
-    NotYet("datasets[].type", "the sharegpt type", "chat", refused=("sharegpt",)),
     NotYet("optim", "an optimizer other than adamw", "adamw"),
     NotYet("report_to", "reporting to trackers", []),
     NotYet("on_oom", "adapting to a device that is out of memory", "stop"),

@@ -47,7 +47,7 @@ def rough_costs(
         method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
         tokens: of a microbatch.
         device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
-        device_memory_bytes: of the smallest device.
+        device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
     """
     backward = 1.0 if method == "lora" else 2.0
     streams = device != "cpu"
@@ -64,7 +64,7 @@ def rough_costs(
                 recompute=index < len(layouts) - 1,
                 param_bytes=layout.num_bytes if streams and index else 0,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
-                activation_bytes=width * tokens * item_bytes if streams and 0 < index < len(layouts) - 1 else 0,
+                activation_bytes=width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0,
             )
         )
     return CostModel("layers", tuple(layers), device_memory_bytes=device_memory_bytes)

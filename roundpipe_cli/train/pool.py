@@ -9,9 +9,13 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
+from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.train.cut import Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.setup import Setup, Tell, active_parameters
+
+HOST_SHARE = 0.5
+"""Of the host memory that is free, for the activations of all CPU workers together."""
 
 
 def make_engine(setup: Setup) -> Engine:
@@ -35,7 +39,10 @@ def make_cutter(setup: Setup) -> Cutter:
     layouts = setup.store.layouts
     on_gpu = setup.devices[0] != "cpu"
     lengths = setup.dataset.rows.lengths
-    memory = min(cuda.memory_bytes(int(name.removeprefix("cuda:"))) for name in setup.devices) if on_gpu else None
+    if on_gpu:
+        memory = min(cuda.memory_bytes(int(name.removeprefix("cuda:"))) for name in setup.devices)
+    else:
+        memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
     costs = rough_costs(
         layouts,
         active_parameters(setup.model, list(layouts)),
