@@ -14,6 +14,7 @@ from roundpipe_cli.schedule.builders import (
     SCHEDULES,
     build_schedule,
     interleaved_groups,
+    place_on,
     schedule_name,
 )
 from roundpipe_cli.schedule.dealing import Options
@@ -223,3 +224,20 @@ def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() 
     )
     validate_schedule(schedule)
     assert str(schedule) == "0F0 1F0 0B0 1R0 1B0 2R0 2B0\n0F1 1F1 0B1 1R1 1B1 2R1 2B1"
+
+
+def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
+    """The planner may leave workers idle; their rows are empty and the others keep their actions."""
+    few = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 3), (0, 1)],
+        num_workers=1,
+        num_microbatches=3,
+    )
+    placed = place_on(few, (2,), 4)
+    assert placed.num_workers == 4
+    assert [len(row) for row in placed.actions] == [0, 0, len(few.actions[0]), 0]
+    assert [str(action) for action in placed.actions[2]] == [str(action) for action in few.actions[0]]
+    assert {action.worker for action in placed.actions[2]} == {2}
+    assert place_on(few, (0,), 1) is few

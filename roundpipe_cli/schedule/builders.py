@@ -11,6 +11,7 @@ round-robin, forward stages first, then backward stages, and the next round goes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plan.cost import CostModel
@@ -196,3 +197,17 @@ def _roundpipe_rows(dealer: Dealer, num_microbatches: int, per_round: int, num_s
         for start in range(first, end, per_round):
             dealer.deal_round(range(start, min(start + per_round, end)))
     return dealer.rows
+
+
+def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Schedule:
+    """The same schedule on some of `num_workers` workers, the others idle.
+
+    Args:
+        workers: which worker takes the place of each of the schedule's.
+    """
+    if list(workers) == list(range(num_workers)):
+        return schedule
+    rows: list[tuple[Action, ...]] = [()] * num_workers
+    for row, worker in zip(schedule.actions, workers, strict=True):
+        rows[worker] = tuple(replace(action, worker=worker) for action in row)
+    return replace(schedule, num_workers=num_workers, actions=tuple(rows))

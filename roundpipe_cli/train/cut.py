@@ -17,7 +17,7 @@ from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.stages import StageLimits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
-from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.compare import Question, choose_partition
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
@@ -134,7 +134,9 @@ class Cutter:
     def _build(self, num_microbatches: int) -> Schedule:
         if not self.measured:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches)
-        forward, backward, per_round = self._stages(num_microbatches)
+        if self._planned and self._pipeline.schedule == "roundpipe":
+            return self._planned_roundpipe(num_microbatches)
+        forward, backward = self._stages(num_microbatches)
         return build_schedule(
             self._pipeline.schedule,
             forward_stages=forward,
@@ -142,26 +144,33 @@ class Cutter:
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
             costs=self.costs,
-            microbatches_per_round=per_round,
         )
 
-    def _stages(
-        self, num_microbatches: int
-    ) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None, int | None]:
+    def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
         pipeline = self._pipeline
         if not self._planned:
             backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
-            return _ranges(pipeline.forward_stages), backward, None
-        if pipeline.schedule != "roundpipe":
-            chosen = choose_partition(pipeline.schedule, Question(self.costs, self._num_workers, num_microbatches))
-            return chosen.forward_stages, None, None
+            return _ranges(pipeline.forward_stages), backward
+        chosen = choose_partition(pipeline.schedule, Question(self.costs, self._num_workers, num_microbatches))
+        return chosen.forward_stages, None
+
+    def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
         plan = plan_partition(
             self.costs,
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
             limits=stage_limits(self.costs),
         )
-        return plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=plan.forward_stages,
+            backward_stages=plan.backward_stages,
+            num_workers=len(plan.workers),
+            num_microbatches=num_microbatches,
+            costs=self.costs,
+            microbatches_per_round=plan.microbatches_per_round,
+        )
+        return place_on(schedule, plan.workers, self._num_workers)  # few microbatches may be faster on few workers
 
 
 def stage_limits(costs: CostModel) -> StageLimits | None:
