@@ -53,7 +53,7 @@ def load_back(method: str, output: Path) -> str:
     base = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.gguf_file, dtype=torch.float32)
     before = base(ids).logits
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT warns of missing and unexpected keys
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of missing and unexpected keys
         adapted = PeftModel.from_pretrained(base, output)
     change = float((adapted(ids).logits - before).abs().max())
     return f"adapter loads without warnings, changes logits by up to {change:.2f}"

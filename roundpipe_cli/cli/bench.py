@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from roundpipe_cli.cli.bench_options import RoundpipeFlags
     from roundpipe_cli.schedule.compare import Partition, Question, Result
 
 
@@ -32,6 +33,22 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option(help="Chained optimizer steps: 1, or an even number.")] = 1,
     staleness: Annotated[int, typer.Option(min=0, max=1, help="Updates that the weights of a step lag.")] = 0,
+    head_workers: Annotated[
+        int, typer.Option(min=1, help="roundpipe: workers that share the microbatches of the stage with the head.")
+    ] = 1,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="roundpipe: workers that share the microbatches of any other stage.")
+    ] = 1,
+    earliest_free: Annotated[
+        bool,
+        typer.Option("--earliest-free", help="roundpipe: each microbatch goes to the worker that can start first."),
+    ] = False,
+    skip_projection: Annotated[
+        bool, typer.Option("--skip-projection", help="roundpipe: recompute without a block's last projection.")
+    ] = False,
+    keep_activations: Annotated[
+        int, typer.Option(min=0, help="roundpipe: last so many blocks that keep their activations.")
+    ] = 0,
     accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -45,15 +62,19 @@ def bench(
 
     Example: roundpipe bench recipes/quickstart.yaml --run
     """
+    from roundpipe_cli.cli.bench_options import RoundpipeFlags, changed_question
+
+    flags = RoundpipeFlags(head_workers, replicas, earliest_free, skip_projection, keep_activations)
     if run_really:
-        _run_really(recipe, overrides or [], costs, schedule, repetitions, json_output)
+        _run_really(recipe, overrides or [], costs, schedule, repetitions, json_output, flags)
         return
     from roundpipe_cli.schedule.compare import check_question, run
 
     question = _question(recipe, overrides or [], costs, hardware, workers, microbatches, accounting, staleness, steps)
     check_question(question)
-    partitions = _partitions(schedule, forward_stages, backward_stages, question)
-    results = [run(name, partition, question) for name, partition in partitions]
+    changed = changed_question(question, flags)
+    partitions = _partitions(schedule, forward_stages, backward_stages, question, changed, flags)
+    results = [run(name, partition, changed if name == "roundpipe" else question) for name, partition in partitions]
     if svg is not None:
         _write_svg(svg, results)
     if json_output:
@@ -61,7 +82,7 @@ def bench(
 
         typer.echo(json.dumps(document(question, results)))
     else:
-        _print_table(question, results)
+        _print_table(question, results, flags)
 
 
 def document(question: Question, results: list[Result]) -> dict[str, Any]:
@@ -97,9 +118,14 @@ def _run_really(
     schedules: list[str] | None,
     repetitions: int,
     json_output: bool,
+    flags: RoundpipeFlags,
 ) -> None:
     from roundpipe_cli.errors import RefusedError
 
+    if flags.words():
+        raise RefusedError(
+            f"not yet supported: {flags.words()} with --run", hint="leave out --run to simulate what it gains"
+        )
     if costs is not None:
         raise RefusedError(
             "not yet supported: --run on a costs file (emulated devices)",
@@ -168,13 +194,21 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tup
 
 
 def _partitions(
-    schedules: list[str] | None, forward: str | None, backward: str | None, question: Question
+    schedules: list[str] | None,
+    forward: str | None,
+    backward: str | None,
+    question: Question,
+    changed: Question,
+    flags: RoundpipeFlags,
 ) -> list[tuple[str, Partition]]:
     """The schedules to simulate with their stages: given ones where they apply, planned ones otherwise.
+
+    `changed` is the question with what `flags` say, which roundpipe is asked; the others are asked `question`.
 
     Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
     `--schedule` the schedules that they suit are simulated.
     """
+    from roundpipe_cli.cli.bench_options import check_schedules
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, schedule_name
     from roundpipe_cli.schedule.compare import Partition, choose_partition
@@ -186,7 +220,8 @@ def _partitions(
             raise RefusedError(
                 "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
             )
-        return [(name, choose_partition(name, question)) for name in names]
+        check_schedules(flags, names, bool(schedules))
+        return [(name, choose_partition(name, changed if name == "roundpipe" else question)) for name in names]
     forward_ranges = _stages("--forward-stages", forward)
     backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
     if not schedules and backward is not None:
@@ -194,6 +229,7 @@ def _partitions(
     elif not schedules:
         one_each = len(forward_ranges) == question.num_workers
         names = [name for name in BOUND_SCHEDULES if one_each or name not in ("gpipe", "1f1b")]
+    check_schedules(flags, names, bool(schedules))
     if backward is None and "roundpipe" in names:
         raise RefusedError("roundpipe needs --backward-stages beside --forward-stages", hint="or neither: planned then")
     return [(name, Partition(forward_ranges, backward_ranges)) for name in names]
@@ -233,16 +269,17 @@ def _write_svg(path: Path, results: list[Result]) -> None:
         raise RefusedError("cannot write the picture", where=str(path), found=error.strerror) from error
 
 
-def _print_table(question: Question, results: list[Result]) -> None:
+def _print_table(question: Question, results: list[Result], flags: RoundpipeFlags) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from roundpipe_cli.units import format_seconds
 
     costs = question.costs
+    on = f", roundpipe with {flags.words()}" if flags.words() else ""
     table = Table(
         title=f"{costs.name}: {question.num_workers} workers, {question.num_microbatches} microbatches, simulated "
-        f"({question.accounting} accounting)",
+        f"({question.accounting} accounting){on}",
         title_justify="left",
         box=None,
         pad_edge=False,

@@ -25,6 +25,8 @@ STEADY = Effort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
 """For chained steps, of which every score takes many rounds."""
 QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
 """For alternatives that seldom win: other round sizes, fewer workers."""
+DEEP_LAYERS = 48
+"""Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
 NEAR = 1.004
 """An alternative is searched in full if a quick search comes as close as this."""
 
@@ -199,15 +201,22 @@ def _best_rounds(task: _Task) -> _Plan:
     plan = _search(task, INFEASIBLE)
     if not task.default:
         return plan
-    count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
-    sizes = {-(-count // rounds) for rounds in range(1, count + 1)}
-    for per_round in sorted(size for size in sizes if usual <= 2 * size and size <= 4 * usual and size != usual):
+    for per_round in _other_round_sizes(task):
         other = replace(task, per_round=per_round)
         if _search(replace(other, effort=QUICK), plan.value_s * NEAR).found:
             found = _search(other, INFEASIBLE)
             if found.value_s < plan.value_s * (1 - 1e-9):
                 plan = found
     return plan
+
+
+def _other_round_sizes(task: _Task) -> list[int]:
+    """Microbatches per round to try beside as many as workers. Deep models take longer and gain less, so few there."""
+    count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
+    sizes = sorted({-(-count // rounds) for rounds in range(1, count + 1)} - {usual})
+    if task.sums.num_layers > DEEP_LAYERS:
+        return [size for size in sizes if size == 2 * usual]
+    return [size for size in sizes if usual <= 2 * size and size <= 4 * usual]
 
 
 def _search(task: _Task, beat_s: float) -> _Plan:

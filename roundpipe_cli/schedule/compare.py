@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.plan.stages import balanced_partition
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.durations import stage_times
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, makespan_s
+
+MAX_JUDGED_ROUNDS = 4
+"""Microbatches by which even stages are judged, per worker."""
+MAX_JUDGED_STEPS = 4
+"""Chained steps by which even stages are judged."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class Question:
     staleness: Literal[0, 1] = 0
     num_steps: int = 1
     """1, or an even number: chained steps from which the time per step is taken."""
+    options: Options = Options()
+    """How roundpipe deals out its stages; the other schedules bind theirs."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ def _timed(name: str, partition: Partition, question: Question, num_steps: int) 
         microbatches_per_round=None if published else partition.microbatches_per_round,
         num_steps=num_steps,
         staleness=question.staleness,
+        options=question.options,
     )
     timeline = simulate(schedule, question.costs, accounting=question.accounting, staleness=question.staleness)
     return schedule, timeline
@@ -117,6 +127,8 @@ def _timed(name: str, partition: Partition, question: Question, num_steps: int) 
 
 def choose_partition(name: str, question: Question) -> Partition:
     """The planner's stages for roundpipe; for a bound schedule the best of even and balanced ones.
+
+    The planner knows the published dispatch only; for another one, even stages may be better than its own.
 
     Raises:
         ResourceError: nothing fits into the workers' memory.
@@ -130,7 +142,8 @@ def choose_partition(name: str, question: Question) -> Partition:
             staleness=question.staleness,
             num_steps=question.num_steps,
         )
-        return Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
+        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
+        return planned if question.options == Options() else dealt_partition(planned, question)
     num_layers, num_workers = len(question.costs.layers), question.num_workers
     max_loops = 1 if name in ("gpipe", "1f1b") else -(-num_layers // num_workers)
     best: tuple[float, int, Partition] | None = None
@@ -144,6 +157,36 @@ def choose_partition(name: str, question: Question) -> Partition:
             best = (score, loops, fastest)
     assert best is not None
     return best[2]
+
+
+def dealt_partition(planned: Partition, question: Question) -> Partition:
+    """The fastest of the planner's stages and a few even ones, under the question's `options`.
+
+    Judged by at most four microbatches a worker and four chained steps, so that long steps take no longer to judge.
+    """
+    workers, blocks = question.num_workers, len(question.costs.layers) - 1
+    num_microbatches = min(question.num_microbatches, MAX_JUDGED_ROUNDS * workers)
+    short = replace(question, num_microbatches=num_microbatches, num_steps=min(question.num_steps, MAX_JUDGED_STEPS))
+    rounds = sorted({min(size, num_microbatches) for size in (workers, 2 * workers)})
+    counts = sorted({min(count, blocks) for count in (workers, 2 * workers, blocks)})
+    candidates = [
+        Partition(*balanced_partition(blocks + 1, num_forward, 1 + num_backward), per_round)
+        for num_forward in counts
+        for num_backward in counts
+        for per_round in (rounds[:1] if question.accounting == "published" else rounds)
+    ]
+    best, best_s = planned, run("roundpipe", planned, short).step_s
+    for candidate in candidates:
+        result = run("roundpipe", candidate, short)
+        if result.step_s < best_s * (1 - 1e-9) and _fits(result, question):
+            best, best_s = candidate, result.step_s
+    return best
+
+
+def _fits(result: Result, question: Question) -> bool:
+    limit = question.costs.device_memory_bytes
+    peaks = result.timeline.device_peak_bytes
+    return limit is None or question.accounting == "published" or max(peaks or (0,)) <= limit
 
 
 def _published_s(name: str, partition: Partition, question: Question) -> float:
