@@ -1,0 +1,101 @@
+"""The flags of `roundpipe bench` that change how roundpipe works: checked, and put into the question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plan.cost import CostModel, keep_activations, skip_projections
+from roundpipe_cli.schedule.builders import BOUND_SCHEDULES
+from roundpipe_cli.schedule.compare import Question
+from roundpipe_cli.schedule.dealing import Options
+
+
+@dataclass(frozen=True, slots=True)
+class RoundpipeFlags:
+    """What was asked for; the defaults change nothing."""
+
+    head_workers: int = 1
+    replicas: int = 1
+    earliest_free: bool = False
+    skip_projection: bool = False
+    keep_activations: int = 0
+    """Layers, counted from the last recomputed one, whose activations are kept: backward needs those soonest."""
+
+    def words(self) -> str:
+        """The flags that are on, as they were typed."""
+        flags = {
+            f"--head-workers {self.head_workers}": self.head_workers != 1,
+            f"--replicas {self.replicas}": self.replicas != 1,
+            "--earliest-free": self.earliest_free,
+            "--skip-projection": self.skip_projection,
+            f"--keep-activations {self.keep_activations}": self.keep_activations != 0,
+        }
+        return " ".join(flag for flag, is_on in flags.items() if is_on)
+
+
+def check_schedules(flags: RoundpipeFlags, names: Sequence[str], are_named: bool) -> None:
+    """Refuse flags that would change nothing.
+
+    Args:
+        names: the schedules that are simulated.
+        are_named: whether `--schedule` named them; otherwise bound ones are there for comparison and stay as they are.
+
+    Raises:
+        RefusedError: a bound schedule was asked for, or roundpipe is not simulated at all.
+    """
+    bound = [name for name in names if name in BOUND_SCHEDULES]
+    if flags.words() and bound and (are_named or "roundpipe" not in names):
+        raise RefusedError(
+            f"{flags.words()}: only roundpipe has this",
+            found=f"also {', '.join(bound)}" if "roundpipe" in names else ", ".join(bound),
+            expected="--schedule roundpipe, or no --schedule at all",
+        )
+
+
+def changed_question(question: Question, flags: RoundpipeFlags) -> Question:
+    """The question as roundpipe is asked it; the same one if all flags are off.
+
+    Raises:
+        RefusedError: values that mean nothing for these workers and costs.
+    """
+    for flag, width in (("--head-workers", flags.head_workers), ("--replicas", flags.replicas)):
+        if not 1 <= width <= question.num_workers:
+            raise RefusedError(
+                f"{flag} does not suit the workers", found=str(width), expected=f"1 to {question.num_workers}"
+            )
+    if flags.earliest_free and (flags.head_workers, flags.replicas) != (1, 1):
+        raise RefusedError(
+            "--earliest-free deals out every microbatch by itself, which leaves no fixed share to a worker",
+            found=flags.words(),
+            expected="--earliest-free, or --head-workers and --replicas",
+        )
+    costs = _kept(question.costs, flags.keep_activations)
+    if flags.skip_projection:
+        costs = _skipped(costs)
+    options = Options(flags.head_workers, flags.replicas, flags.earliest_free)
+    return replace(question, costs=costs, options=options)
+
+
+def _kept(costs: CostModel, count: int) -> CostModel:
+    recomputed = [index for index, layer in enumerate(costs.layers) if layer.recompute]
+    if not 0 <= count <= len(recomputed):
+        raise RefusedError(
+            "--keep-activations does not suit the layers",
+            where=f"costs {costs.name}",
+            found=str(count),
+            expected=f"0 to {len(recomputed)}, the layers that are recomputed",
+        )
+    return keep_activations(costs, recomputed[len(recomputed) - count :]) if count else costs
+
+
+def _skipped(costs: CostModel) -> CostModel:
+    if not any(layer.recompute and layer.recompute_skippable_s for layer in costs.layers):
+        raise RefusedError(
+            "--skip-projection: nothing in the recompute can be left out",
+            where=f"costs {costs.name}",
+            found="no recomputed layer with recompute_skippable_s",
+            expected="recompute_skippable_s, in seconds, in at least one layer",
+        )
+    return skip_projections(costs)
