@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 
 from roundpipe_cli.cli.finetune import LinePrinter, step_line
 from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
-from tests.e2e import child_environment, command_line, finetune, fresh, launch, make_model, make_workspace, num_lines
+from tests.e2e import (
+    child_environment,
+    command_line,
+    finetune,
+    fresh,
+    launch,
+    make_model,
+    make_workspace,
+    metrics,
+    num_lines,
+)
 
 STEP = StepFinished(
     step=12,
@@ -134,3 +145,21 @@ def test_folders_with_other_letters(folder: Path) -> None:
     (folder / "rows.jsonl").rename(folder / "Zeilen – größer.jsonl")
     done = finetune(folder, "datasets=[{path: Zeilen – größer.jsonl}]", "output_dir=aus gäbe", "max_steps=1").expect(0)
     assert "the result is in aus gäbe" in done.err and (folder / "aus gäbe" / "report.json").exists()
+
+
+def test_trace_holds_the_last_steps(folder: Path) -> None:
+    """Every forward, recompute and backward of three steps, none beside another on one worker."""
+    outcome = finetune(folder, "--trace")
+    assert outcome.code == 0
+    [path] = folder.rglob("trace.json")
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    by_worker: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        by_worker.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(by_worker) == 2
+    for spans in by_worker.values():
+        spans.sort()
+        assert all(before[1] <= after[0] + 1 for before, after in zip(spans, spans[1:], strict=False))
+    busy_s = sum(event["dur"] for event in events) / 1e6
+    rows = metrics(path.parent)[-3:]
+    assert 0 < busy_s < 2 * sum(row["step_s"] for row in rows)

@@ -30,6 +30,9 @@ def finetune(
         list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although KEY changed.")
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write the last steps' work to trace.json, for ui.perfetto.dev.")
+    ] = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -60,6 +63,7 @@ def finetune(
             allow_changed=allow_changed or (),
             tell=LinePrinter(loaded.recipe.logging_steps),
             signals=signals,
+            trace=trace,
         )
 
 

@@ -35,8 +35,11 @@ from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
 from roundpipe_cli.schedule.lower import Program
+from roundpipe_cli.schedule.timeline import COMPUTE, Interval, Timeline, bubble_ratio, utilization
 
 JOIN_TIMEOUT_S = 5.0
+JOIN_AFTER_ERROR_S = 2.0
+"""For all workers together; one that hangs is left behind (its thread is a daemon)."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,31 @@ class StepResult:
     device_peak_bytes: tuple[int, ...]
 
     @property
+    def timeline(self) -> Timeline:
+        """The step as the simulator would show it, with measured times."""
+        intervals = tuple(
+            Interval(
+                item.action.worker,
+                COMPUTE,
+                item.action.kind,
+                item.action.stage,
+                item.action.microbatch,
+                item.start_s,
+                item.end_s,
+            )
+            for item in self.actions
+        )
+        return Timeline(self.num_workers, intervals, device_peak_bytes=self.device_peak_bytes)
+
+    @property
     def utilization(self) -> tuple[float, ...]:
         """Per worker, the share of the step that it computed."""
-        busy = [0.0] * self.num_workers
-        for item in self.actions:
-            busy[item.action.worker] += item.end_s - item.start_s
-        return tuple(seconds / self.step_s for seconds in busy)
+        return tuple(utilization(self.timeline))
 
     @property
     def bubble_ratio(self) -> float:
         """1 - busy / (workers x makespan)."""
-        return 1.0 - sum(self.utilization) / self.num_workers
+        return bubble_ratio(self.timeline)
 
 
 class Engine:
@@ -157,8 +174,11 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
+        deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
         for worker in self._workers:
-            worker.stop(JOIN_TIMEOUT_S)
+            worker.ask_to_stop()
+        for worker in self._workers:
+            worker.join(deadline_s)
 
     def run_step(
         self, microbatches: Sequence[Microbatch], schedule: Schedule, *, step: int, loss_scale: float = 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,12 +140,15 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def stop(self, timeout_s: float) -> None:
-        """Ask the threads to end and wait for them."""
+    def ask_to_stop(self) -> None:
+        """Ask the threads to end once they have nothing left to do."""
         self._orders.put(None)
         self._prefetch_orders.put(None)
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the threads until `deadline_s` of the monotonic clock."""
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def give(self, item: WorkItem) -> None:
         """Hand over one step's orders."""

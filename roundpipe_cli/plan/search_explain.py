@@ -33,10 +33,10 @@ def explain(
         lines.append(f"The host's updates take {format_seconds(updates_s)} {where}.")
     others = [candidate for candidate in found if candidate.shape != best.shape]
     if others:
-        other = others[0]
-        slower = 100 * (other.value_s / best.value_s - 1)
+        second = others[0]
+        slower = 100 * (second.value_s / best.value_s - 1)
         lines.append(
-            f"Next best: {other.num_forward} forward and {_later(other)} backward stages, {slower:.2f} % slower."
+            f"Next best: {second.num_forward} forward and {_later(second)} backward stages, {slower:.2f} % slower."
         )
     return tuple(lines)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.lora import save_adapter
 from roundpipe_cli.model.weights_io import save_model
+from roundpipe_cli.schedule.pictures import chrome_trace
+from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
 from roundpipe_cli.train.durable import disk_error, sync_folder, write_atomically
 from roundpipe_cli.train.output_dir import REPORT_NAME
 from roundpipe_cli.train.setup import Setup
@@ -56,3 +58,15 @@ def save_result(setup: Setup, output_dir: Path) -> None:
 def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
     """Write report.json, which says that the run is finished."""
     write_atomically(output_dir / REPORT_NAME, (json.dumps(report, indent=2) + "\n").encode(), mode=0o644)
+
+
+def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Write consecutive steps as one picture for Perfetto (Trace Event format)."""
+    intervals: list[Interval] = []
+    offset_s = 0.0
+    for timeline in timelines:
+        for item in timeline.intervals:
+            intervals.append(item._replace(start_s=item.start_s + offset_s, end_s=item.end_s + offset_s))
+        offset_s += makespan_s(timeline)
+    whole = Timeline(timelines[0].num_workers, tuple(intervals))
+    write_atomically(path, json.dumps(chrome_trace(whole)).encode(), mode=0o644)

@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -22,10 +23,11 @@ from roundpipe_cli.errors import NotFiniteError, StoppedError
 from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
 from roundpipe_cli.faults import fault
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
 from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.durable import disk_error, write_atomically
-from roundpipe_cli.train.finish import save_result, write_report
+from roundpipe_cli.train.finish import save_result, write_report, write_trace
 from roundpipe_cli.train.learning_rate import make_schedule
 from roundpipe_cli.train.optimizer import HostAdamW
 from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState, truncate_metrics
@@ -41,6 +43,8 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000
 """As in torch.amp.GradScaler."""
 ETA_STEPS = 20
+TRACE_NAME = "trace.json"
+TRACED_STEPS = 3
 
 
 def finetune(
@@ -51,6 +55,7 @@ def finetune(
     allow_changed: Sequence[str],
     tell: Tell,
     signals: StopSignals,
+    trace: bool = False,
 ) -> None:
     """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
 
@@ -60,6 +65,7 @@ def finetune(
         allow_changed: recipe keys that may differ from the checkpoint's.
         tell: is told what happens.
         signals: active; asks for a stop.
+        trace: write what the workers did in the last steps to trace.json.
 
     Raises:
         RoundpipeError: with the documented exit code.
@@ -79,7 +85,7 @@ def finetune(
         setup = prepare(loaded, offline=offline, tell=tell)
         if checkpoint is not None:
             check_unchanged(checkpoint.meta, setup, allow_changed)
-        trainer = Trainer(setup, output_dir, signals, tell)
+        trainer = Trainer(setup, output_dir, signals, tell, trace)
         write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
         trainer.run(checkpoint)
 
@@ -87,7 +93,7 @@ def finetune(
 class Trainer:
     """One run over one setup."""
 
-    def __init__(self, setup: Setup, output_dir: Path, signals: StopSignals, tell: Tell) -> None:
+    def __init__(self, setup: Setup, output_dir: Path, signals: StopSignals, tell: Tell, trace: bool = False) -> None:
         recipe = setup.recipe
         self.setup = setup
         self.recipe = recipe
@@ -116,6 +122,7 @@ class Trainer:
         self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
         self._rows: list[StepFinished] = []
+        self._timelines: deque[Timeline] | None = deque(maxlen=TRACED_STEPS) if trace else None
 
     # -- run -----------------------------------------------------------------------------------------------------
 
@@ -140,6 +147,8 @@ class Trainer:
                 self._stop_if_asked(done)
         predicted = self._cutter.predicted(recipe.gradient_accumulation_steps)
         self._tell(Phase("writing the result"))
+        if self._timelines:
+            write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
         save_result(setup, self.output_dir)
         seconds = self._seconds()
         write_report(self.output_dir, make_report(setup, self._rows, self.num_steps, seconds, predicted))
@@ -166,6 +175,8 @@ class Trainer:
         schedule = self._cutter.schedule(len(microbatches))
         result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
         self._cutter.observe(result)
+        if self._timelines is not None:
+            self._timelines.append(result.timeline)
         result = _poisoned(result, fault("optimizer", step=step))
         learning_rate = self._learning_rate(step)
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
