@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.plan.analytic import TrainingSettings, attended_tokens, head_chunk_bytes
+from roundpipe_cli.plan.analytic import TrainingSettings, attended_tokens, head_chunk_bytes, lora_params
 from roundpipe_cli.plan.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.plan.hardware import parse_hardware
 from roundpipe_cli.plan.memory import device_need, one_layer_bytes, usable_device_bytes
@@ -29,10 +29,21 @@ WORKERS, MICROBATCHES, TOKENS = 8, 16, 8192
 WIDTHS = (2, 4, 8)
 """Numbers of workers that share a stage."""
 SETTINGS = TrainingSettings(max_seq_length=TOKENS, num_microbatches=MICROBATCHES)
-LINES = """Estimated: weights of 2 bytes a parameter go up at every visit of a stage; a boundary has 8192 tokens x
-hidden size x 2 bytes; {gradients}; the last projection's share of a block's forward
-is its share of the FLOPs ({share}); activations of the last {kept} block(s) fit beside the plan in 24 GiB by
-the memory model, and that they lie where backward runs is assumed: rows with kept activations are upper bounds."""
+IN_ORDER = (
+    "are added up in one lane, so that a visit waits for the sum of the one before (but not with earliest-free "
+    "dispatch, whose order the simulator does not hold: lanes there, a worker each)"
+)
+GRADIENTS = {
+    "none": "gradients are adapters', too few to count, and no visit waits for another's sum (as with grad_lanes: 16)",
+    "lora": f"gradients of adapters of rank {SETTINGS.lora_r} {IN_ORDER}",
+    "full": f"gradients of all weights, 4 bytes each, {IN_ORDER}",
+}
+LINES = """Estimated: weights of 2 bytes a parameter go up at every visit of a stage.
+A boundary has 8192 tokens x hidden size x 2 bytes.
+Assumed: {gradients}.
+The last projection's share of a block's forward is its share of the FLOPs ({share}).
+Activations of the last {kept} block(s) fit beside the plan in 24 GiB by the memory model; that they lie where
+backward runs is assumed, so rows with kept activations are upper bounds."""
 
 
 @dataclass
@@ -41,7 +52,7 @@ class Column:
 
     architecture: Architecture
     model: dict[str, Any]
-    with_gradients: bool
+    gradients: str
 
     def __post_init__(self) -> None:
         self.costs = self._costs()
@@ -68,7 +79,7 @@ class Column:
             recompute=True,
             param_bytes=2 * block.params,
             boundary_bytes=2 * TOKENS * architecture.hidden_size,
-            grad_bytes=2 * block.params if self.with_gradients else 0,
+            grad_bytes=4 * self._trained(block.params, lora_params(architecture, block, SETTINGS)),
             activation_bytes=one_layer_bytes(architecture, SETTINGS),
             recompute_skippable_s=forward_s * last_flops / flops,
         )
@@ -78,10 +89,13 @@ class Column:
             model["head_backward_ms"] / 1e3,
             recompute=False,
             param_bytes=2 * architecture.head_params,
-            grad_bytes=2 * architecture.head_params if self.with_gradients else 0,
+            grad_bytes=4 * self._trained(architecture.head_params, 0),
             activation_bytes=head_chunk_bytes(architecture, SETTINGS),
         )
         return CostModel(architecture.name, (*[block_cost] * model["blocks"], head), hop_s=model["hop_ms"] / 1e3)
+
+    def _trained(self, all_params: int, adapters: int) -> int:
+        return {"none": 0, "lora": adapters, "full": all_params}[self.gradients]
 
     def plan(self, costs: CostModel) -> Partition:
         """The planner's stages, planned once."""
@@ -156,7 +170,7 @@ def _ranges(sizes: list[int]) -> list[tuple[int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", type=Path, help="published_schedules.json")
-    parser.add_argument("--gradients", action="store_true", help="full fine-tuning: gradients of all weights travel")
+    parser.add_argument("--gradients", choices=list(GRADIENTS), default="none", help="what is downloaded and added up")
     arguments = parser.parse_args()
     models = json.loads(arguments.figures.read_text(encoding="utf-8"))["models"]
     columns = []
@@ -171,13 +185,13 @@ def main() -> None:
     print("|---|" + "---:|---:|" * len(names))
     for row in columns[0].rows:
         print(f"| {row} | " + " | ".join(column.cell(row) for column in columns) + " |")
-    gradients = (
-        "gradients of all weights, 2 bytes each, go down and are added up in order"
-        if arguments.gradients
-        else ("gradients of adapters are too few to count")
-    )
     share = ", ".join(f"{100 * column.share:.0f} %" for column in columns)
-    print("\n" + LINES.format(gradients=gradients, share=share, kept=" and ".join(str(c.num_kept) for c in columns)))
+    print(
+        "\n"
+        + LINES.format(
+            gradients=GRADIENTS[arguments.gradients], share=share, kept=" and ".join(str(c.num_kept) for c in columns)
+        )
+    )
 
 
 if __name__ == "__main__":

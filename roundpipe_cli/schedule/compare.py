@@ -11,7 +11,7 @@ from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.stages import balanced_partition
 from roundpipe_cli.schedule.actions import Schedule, StageRange
-from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.durations import stage_times
 from roundpipe_cli.schedule.published import simulate_published
@@ -47,6 +47,8 @@ class Partition:
     forward_stages: tuple[StageRange, ...]
     backward_stages: tuple[StageRange, ...]
     microbatches_per_round: int | None = None
+    workers: tuple[int, ...] = ()
+    """Those that get stages; empty: all. The planner leaves workers idle where they would not make a step faster."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +111,22 @@ def run(name: str, partition: Partition, question: Question) -> Result:
 
 def _timed(name: str, partition: Partition, question: Question, num_steps: int) -> tuple[Schedule, Timeline]:
     published = question.accounting == "published"
+    workers = partition.workers or tuple(range(question.num_workers))
+    speeds = question.costs.worker_speed
+    own_speeds = None if speeds is None else tuple(speeds[worker] for worker in workers)
     schedule = build_schedule(
         name,
         forward_stages=partition.forward_stages,
         backward_stages=partition.backward_stages,
-        num_workers=question.num_workers,
+        num_workers=len(workers),
         num_microbatches=question.num_microbatches,
-        costs=question.costs,
+        costs=replace(question.costs, worker_speed=own_speeds),
         microbatches_per_round=None if published else partition.microbatches_per_round,
         num_steps=num_steps,
         staleness=question.staleness,
         options=question.options,
     )
+    schedule = place_on(schedule, workers, question.num_workers)
     timeline = simulate(schedule, question.costs, accounting=question.accounting, staleness=question.staleness)
     return schedule, timeline
 
@@ -142,7 +148,7 @@ def choose_partition(name: str, question: Question) -> Partition:
             staleness=question.staleness,
             num_steps=question.num_steps,
         )
-        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
+        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
         return planned if question.options == Options() else dealt_partition(planned, question)
     num_layers, num_workers = len(question.costs.layers), question.num_workers
     max_loops = 1 if name in ("gpipe", "1f1b") else -(-num_layers // num_workers)
