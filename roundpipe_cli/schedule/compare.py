@@ -173,7 +173,7 @@ def dealt_partition(planned: Partition, question: Question) -> Partition:
     workers, blocks = question.num_workers, len(question.costs.layers) - 1
     num_microbatches = min(question.num_microbatches, MAX_JUDGED_ROUNDS * workers)
     short = replace(question, num_microbatches=num_microbatches, num_steps=min(question.num_steps, MAX_JUDGED_STEPS))
-    rounds = sorted({min(size, num_microbatches) for size in (workers, 2 * workers)})
+    rounds = sorted({min(size, num_microbatches) for size in (workers, 2 * workers, 4 * workers)})
     counts = sorted({min(count, blocks) for count in (workers, 2 * workers, blocks)})
     candidates = [
         Partition(*balanced_partition(blocks + 1, num_forward, 1 + num_backward), per_round)
