@@ -6,15 +6,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from roundpipe_cli.data.batching import BatchSampler, collate, pad_token_id
 from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
 from roundpipe_cli.engine.profile import measured_costs, profile_schedule
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.compare import Question, Result, choose_partition, run
+from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.cut import PROFILE_STEPS
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.setup import Setup, Tell, prepare
@@ -82,7 +80,7 @@ def compare_for_real(
         InternalError: two schedules give different losses.
     """
     setup = prepare(loaded, offline=offline, tell=tell)
-    microbatches, num_tokens = first_step(setup)
+    microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).step_rows(0))
     with page_locked(setup, tell), make_engine(setup) as engine:
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches)
@@ -98,25 +96,6 @@ def compare_for_real(
             say(f"round {repetition} of {repetitions}{'' if repetition else ' (warm-up)'}")
     check_losses(measured, TOLERANCE[setup.recipe.dtype])
     return Comparison(costs, setup.devices, len(microbatches), tuple(measured))
-
-
-def first_step(setup: Setup) -> tuple[list[Microbatch], int]:
-    """The microbatches of the recipe's first step, and their tokens without padding."""
-    recipe = setup.recipe
-    sampler = BatchSampler(
-        len(setup.dataset.rows),
-        recipe.micro_batch_size,
-        recipe.gradient_accumulation_steps,
-        recipe.seed,
-        recipe.shuffle,
-    )
-    microbatches, num_tokens = [], 0
-    for indices in sampler.step_rows(0):
-        rows = [setup.dataset.rows[index] for index in indices]
-        batch = collate(rows, pad_token_id(setup.tokenizer))
-        num_tokens += sum(len(row.input_ids) for row in rows)
-        microbatches.append(Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)))
-    return microbatches, num_tokens
 
 
 def profile(engine: Engine, setup: Setup, microbatches: Sequence[Microbatch]) -> CostModel:

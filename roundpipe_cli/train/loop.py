@@ -14,16 +14,15 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from roundpipe_cli.data.batching import BatchSampler, collate, pad_token_id
-from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import NotFiniteError, StoppedError
 from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
 from roundpipe_cli.faults import fault
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.timeline import Timeline
+from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
 from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.durable import disk_error, write_atomically
@@ -100,13 +99,7 @@ class Trainer:
         self.output_dir = output_dir
         self._signals = signals
         self._tell = tell
-        self.sampler = BatchSampler(
-            len(setup.dataset.rows),
-            recipe.micro_batch_size,
-            recipe.gradient_accumulation_steps,
-            recipe.seed,
-            recipe.shuffle,
-        )
+        self.sampler = make_sampler(setup)
         self.num_steps = recipe.max_steps or self.sampler.steps_per_epoch * recipe.num_train_epochs
         self._learning_rate = make_schedule(
             recipe.lr_scheduler_type,
@@ -117,7 +110,6 @@ class Trainer:
         self.optimizer = HostAdamW(setup.store, weight_decay=recipe.weight_decay)
         self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
         self._steps_since_overflow = 0
-        self._pad = pad_token_id(setup.tokenizer)
         self._cutter = make_cutter(setup)
         self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
@@ -171,7 +163,7 @@ class Trainer:
     def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
         batches = self.sampler.step_rows(step)
-        microbatches, num_tokens = self._microbatches(batches)
+        microbatches, num_tokens = make_microbatches(self.setup, batches)
         schedule = self._cutter.schedule(len(microbatches))
         result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
         self._cutter.observe(result)
@@ -210,17 +202,6 @@ class Trainer:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise disk_error(error, self.output_dir / METRICS_NAME, f"the metrics of step {event.step}") from error
-
-    def _microbatches(self, batches: list[list[int]]) -> tuple[list[Microbatch], int]:
-        """The step's microbatches as tensors, and the number of their tokens without padding."""
-        microbatches = []
-        num_tokens = 0
-        for indices in batches:
-            rows = [self.setup.dataset.rows[index] for index in indices]
-            batch = collate(rows, self._pad)
-            num_tokens += sum(len(row.input_ids) for row in rows)
-            microbatches.append(Microbatch(_tensor(batch.input_ids), _tensor(batch.labels)))
-        return microbatches, num_tokens
 
     def _update(self, gradient_norm: float, learning_rate: float) -> None:
         factor = 1.0 / self._loss_scale
@@ -287,10 +268,6 @@ class Trainer:
         self._earlier_s = float(meta["training_s"])
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
         return checkpoint.step
-
-
-def _tensor(values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-    return torch.from_numpy(values)
 
 
 def _poisoned(result: StepResult, poison: float | None) -> StepResult:
