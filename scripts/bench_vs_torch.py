@@ -31,7 +31,7 @@ import torch
 from roundpipe_cli.cli.finetune import quiet_libraries
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine, Microbatch
+from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.stages import StageLimits
@@ -157,7 +157,7 @@ def backends(args: argparse.Namespace) -> list[Backend]:
 
 
 def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
-    """Seconds per step of each way, one entry a round; the first rounds (warm-up, profile) are left out."""
+    """Seconds per step of each way, one entry a round. The engine's profile steps before the first round warm it up."""
     setup = setup_for(args, dtype)
     plain = plain_stepper(plain_model(setup, args.device), args.device)
     independent = Independent(args, dtype) if args.device == "cpu" and not args.no_independent else None
@@ -165,45 +165,43 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     workers = backends(args)
     cutter = make_cutter(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
-    same: Schedule | None = None
-    planned: Schedule | None = None
     with Engine(setup.model, setup.split, setup.store, workers) as engine:
-        for number in range(args.rounds + PROFILE_STEPS + 1):
+
+        def engine_step(schedule: Schedule, number: int, learning_rate: float) -> tuple[float, StepResult]:
+            started = time.perf_counter()
+            result = engine.run_step(batches(args, number), schedule, step=number)
+            optimizer.step(learning_rate, min(1.0, 1.0 / (result.gradient_norm + 1e-6)))
+            return time.perf_counter() - started, result
+
+        for number in range(PROFILE_STEPS):
+            torch.set_num_threads(num_cores())
+            cutter.observe(engine_step(cutter.schedule(args.microbatches), number, 0.0)[1])
+        same = recompute_everything(cutter.costs, len(workers), args.microbatches)
+        planned = cutter.schedule(args.microbatches)
+        print(f"engine: forward {same.forward_stages}, backward {same.backward_stages}")
+        print(f"planned: forward {planned.forward_stages}, backward {planned.backward_stages}", flush=True)
+        for number in range(args.rounds):
             microbatches = batches(args, number)
             torch.set_num_threads(num_cores())
             started = time.perf_counter()
             plain_loss = plain(microbatches)
             seconds["plain"].append(time.perf_counter() - started)
-            schedule = same or cutter.schedule(args.microbatches)
-            started = time.perf_counter()
-            result = engine.run_step(microbatches, schedule, step=number)
-            factor = min(1.0, 1.0 / (result.gradient_norm + 1e-6))
-            optimizer.step(LEARNING_RATE, factor)
-            seconds["engine"].append(time.perf_counter() - started)
-            cutter.observe(result)
-            seconds["bubble"].append(result.bubble_ratio)
-            if cutter.measured:
-                same = same or recompute_everything(cutter.costs, len(workers), args.microbatches)
-                planned = cutter.schedule(args.microbatches)
-                started = time.perf_counter()
-                result = engine.run_step(microbatches, planned, step=number)
-                optimizer.step(LEARNING_RATE, factor)
-                seconds["planned"].append(time.perf_counter() - started)
-            tolerance = 1e-3 if dtype == "float32" else 3e-2
-            if not math.isclose(plain_loss, result.loss, rel_tol=tolerance):
-                raise SystemExit(f"the losses differ: plain {plain_loss}, engine {result.loss}")
             if independent is not None:
                 started = time.perf_counter()
                 independent.step(number)
                 seconds["independent"].append(time.perf_counter() - started)
+            seconds["planned"].append(engine_step(planned, number, 0.0)[0])  # learns nothing: one update a round
+            took_s, result = engine_step(same, number, LEARNING_RATE)
+            seconds["engine"].append(took_s)
+            seconds["bubble"].append(result.bubble_ratio)
+            tolerance = 1e-3 if dtype == "float32" else 3e-2
+            if not math.isclose(plain_loss, result.loss, rel_tol=tolerance):
+                raise SystemExit(f"the losses differ: plain {plain_loss}, engine {result.loss}")
             row = ", ".join(f"{name} {values[-1]:.2f}" for name, values in seconds.items() if values)
             print(f"  {dtype} round {number}: {row}", flush=True)
     if independent is not None:
         independent.close()
-    for name, used in (("engine", same), ("planned", planned)):
-        if used is not None:
-            print(f"{name}: forward {used.forward_stages}, backward {used.backward_stages}", flush=True)
-    return {name: values[-args.rounds :] for name, values in seconds.items() if values}
+    return {name: values for name, values in seconds.items() if values}
 
 
 def recompute_everything(costs: CostModel, num_workers: int, num_microbatches: int) -> Schedule:

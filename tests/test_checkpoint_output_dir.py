@@ -133,12 +133,12 @@ def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
         "from roundpipe_cli.train.output_dir import OutputDir\n"
         "with OutputDir(Path(sys.argv[1])):\n"
         "    child = os.fork()\n"
-        "    if child: print(child, flush=True)\n"
+        "    print(child, flush=True)\n"  # the child too, with 0: once it runs it has let go of the lock
         "    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        child = int(holder.stdout.readline())
+        child = max(int(holder.stdout.readline()) for _ in range(2))
         try:
             with pytest.raises(OutputInUseError, match=f"process {holder.pid} on host ") as caught, OutputDir(tmp_path):
                 pass

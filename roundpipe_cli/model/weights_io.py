@@ -24,6 +24,7 @@ from roundpipe_cli.model.source import ModelSource
 
 SetParameter = Callable[[str, torch.Tensor], None]
 SHARD_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
+FINITE_CHECK_ELEMENTS = 2**20
 MAX_INDEX_BYTES = 50 * 1024**2
 
 
@@ -71,7 +72,8 @@ class _Checked:
                 found=str(list(tensor.shape)),
                 expected=str(list(self._shapes[name])),
             )
-        if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        # In parts: a check of the whole would hold a copy of a large tensor.
+        if not all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(FINITE_CHECK_ELEMENTS)):
             raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
         self._set(self._names[name], tensor)
 
