@@ -33,13 +33,13 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
 from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.cut import PROFILE_STEPS
-from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.optimizer import HostAdamW
 from roundpipe_cli.train.pool import make_cutter
 from roundpipe_cli.train.setup import Setup, prepare

@@ -118,4 +118,3 @@ class MicrobatchState:
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""
     loss_sum: float | None = None
-    num_readers_left: int = 0

@@ -105,16 +105,3 @@ def run_head(
         grad_flat[indices] = grad_rows
         result.grad_hidden = grad_flat.view(hidden.shape)
     return result
-
-
-def evaluate_head(
-    logits_of: Logits, hidden: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, chunk_tokens: int
-) -> float:
-    """Sum of the target tokens' losses, without gradients."""
-    rows = hidden.reshape(-1, hidden.shape[-1])[indices]
-    loss_sum = 0.0
-    with torch.no_grad():
-        for start in range(0, rows.shape[0], chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            loss_sum += chunk_loss(logits_of(rows[part]), targets[part])[0]
-    return loss_sum

@@ -189,10 +189,6 @@ class WorkerModel:
         replace_module(self._backbone, split.embedding_path[len(split.backbone_path) + 1 :], gathering)
         return gathering
 
-    def bindings(self, layer: int) -> list[Binding]:
-        """Where the parameters of `layer` sit in this worker's modules."""
-        return self._bindings[layer]
-
     def bind(self, layer: int, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make the modules of `layer` use `parameters`, by name."""
         for module, attribute, name in self._bindings[layer]:

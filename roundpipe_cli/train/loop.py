@@ -20,11 +20,11 @@ from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import NotFiniteError, StoppedError
 from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
 from roundpipe_cli.faults import fault
+from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
-from roundpipe_cli.train.devices import num_cores
 from roundpipe_cli.train.durable import disk_error, write_atomically
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
 from roundpipe_cli.train.learning_rate import make_schedule

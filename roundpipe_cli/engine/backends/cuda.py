@@ -20,11 +20,6 @@ def num_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def supports_bfloat16(index: int) -> bool:
-    """Whether GPU `index` has native bfloat16 (Ampere and later)."""
-    return torch.cuda.get_device_capability(index)[0] >= 8
-
-
 def memory_bytes(index: int) -> int:
     """Free memory of GPU `index` now; a display or another program may hold the rest."""
     return int(torch.cuda.mem_get_info(index)[0])
