@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from roundpipe_cli.engine.engine import StepResult
@@ -40,31 +40,37 @@ def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int) -
 def measured_costs(base: CostModel, results: Iterable[StepResult]) -> CostModel:
     """`base` with the times of profile steps in place of its own.
 
-    Layers of one kind (equal costs in `base`) get one median over all of them. The head's time is its whole backward
-    action, because the engine runs its forward there under every schedule.
+    Layers of one kind (equal costs in `base`) get one time. Each microbatch counts by its median over these layers,
+    which leaves out what disturbed a few of them; of microbatches of different lengths the mean tells how long a step
+    takes. The head's time is its whole backward action, because the engine runs its forward there under every schedule.
     """
-    seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for result in results:
-        for item in result.actions:
-            layer = _layer(item.action.kind, item.action.stage, len(base.layers))
-            seconds[layer, item.action.kind].append(item.end_s - item.start_s)
+    seconds: dict[tuple[int, Kind], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[object, list[int]] = defaultdict(list)
     for index, layer_cost in enumerate(base.layers):
         groups[replace(layer_cost, name="")].append(index)
+    group_of = {index: members[0] for members in groups.values() for index in members}
+    for result in results:
+        for item in result.actions:
+            layer = _layer(item.action.kind, item.action.stage, len(base.layers))
+            seconds[group_of[layer], item.action.kind][item.action.microbatch].append(item.end_s - item.start_s)
     layers = list(base.layers)
-    for members in groups.values():
-        times = {
-            kind: [value for index in members for value in seconds[index, kind]]
-            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
-        }
-        forward = times[Kind.FORWARD] + times[Kind.RECOMPUTE]
+    for first, members in ((members[0], members) for members in groups.values()):
+        forward_s, recompute_s, backward_s = (
+            _mean_of_medians(seconds[first, kind]) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+        )
         for index in members:
             layers[index] = replace(
                 layers[index],
-                forward_s=statistics.median(forward) if forward else 0.0,
-                backward_s=statistics.median(times[Kind.BACKWARD]) if times[Kind.BACKWARD] else 0.0,
+                forward_s=forward_s or 0.0,
+                backward_s=backward_s or 0.0,
+                recompute_s=recompute_s if layers[index].recompute else None,
             )
     return replace(base, name=f"{base.name}, measured", layers=tuple(layers))
+
+
+def _mean_of_medians(seconds: Mapping[int, list[float]]) -> float | None:
+    """Of each microbatch's median; None if nothing was timed."""
+    return statistics.fmean(statistics.median(times) for times in seconds.values()) if seconds else None
 
 
 def _layer(kind: Kind, stage: int, num_layers: int) -> int:

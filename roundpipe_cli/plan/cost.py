@@ -38,6 +38,13 @@ class LayerCost:
     recompute_s: float | None = None
     """Seconds of the recompute where they differ from `forward_s`; see `skip_projections`. Not in costs files."""
 
+    @property
+    def recomputed_s(self) -> float:
+        """Seconds of the recompute; 0 for a layer that is not recomputed."""
+        if not self.recompute:
+            return 0.0
+        return self.forward_s if self.recompute_s is None else self.recompute_s
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -54,6 +61,21 @@ class CostModel:
     slots: int = 2
     worker_speed: tuple[float, ...] | None = None
     """Relative speed per worker; None means all 1.0."""
+
+    @property
+    def boundaries_move(self) -> bool:
+        """Whether hidden states have bytes. Then the fused head's stage waits for its input, as it must in reality.
+
+        The published accounting lets its forward end when the input arrives, as if it were a recompute; so does the
+        default one where nothing has bytes, and the two agree there.
+        """
+        return any(layer.boundary_bytes for layer in self.layers)
+
+
+def without_bytes(costs: CostModel) -> CostModel:
+    """The same model as the published accounting sees it: nothing is moved."""
+    layers = tuple(replace(layer, param_bytes=0, boundary_bytes=0, grad_bytes=0) for layer in costs.layers)
+    return replace(costs, layers=layers)
 
 
 def skip_projections(costs: CostModel) -> CostModel:

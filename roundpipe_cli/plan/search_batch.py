@@ -116,7 +116,8 @@ class BatchScorer:
         stop = numpy.where(is_forward, ends, self.num_layers + forward_layers - ends + sizes)
         first = stop - sizes
         forward, backward = self.forward_s[first, stop], self.backward_s[first, stop]
-        lead = numpy.where(is_head, forward, numpy.where(is_forward, 0.0, self.recompute_s[first, stop]))
+        head_lead = 0.0 if self.links and self.boundary_bytes.any() else forward
+        lead = numpy.where(is_head, head_lead, numpy.where(is_forward, 0.0, self.recompute_s[first, stop]))
         whole = numpy.where(is_head, backward + forward, numpy.where(is_forward, forward, backward))
         hop = numpy.where(position > 0, self.hop_s, 0.0)
         upload = grad = numpy.broadcast_to(0.0, lead.shape)

@@ -44,7 +44,7 @@ class StageSums:
         layers = costs.layers
         self.num_layers = len(layers)
         self.forward_s = _sums(layers, lambda layer: layer.forward_s)
-        self.recompute_s = _sums(layers, lambda layer: layer.forward_s if layer.recompute else 0.0)
+        self.recompute_s = _sums(layers, lambda layer: layer.recomputed_s)
         self.backward_s = _sums(layers, lambda layer: layer.backward_s)
         self.param_bytes = _sums(layers, lambda layer: layer.param_bytes)
         self.grad_bytes = _sums(layers, lambda layer: layer.grad_bytes)

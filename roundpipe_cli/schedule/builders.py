@@ -89,6 +89,8 @@ def build_schedule(
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
         times = stage_times(costs or equal_costs(num_layers), forward, backward, fused_head=True)
+        if costs and costs.boundaries_move:
+            times = replace(times, head_forward_s=0.0)
         hop_s = costs.hop_s if costs else 0.0
         dealer = Dealer(num_workers, times, hop_s, options or Options())
         rows = _roundpipe_rows(dealer, num_microbatches, per_round, num_steps, staleness)

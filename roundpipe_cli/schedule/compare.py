@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.cost import CostModel, without_bytes
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.stages import balanced_partition
 from roundpipe_cli.schedule.actions import Schedule, StageRange
@@ -120,7 +120,7 @@ def _timed(name: str, partition: Partition, question: Question, num_steps: int) 
         backward_stages=partition.backward_stages,
         num_workers=len(workers),
         num_microbatches=question.num_microbatches,
-        costs=replace(question.costs, worker_speed=own_speeds),
+        costs=replace(without_bytes(question.costs) if published else question.costs, worker_speed=own_speeds),
         microbatches_per_round=None if published else partition.microbatches_per_round,
         num_steps=num_steps,
         staleness=question.staleness,

@@ -58,9 +58,7 @@ def stage_times(
     def backward(stage: StageRange) -> float:
         return sum(layer.backward_s for layer in _layers_of(layers, stage))
 
-    recompute = [
-        sum(_recompute_s(layer) for layer in _layers_of(layers, stage) if layer.recompute) for stage in backward_stages
-    ]
+    recompute = [sum(layer.recomputed_s for layer in _layers_of(layers, stage)) for stage in backward_stages]
     backward_s = [backward(stage) for stage in backward_stages]
     head_forward_s = 0.0
     if fused_head:
@@ -83,10 +81,6 @@ def equal_costs(num_layers: int) -> CostModel:
         for index in range(num_layers)
     )
     return CostModel(name="equal layers", layers=layers)
-
-
-def _recompute_s(layer: LayerCost) -> float:
-    return layer.forward_s if layer.recompute_s is None else layer.recompute_s
 
 
 def _layers_of(layers: tuple[LayerCost, ...], stage: StageRange) -> tuple[LayerCost, ...]:

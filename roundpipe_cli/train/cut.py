@@ -24,6 +24,8 @@ from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
 
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
 """Of one worker, until it is measured."""
+SHARED_BYTES_PER_S = 1e15
+"""Between workers on the processor nothing is copied: a boundary tensor is there at once."""
 PROFILE_STEPS = 2
 """The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
 MEMORY_SHARE = 0.85
@@ -36,8 +38,10 @@ def rough_costs(
     *,
     method: str,
     tokens: int,
+    hidden_size: int,
     device: str,
     device_memory_bytes: int | None = None,
+    link_bytes_per_s: float = SHARED_BYTES_PER_S,
 ) -> CostModel:
     """Costs of the layers from their parameters alone.
 
@@ -46,8 +50,10 @@ def rough_costs(
         active_parameters: per layer, parameters that take part for one token (a part of the experts).
         method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
         tokens: of a microbatch.
+        hidden_size: width of the hidden states.
         device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
         device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
+        link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
     """
     backward = 1.0 if method == "lora" else 2.0
     streams = device != "cpu"
@@ -63,11 +69,14 @@ def rough_costs(
                 backward_s=seconds * backward,
                 recompute=index < len(layouts) - 1,
                 param_bytes=layout.num_bytes if streams and index else 0,
+                boundary_bytes=hidden_size * tokens * item_bytes,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
                 activation_bytes=width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0,
             )
         )
-    return CostModel("layers", tuple(layers), device_memory_bytes=device_memory_bytes)
+    return CostModel(
+        "layers", tuple(layers), device_memory_bytes=device_memory_bytes, link_bytes_per_s=link_bytes_per_s
+    )
 
 
 class Cutter:

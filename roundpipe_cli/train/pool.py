@@ -14,6 +14,8 @@ from roundpipe_cli.train.cut import Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.setup import Setup, Tell, active_parameters
 
+ASSUMED_LINK_BYTES_PER_S = 25e9
+"""PCIe 4.0 with 16 lanes."""
 HOST_SHARE = 0.5
 """Of the host memory that is free, for the activations of all CPU workers together."""
 
@@ -48,8 +50,10 @@ def make_cutter(setup: Setup) -> Cutter:
         active_parameters(setup.model, list(layouts)),
         method=recipe.method,
         tokens=recipe.micro_batch_size * (int(lengths.max()) if on_gpu else max(1, int(lengths.mean()))),
+        hidden_size=setup.model.config.get_text_config().hidden_size,
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
+        **({"link_bytes_per_s": ASSUMED_LINK_BYTES_PER_S} if on_gpu else {}),
     )
     return Cutter(costs, len(setup.devices), recipe.pipeline)
 
