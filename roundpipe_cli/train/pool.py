@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.plan.machine import host_memory
-from roundpipe_cli.train.cut import Cutter, rough_costs
+from roundpipe_cli.train.cut import SHARED_BYTES_PER_S, Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.setup import Setup, Tell, active_parameters
 
@@ -40,6 +41,7 @@ def make_cutter(setup: Setup) -> Cutter:
     recipe = setup.recipe
     layouts = setup.store.layouts
     on_gpu = setup.devices[0] != "cpu"
+    config: Any = setup.model.config
     lengths = setup.dataset.rows.lengths
     if on_gpu:
         memory = min(cuda.memory_bytes(int(name.removeprefix("cuda:"))) for name in setup.devices)
@@ -50,10 +52,10 @@ def make_cutter(setup: Setup) -> Cutter:
         active_parameters(setup.model, list(layouts)),
         method=recipe.method,
         tokens=recipe.micro_batch_size * (int(lengths.max()) if on_gpu else max(1, int(lengths.mean()))),
-        hidden_size=setup.model.config.get_text_config().hidden_size,
+        hidden_size=config.get_text_config().hidden_size,
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
-        **({"link_bytes_per_s": ASSUMED_LINK_BYTES_PER_S} if on_gpu else {}),
+        link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
     )
     return Cutter(costs, len(setup.devices), recipe.pipeline)
 
