@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.tiny import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -196,7 +197,8 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log = folder / f".log-{time.monotonic_ns()}"
-    process = context.Process(target=_command, args=(str(folder), words, dict(environment or {}), str(log), closed))
+    changes = {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE, ""), **(environment or {})}  # the server has older ones
+    process = context.Process(target=_command, args=(str(folder), words, changes, str(log), closed))
     process.start()
     return Running(process, folder, log, time.monotonic())
 

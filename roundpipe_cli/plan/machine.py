@@ -119,11 +119,21 @@ def cpu_devices(count: int) -> tuple[Device, ...]:
     return (device,) * count
 
 
-def _has_fast_bfloat16() -> bool:
+def processor_name() -> str:
+    """What the processor calls itself; empty where the system does not tell."""
+    lines = _cpuinfo().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _cpuinfo() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
+        return ""
+
+
+def _has_fast_bfloat16() -> bool:
+    text = _cpuinfo()
     return "avx512_bf16" in text or "amx_bf16" in text
 
 

@@ -1,7 +1,8 @@
 """Where a run's stages are cut: as the recipe says, or by the planner.
 
 The planner wants to know what each layer costs. A run measures that itself: its first steps have one layer a stage
-and are timed, the steps after are cut by what they showed. Where stages are cut changes no bit of the result.
+and are timed, the steps after are cut by what they showed, and the next run on the same machine knows it from the
+start. Where stages are cut changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.compare import Question, choose_partition
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
+from roundpipe_cli.train.profile_cache import ProfileCache
 
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
 """Of one worker, until it is measured."""
@@ -28,6 +30,8 @@ SHARED_BYTES_PER_S = 1e15
 """Between workers on the processor nothing is copied: a boundary tensor is there at once."""
 PROFILE_STEPS = 2
 """The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
+MAX_OFF = 1.3
+"""Factor by which steps may differ from an earlier run's times before they are measured again."""
 MEMORY_SHARE = 0.85
 """Of a GPU's memory, for slots and activations."""
 
@@ -82,18 +86,22 @@ def rough_costs(
 class Cutter:
     """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
-    def __init__(self, costs: CostModel, num_workers: int, pipeline: PipelineConfig) -> None:
+    def __init__(
+        self, costs: CostModel, num_workers: int, pipeline: PipelineConfig, cache: ProfileCache | None = None
+    ) -> None:
         """
         Args:
             costs: of the layers, rough.
             num_workers: devices.
             pipeline: the recipe's section.
+            cache: of what an earlier run has measured.
 
         Raises:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
                 schedule that mirrors the forward ones.
         """
-        self.costs = costs
+        self.costs = self._rough = costs
+        self._cache = cache
         self._num_workers = num_workers
         self._pipeline = pipeline
         self._schedules: dict[int, Schedule] = {}
@@ -113,7 +121,11 @@ class Cutter:
                 expected="auto",
             )
         self._planned = forward_auto
-        self.measured = not self._planned
+        known = cache.load(costs) if cache is not None and self._planned else None
+        self._doubted = known is not None
+        """Whether the times are an earlier run's that this run's steps have not borne out yet."""
+        self.costs = known or costs
+        self.measured = known is not None or not self._planned
         """Whether `costs` are final; until then every step is a profile step."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -131,14 +143,31 @@ class Cutter:
 
     def observe(self, result: StepResult) -> None:
         """Learn from a finished step."""
-        if self.measured:
+        if self.measured and not self._doubted:
             return
         self._profile.append(result)
-        if len(self._profile) == PROFILE_STEPS:
+        if self._doubted and len(self._profile) > PROFILE_STEPS:
+            self._doubted = False
+            if not self._borne_out(self._profile[1:]):
+                self.costs, self.measured = self._rough, False
+                self._schedules.clear()
+            self._profile.clear()
+        elif not self.measured and len(self._profile) == PROFILE_STEPS:
             self.costs = measured_costs(self.costs, self._profile[-1:])
             self.measured = True
+            if self._cache is not None:
+                self._cache.save(self.costs)
             self._schedules.clear()
             self._profile.clear()
+
+    def _borne_out(self, results: Sequence[StepResult]) -> bool:
+        """Whether steps took about as long as an earlier run's times have it."""
+        for result in results:
+            num_microbatches = 1 + max(item.action.microbatch for item in result.actions)
+            predicted = self.predicted(num_microbatches)
+            if predicted and 1 / MAX_OFF <= result.step_s / predicted["step_s"] <= MAX_OFF:
+                return True
+        return False
 
     def _build(self, num_microbatches: int) -> Schedule:
         if not self.measured:

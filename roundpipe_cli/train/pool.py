@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
-from roundpipe_cli.plan.machine import host_memory
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.train.cut import SHARED_BYTES_PER_S, Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
+from roundpipe_cli.train.profile_cache import ProfileCache
 from roundpipe_cli.train.setup import Setup, Tell, active_parameters
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
@@ -57,7 +62,32 @@ def make_cutter(setup: Setup) -> Cutter:
         device_memory_bytes=memory,
         link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
     )
-    return Cutter(costs, len(setup.devices), recipe.pipeline)
+    return Cutter(costs, len(setup.devices), recipe.pipeline, _profile_cache(setup, costs))
+
+
+def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
+    """Of times measured before: keyed by the devices and all of the model and the recipe that layer times depend on."""
+    recipe = setup.recipe
+    if setup.devices[0] == "cpu":
+        num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
+        devices = [f"{processor_name()}, {num_cores()} cores, {num_threads} threads"] * len(setup.devices)
+    else:
+        devices = [cuda.describe_device(int(name.removeprefix("cuda:"))) for name in setup.devices]
+    config: Any = setup.model.config
+    return ProfileCache(
+        {
+            "devices": devices,
+            "torch": torch.__version__,
+            "model": config.model_type,
+            "layers": [[layer.name, layer.forward_s, layer.backward_s, layer.boundary_bytes] for layer in costs.layers],
+            "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
+            "dtype": recipe.dtype,
+            "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
+            "micro_batch_size": recipe.micro_batch_size,
+            "head_chunk_tokens": recipe.head_chunk_tokens,
+            "recompute": recipe.pipeline.recompute,
+        }
+    )
 
 
 @contextmanager
