@@ -250,6 +250,20 @@ def test_finetune_refuses_what_cannot_fit_before_loading(recipe: Path) -> None:
     assert "--solve" in str(caught.value)
 
 
+def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
+    """`--hardware` wins over it, and a run looks at what is here whatever it says."""
+    words = "hardware='2x3090:pcie_lanes=8,host_memory_gib=64'"
+    machine = ask(load(recipe, words)).hardware
+    assert [device.name for device in machine.devices] == ["rtx-3090"] * 2
+    assert machine.host_memory_bytes == 64 * 1024**3
+    assert machine.devices[0].link_bytes_per_s < ask(load(recipe), "3090").hardware.devices[0].link_bytes_per_s
+    assert len(ask(load(recipe, words), "4090").hardware.devices) == 1
+    check_fits(load(recipe, "model=Qwen/Qwen3-8B", "hardware='8x4090,host_memory_gib=1'", "pipeline.devices=[cpu]"))
+    with pytest.raises(RefusedError) as caught:
+        ask(load(recipe, "hardware=2x3900"))
+    assert "hardware: 2x3900" in str(caught.value) and "did you mean rtx-3090" in str(caught.value)
+
+
 def test_costs_for_bench(recipe: Path) -> None:
     costs = costs_for_recipe(load(recipe), "4x3090+2x4060ti")
     assert [layer.name for layer in costs.layers][:2] == ["embed", "block.0"]

@@ -186,10 +186,17 @@ def _question(
 
 def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int]:
     """Costs, workers and microbatches per step of a recipe."""
+    from roundpipe_cli.cli.output import say
     from roundpipe_cli.cli.predict import ask
     from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.units import format_seconds
 
     question = ask(load_recipe(recipe, overrides), hardware)
+    host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
+    if host_s:
+        say(
+            f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
+        )
     return question.analytic.costs, question.num_workers, question.settings.num_microbatches
 
 

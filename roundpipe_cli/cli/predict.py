@@ -117,15 +117,21 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     )
 
 
-def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Question:
+def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> Question:
     """Find the model's figures and the machine.
+
+    Args:
+        hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
+        here: leave the recipe's `hardware` out.
 
     Raises:
         RefusedError: no such model or hardware.
     """
     recipe = loaded.recipe
     architecture = find_architecture(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
-    if isinstance(hardware, str):
+    if hardware is None and recipe.hardware is not None and not here:
+        hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
+    elif isinstance(hardware, str):
         hardware = parse_hardware(hardware)
     machine = hardware or hardware_of(recipe, architecture)
     settings = settings_of(recipe)
@@ -154,7 +160,7 @@ def check_fits(loaded: LoadedRecipe) -> None:
     Raises:
         ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
     """
-    question = ask(loaded)
+    question = ask(loaded, here=True)
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
     available = min(question.hardware.host_memory_bytes, host_memory().available_bytes)
@@ -417,7 +423,10 @@ def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [f"model: {architecture.source}", *hardware.notes]
     if any(not device.is_cpu for device in hardware.devices):
-        lines.append("assumed: layer times from the cost model, within 5 % of published runs on 1 to 8 RTX 4090")
+        lines.append(
+            "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "
+            "(float16 accumulation) within 5 % on average, all else is scaled from there"
+        )
         links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
         lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
     lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")

@@ -153,20 +153,24 @@ def gpu_device(name: str, figures: GpuFigures) -> Device:
     )
 
 
-def parse_hardware(text: str) -> Hardware:
+def parse_hardware(text: str, where: str | None = None) -> Hardware:
     """The machine that `text` names; see the head of this file for the grammar.
+
+    Args:
+        where: what errors name as their place; None: the option `--hardware`.
 
     Raises:
         RefusedError: `text` names no known GPU or figure, or a count or figure is out of range.
     """
+    where = where or f"--hardware {text}"
     machine_text, *option_texts = [part.strip() for part in text.split(",")]
     notes: list[str] = []
     devices: list[Device] = []
     for group in machine_text.split("+"):
-        devices.extend(_parse_group(group.strip(), text, notes))
+        devices.extend(_parse_group(group.strip(), where, notes))
     if len(devices) > MAX_WORKERS:
-        raise RefusedError("too many GPUs", where=_where(text), found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
-    options = _parse_options(option_texts, text)
+        raise RefusedError("too many GPUs", where=where, found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
+    options = _parse_options(option_texts, where)
     host_memory_gib = options.get("host_memory_gib")
     if host_memory_gib is None:
         host_memory_bytes = ASSUMED_HOST_MEMORY_PER_GPU_BYTES * len(devices)
@@ -189,11 +193,7 @@ def parse_hardware(text: str) -> Hardware:
     )
 
 
-def _where(text: str) -> str:
-    return f"--hardware {text}"
-
-
-def _parse_group(group: str, text: str, notes: list[str]) -> list[Device]:
+def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
     """`4x3090:pcie_lanes=8` as four devices."""
     spelling, *figure_texts = group.split(":")
     name, count = spelling.strip(), 1
@@ -205,19 +205,17 @@ def _parse_group(group: str, text: str, notes: list[str]) -> list[Device]:
         elif match is not None:
             name, count = match.group(2).strip(), int(match.group(1))
     if not name:
-        raise RefusedError(
-            "a GPU's name is missing", where=_where(text), found=repr(group), expected="for instance 8x4090"
-        )
+        raise RefusedError("a GPU's name is missing", where=where, found=repr(group), expected="for instance 8x4090")
     if not 1 <= count <= MAX_WORKERS:
         raise RefusedError(
-            f"impossible number of {name}", where=_where(text), found=str(count), expected=f"1 to {MAX_WORKERS}"
+            f"impossible number of {name}", where=where, found=str(count), expected=f"1 to {MAX_WORKERS}"
         )
-    given = _parse_figures(figure_texts, text)
+    given = _parse_figures(figure_texts, where)
     if name.lower() == "custom":
-        return [gpu_device("custom", _custom_figures(given, text))] * count
+        return [gpu_device("custom", _custom_figures(given, where))] * count
     known = find_gpu(name)
     if known is None:
-        raise _unknown_gpu(name, text)
+        raise _unknown_gpu(name, where)
     if _squeeze(name) in _raw_catalogue()["aliases"]:
         notes.append(f"assumed: {name} means {known}")
     figures = replace(catalogue()[known], **given)
@@ -226,14 +224,14 @@ def _parse_group(group: str, text: str, notes: list[str]) -> list[Device]:
     return [gpu_device(known, figures)] * count
 
 
-def _unknown_gpu(name: str, text: str) -> RefusedError:
+def _unknown_gpu(name: str, where: str) -> RefusedError:
     plain = _squeeze(name)
     likeness = {known: _likeness(plain, known) for known in catalogue()}
     near = max(likeness, key=lambda known: likeness[known])
     custom = "a GPU that is not in the catalogue: --hardware 2xcustom:memory_gib=24:acc32_tflops=70"
     return RefusedError(
         f"unknown GPU {name!r}",
-        where=_where(text),
+        where=where,
         found=name,
         expected="a GPU of the catalogue, such as " + ", ".join(list(catalogue())[:40:4]),
         hint=f"did you mean {near}? Otherwise, {custom}" if likeness[near] >= (0.6, 0) else custom,
@@ -251,45 +249,43 @@ _OPTIONS = ("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "accumul
 _ZERO_ALLOWED = ("disk_free_gib",)
 
 
-def _parse_options(option_texts: list[str], text: str) -> dict[str, float | str]:
+def _parse_options(option_texts: list[str], where: str) -> dict[str, float | str]:
     options: dict[str, float | str] = {}
     for option in option_texts:
-        key, value = _split_pair(option, list(_OPTIONS), text)
+        key, value = _split_pair(option, list(_OPTIONS), where)
         if key == "accumulate":
             if value not in ("fp16", "fp32"):
-                raise RefusedError("unknown accumulation", where=_where(text), found=value, expected="fp16 or fp32")
+                raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
             options[key] = value
         else:
-            options[key] = _positive(key, value, text)
+            options[key] = _positive(key, value, where)
     return options
 
 
-def _parse_figures(figure_texts: list[str], text: str) -> dict[str, Any]:
+def _parse_figures(figure_texts: list[str], where: str) -> dict[str, Any]:
     """Figures of one group, checked and in the types of `GpuFigures`."""
     names = [field.name for field in fields(GpuFigures)]
     figures: dict[str, Any] = {}
     for figure in figure_texts:
-        key, value = _split_pair(figure, names, text)
+        key, value = _split_pair(figure, names, where)
         if key == "bfloat16":
             if value.lower() not in ("true", "false"):
-                raise RefusedError(
-                    "bfloat16 is true or false", where=_where(text), found=value, expected="true or false"
-                )
+                raise RefusedError("bfloat16 is true or false", where=where, found=value, expected="true or false")
             figures[key] = value.lower() == "true"
         elif key in ("pcie_generation", "pcie_lanes"):
-            figures[key] = int(_positive(key, value, text))
+            figures[key] = int(_positive(key, value, where))
         else:
-            figures[key] = _positive(key, value, text)
+            figures[key] = _positive(key, value, where)
     return figures
 
 
-def _split_pair(pair: str, names: list[str], text: str) -> tuple[str, str]:
+def _split_pair(pair: str, names: list[str], where: str) -> tuple[str, str]:
     key, separator, value = (part.strip() for part in pair.partition("="))
     if not separator or key not in names:
         near = closest(key, names)
         raise RefusedError(
             f"unknown figure {key!r}",
-            where=_where(text),
+            where=where,
             found=pair,
             expected="one of " + ", ".join(f"{name}=" for name in names),
             hint=f"did you mean {near}=...?" if near else None,
@@ -297,23 +293,23 @@ def _split_pair(pair: str, names: list[str], text: str) -> tuple[str, str]:
     return key, value
 
 
-def _positive(key: str, value: str, text: str) -> float:
+def _positive(key: str, value: str, where: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = -1.0
     if not (0 < number < 1e9 or (number == 0 and key in _ZERO_ALLOWED)):
-        raise RefusedError(f"{key} is not a number above 0", where=_where(text), found=value, expected="such as 24")
+        raise RefusedError(f"{key} is not a number above 0", where=where, found=value, expected="such as 24")
     return number
 
 
-def _custom_figures(given: dict[str, Any], text: str) -> GpuFigures:
+def _custom_figures(given: dict[str, Any], where: str) -> GpuFigures:
     """Figures for a GPU that the catalogue lacks; the rates not given follow from the GeForce pattern."""
     missing = [name for name in ("memory_gib", "acc32_tflops") if name not in given]
     if missing:
         raise RefusedError(
             f"a custom GPU needs {' and '.join(missing)}",
-            where=_where(text),
+            where=where,
             expected="--hardware 2xcustom:memory_gib=24:acc32_tflops=70",
         )
     acc32 = given["acc32_tflops"]

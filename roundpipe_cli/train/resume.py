@@ -24,6 +24,7 @@ FREE_KEYS = (
     "resume_from_checkpoint",
     "on_oom",
     "weights",
+    "hardware",
 )
 """May change between a run and its continuation; none of them changes what is computed."""
 GROWING_KEYS = ("max_steps", "num_train_epochs")
