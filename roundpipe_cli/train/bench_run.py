@@ -30,6 +30,8 @@ class Measured:
     predicted: Result
     steps: list[StepResult] = field(default_factory=list)
     num_tokens: int = 0
+    device_peak_bytes: int = 0
+    """Of the worker that needs most; on the processor, live tensors of a step that is run for this alone."""
 
     @property
     def name(self) -> str:
@@ -47,10 +49,6 @@ class Measured:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.makespan_s
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return max(max(step.device_peak_bytes) for step in self.steps)
 
     @property
     def loss(self) -> float:
@@ -94,6 +92,14 @@ def compare_for_real(
                 if repetition:  # the first round warms up
                     entry.steps.append(result)
             say(f"round {repetition} of {repetitions}{'' if repetition else ' (warm-up)'}")
+        for entry in measured:
+            entry.device_peak_bytes = max(max(step.device_peak_bytes) for step in entry.steps)
+    if setup.devices[0] == "cpu":
+        say("counting memory: one more step of each schedule")
+        with make_engine(setup, count_bytes=True) as engine:
+            for entry in measured:
+                peaks = engine.run_step(microbatches, entry.predicted.schedule, step=0).device_peak_bytes
+                entry.device_peak_bytes = max(peaks)
     check_losses(measured, TOLERANCE[setup.recipe.dtype])
     return Comparison(costs, setup.devices, len(microbatches), tuple(measured))
 

@@ -49,9 +49,11 @@ def threads_per_worker(setting: str | int, num_workers: int) -> int:
     return max(1, num_cores() // num_workers) if isinstance(setting, str) else setting
 
 
-def make_backends(devices: Sequence[str], num_threads: int) -> list[Backend]:
-    """One backend per worker."""
+def make_backends(devices: Sequence[str], num_threads: int, *, count_bytes: bool = False) -> list[Backend]:
+    """One backend per worker; `count_bytes`: workers on the processor count their live bytes, which makes them slow."""
     return [
-        CpuBackend(num_threads) if device == "cpu" else cuda.CudaBackend(int(device.removeprefix("cuda:")))
+        CpuBackend(num_threads, count_bytes=count_bytes)
+        if device == "cpu"
+        else cuda.CudaBackend(int(device.removeprefix("cuda:")))
         for device in devices
     ]

@@ -26,15 +26,15 @@ HOST_SHARE = 0.5
 """Of the host memory that is free, for the activations of all CPU workers together."""
 
 
-def make_engine(setup: Setup) -> Engine:
-    """The engine of a run; not started yet."""
+def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
+    """The engine of a run; not started yet. `count_bytes`: see `make_backends`."""
     recipe = setup.recipe
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
     return Engine(
         setup.model,
         setup.split,
         setup.store,
-        make_backends(setup.devices, num_threads),
+        make_backends(setup.devices, num_threads, count_bytes=count_bytes),
         seed=recipe.seed,
         head_chunk_tokens=recipe.head_chunk_tokens,
         recompute=recipe.pipeline.recompute,
