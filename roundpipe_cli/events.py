@@ -1,8 +1,15 @@
-"""What happens during a run, as frozen values. Whoever shows or stores them never touches the engine."""
+"""What happens during a run, as frozen values. Whoever shows or stores them never touches the engine.
+
+Times called `time_s` are seconds on the run's clock: Unix time that never jumps (`run_clock`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, get_args
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,66 @@ class Phase:
     """The run has begun to do something that can take a while."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """The workers start; what follows are steps."""
+
+    time_s: float
+    title: str
+    """The model, for instance."""
+    settings: str
+    """What a header has room for, such as `lora bfloat16`."""
+    devices: tuple[str, ...]
+    """Of each worker."""
+    num_steps: int
+    first_step: int
+    """Steps that an earlier part of the run has done; 0 for a new one."""
+    goal: str = "loss"
+    """What the chart shows: `loss`, or `speed` where nothing is learnt (`bench --run`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of a worker's work; lanes and kinds are those of `schedule.timeline`."""
+
+    worker: int
+    """-1 for the host."""
+    lane: str
+    """compute, up, down or host."""
+    kind: str
+    """F, R, B, U, D or O."""
+    stage: int
+    microbatch: int
+    """-1 where there is none."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class WorkSeen:
+    """What workers have done of the step in work since the last look, and what they do now. Computation only."""
+
+    time_s: float
+    step: int
+    """From 1."""
+    spans: tuple[Span, ...]
+    """Finished pieces, on the run's clock."""
+    running: tuple[Span, ...]
+    """At most one per worker; ends at `time_s`."""
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """Everything that the workers did in one step, as measured."""
+
+    step: int
+    """From 1."""
+    start_s: float
+    """On the run's clock."""
+    spans: tuple[Span, ...]
+    """In seconds from `start_s`."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +110,75 @@ class StepFinished:
 
 
 @dataclass(frozen=True)
+class EvaluationFinished:
+    """The model was tried on the evaluation rows; the row of eval.jsonl."""
+
+    step: int
+    """Updates done before."""
+    num_steps: int
+    loss: float
+    """Mean over the target tokens of all evaluation rows, in nats."""
+    perplexity: float
+    """exp(loss)."""
+    tokens: int
+    """Target tokens."""
+    seconds: float
+    best: bool
+    """Whether no evaluation before had a lower loss."""
+    samples: tuple[tuple[str, str], ...] = ()
+    """(prompt, generated answer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One worker's device; None for what its driver does not tell."""
+
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    upload_bytes_per_s: float | None = None
+    download_bytes_per_s: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Memory, transfers and devices at one moment."""
+
+    time_s: float
+    process_bytes: int
+    """Resident memory of the run."""
+    host_used_bytes: int
+    host_total_bytes: int
+    """What the machine or the container has."""
+    devices: tuple[DeviceSample, ...]
+    """One per worker."""
+    queues: tuple[tuple[str, int], ...] = ()
+    """Transfers that wait, by class, most urgent first; empty where there are no queues."""
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint is durable."""
 
     step: int
     folder: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Paused:
+    """The user holds the run between two steps (`paused`), or lets it go on."""
+
+    step: int
+    paused: bool
+
+
+@dataclass(frozen=True)
+class RunStopped:
+    """The run ended before its last step."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -60,4 +190,74 @@ class RunFinished:
     seconds: float
 
 
-Event = Notice | Phase | StepFinished | CheckpointSaved | RunFinished
+Event = (
+    Notice
+    | Phase
+    | RunStarted
+    | WorkSeen
+    | StepTimeline
+    | StepFinished
+    | EvaluationFinished
+    | Sample
+    | CheckpointSaved
+    | Paused
+    | RunStopped
+    | RunFinished
+)
+
+
+def run_clock() -> Callable[[], float]:
+    """A clock that shows Unix time now and from then on never jumps, whatever happens to the system's time."""
+    offset_s = time.time() - time.perf_counter()
+    return lambda: offset_s + time.perf_counter()
+
+
+# --- as lines of a file -----------------------------------------------------------------------------------------------
+
+_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+def encode(event: Event) -> dict[str, Any]:
+    """Plain JSON values of an event; `decode` makes the event again."""
+    fields: dict[str, Any] = {"event": type(event).__name__}
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        if field.name in ("spans", "running"):
+            value = [_encode_span(span) for span in value]
+        elif isinstance(event, Sample) and field.name == "devices":
+            value = [
+                {name: item for name, item in dataclasses.asdict(device).items() if item is not None}
+                for device in value
+            ]
+        fields[field.name] = value
+    return fields
+
+
+def _encode_span(span: Span) -> list[Any]:
+    start_us = round(span.start_s * 1e6)
+    names = [span.worker, span.lane, span.kind, span.stage, span.microbatch]
+    return [*names, start_us, round(span.end_s * 1e6) - start_us]
+
+
+def decode(fields: Mapping[str, Any]) -> Event | None:
+    """The event of `encode`'s values; None for what no event has, such as a later version's."""
+    kind = _CLASSES.get(str(fields.get("event")))
+    if kind is None:
+        return None
+    try:
+        values = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
+        for name, value in values.items():
+            if name in ("spans", "running"):
+                values[name] = tuple(_decode_span(*item) for item in value)
+            elif kind is Sample and name == "devices":
+                values[name] = tuple(DeviceSample(**item) for item in value)
+            elif isinstance(value, list):
+                values[name] = tuple(tuple(item) if isinstance(item, list) else item for item in value)
+        event: Event = kind(**values)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return event
+
+
+def _decode_span(worker: int, lane: str, kind: str, stage: int, microbatch: int, start_us: int, us: int) -> Span:
+    return Span(worker, lane, kind, stage, microbatch, start_us / 1e6, (start_us + us) / 1e6)

@@ -15,7 +15,7 @@ import queue
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
+from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import folds_on_device, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.engine.weights import WeightStore
@@ -53,15 +54,6 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class ActionTime:
-    """When a worker carried out an action, in seconds from the start of the step."""
-
-    action: Action
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What came of one step. The gradients are in the weight store."""
 
@@ -76,6 +68,8 @@ class StepResult:
     num_workers: int
     upload_bytes: int
     device_peak_bytes: tuple[int, ...]
+    started_s: float = 0.0
+    """Of `time.perf_counter`."""
 
     @property
     def timeline(self) -> Timeline:
@@ -151,6 +145,8 @@ class Engine:
         self._first_trainable_layer = self._lowest_trained(trained)
         self._open = False
         self._programs: dict[int, Program] = {}
+        self.step_in_work: StepInWork | None = None
+        """For whoever watches, from any thread."""
 
     def _lowest_trained(self, trained: list[int]) -> int:
         # A tied table is kept with the head but trained through the embed layer too.
@@ -202,18 +198,23 @@ class Engine:
         self._reserve(program)
         started_s = time.perf_counter()
         starts = [worker.backend.mark() for worker in self._workers]
-        for worker, row in zip(self._workers, program.compute, strict=True):
+        items = [WorkItem(context, row, WorkResult(index)) for index, row in enumerate(program.compute)]
+        self.step_in_work = StepInWork(step, started_s, starts, self._workers, [item.result for item in items])
+        for worker, item in zip(self._workers, items, strict=True):
             worker.backend.reset_peak()
-            worker.give(WorkItem(context, row))
+            worker.give(item)
         try:
             results = self._collect(context)
         except BaseException:  # stuck, or interrupted in this thread: the workers leave, the engine is done with
             self._open = False
             context.progress.abort()
             raise
+        finally:
+            self.step_in_work = None
         seconds = time.perf_counter() - started_s
         self._raise_first(results, context)
-        return self._finish(context, results, starts, seconds, loss_scale)
+        result = self._finish(context, results, starts, seconds, loss_scale)
+        return replace(result, started_s=started_s)
 
     def _context(
         self,

@@ -41,14 +41,6 @@ class Slot:
     """When the last computation that used this slot is done."""
 
 
-@dataclass
-class WorkItem:
-    """One step's orders for one worker: its row of the context's program."""
-
-    context: StepContext
-    ops: Sequence[int]
-
-
 @dataclass(frozen=True)
 class ComputeInterval:
     """One operation as it was carried out; marks are the backend's."""
@@ -60,12 +52,32 @@ class ComputeInterval:
 
 @dataclass
 class WorkResult:
-    """What came of a `WorkItem`."""
+    """What came of a `WorkItem`; grows while it is carried out."""
 
     worker: int
     intervals: list[ComputeInterval] = field(default_factory=list)
     error: BaseException | None = None
     where: str = ""
+
+
+@dataclass
+class WorkItem:
+    """One step's orders for one worker: its row of the context's program."""
+
+    context: StepContext
+    ops: Sequence[int]
+    result: WorkResult
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The operation that a worker is at."""
+
+    result: WorkResult
+    op: Op
+    mark: Any
+    waits: bool
+    """For a boundary tensor, before it begins."""
 
 
 class _Slots:
@@ -130,6 +142,7 @@ class Worker:
         self._prefetch_orders: queue.Queue[tuple[WorkItem, _Slots] | None] = queue.Queue()
         self._slots: list[Slot] = []
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
+        self._now: _Now | None = None
         self._threads = [threading.Thread(target=self._work, name=f"worker-{index}", daemon=True)]
         if backend.aliases_host:
             self._bind_host()
@@ -167,6 +180,16 @@ class Worker:
             gradients = self.backend.allocate(4 * gradient_elements).view(torch.float32)
             self._slots.append(Slot(index, weights, gradients))
 
+    def running(self, result: WorkResult) -> ComputeInterval | None:
+        """What the worker computes now for `result`, without an end; may be asked from any thread."""
+        now = self._now
+        if now is None or now.result is not result:
+            return None
+        started = self.runner.started
+        if started is None and now.waits:
+            return None
+        return ComputeInterval(now.op, now.mark if started is None else started, None)
+
     # -- worker thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -175,7 +198,7 @@ class Worker:
                 item = self._orders.get()
                 if item is None:
                     return
-                result = WorkResult(self.index)
+                result = item.result
                 try:
                     self._run(item, result)
                 except AbortedError:
@@ -183,6 +206,7 @@ class Worker:
                 except BaseException as error:  # travels as a value; the engine raises it
                     result.error = error
                     item.context.progress.abort()
+                self._now = None
                 self.runner.reset()
                 self._results.put(result)
 
@@ -209,6 +233,8 @@ class Worker:
                 self._start_sums(context, op)
             result.where = describe(op, context)
             start = self.backend.mark()
+            self.runner.started = None
+            self._now = _Now(result, op, start, waits=stage_layers(program.schedule, op)[0] > 0)
             self.runner.run(context, op)
             started = start if self.runner.started is None else self.runner.started
             result.intervals.append(ComputeInterval(op, started, self.backend.mark()))

@@ -18,7 +18,7 @@ import torch
 
 from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import NotFiniteError, StoppedError
-from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
+from roundpipe_cli.events import CheckpointSaved, Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.faults import fault
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
@@ -35,6 +35,7 @@ from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_unchanged, run_state
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -44,6 +45,7 @@ LOSS_SCALE_GROWTH_STEPS = 2000
 ETA_STEPS = 20
 TRACE_NAME = "trace.json"
 TRACED_STEPS = 3
+PAUSE_LOOK_S = 0.1
 
 
 def finetune(
@@ -55,6 +57,7 @@ def finetune(
     tell: Tell,
     signals: StopSignals,
     trace: bool = False,
+    live: bool = False,
 ) -> None:
     """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
 
@@ -65,6 +68,7 @@ def finetune(
         tell: is told what happens.
         signals: active; asks for a stop.
         trace: write what the workers did in the last steps to trace.json.
+        live: tell several times a second what the workers do.
 
     Raises:
         RoundpipeError: with the documented exit code.
@@ -84,7 +88,7 @@ def finetune(
         setup = prepare(loaded, offline=offline, tell=tell)
         if checkpoint is not None:
             check_unchanged(checkpoint.meta, setup, allow_changed)
-        trainer = Trainer(setup, output_dir, signals, tell, trace)
+        trainer = Trainer(setup, output_dir, signals, tell, trace, live)
         write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
         trainer.run(checkpoint)
 
@@ -92,13 +96,23 @@ def finetune(
 class Trainer:
     """One run over one setup."""
 
-    def __init__(self, setup: Setup, output_dir: Path, signals: StopSignals, tell: Tell, trace: bool = False) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        output_dir: Path,
+        signals: StopSignals,
+        tell: Tell,
+        trace: bool = False,
+        live: bool = False,
+    ) -> None:
         recipe = setup.recipe
         self.setup = setup
         self.recipe = recipe
         self.output_dir = output_dir
         self._signals = signals
         self._tell = tell
+        self._live = live
+        self._clock = run_clock()
         self.sampler = make_sampler(setup)
         self.num_steps = recipe.max_steps or self.sampler.steps_per_epoch * recipe.num_train_epochs
         self._learning_rate = make_schedule(
@@ -113,6 +127,7 @@ class Trainer:
         self._cutter = make_cutter(setup)
         self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
+        self._saved_step = 0
         self._rows: list[StepFinished] = []
         self._timelines: deque[Timeline] | None = deque(maxlen=TRACED_STEPS) if trace else None
 
@@ -123,6 +138,11 @@ class Trainer:
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
         truncate_metrics(metrics_path, first_step + 1)
+        with Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder:
+            self._tell = recorder
+            self._train(first_step, metrics_path)
+
+    def _train(self, first_step: int, metrics_path: Path) -> None:
         recipe, setup = self.recipe, self.setup
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
@@ -131,12 +151,11 @@ class Trainer:
         self._started_s = started_s
         with page_locked(setup, self._tell), engine, metrics_path.open("ab", buffering=0) as metrics:
             self._signals.guard()
-            for step in range(first_step, self.num_steps):
-                self._one_step(engine, step, metrics)
-                done = step + 1
-                if done % recipe.save_steps == 0 or done == self.num_steps or self._signals.requested:
-                    self._save(done, metrics)
-                self._stop_if_asked(done)
+            self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
+            with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
+                for step in range(first_step, self.num_steps):
+                    self._one_step(engine, step, metrics)
+                    self._at_border(step + 1, metrics)
         predicted = self._cutter.predicted(recipe.gradient_accumulation_steps)
         self._tell(Phase("writing the result"))
         if self._timelines:
@@ -148,6 +167,24 @@ class Trainer:
 
     def _seconds(self) -> float:
         return self._earlier_s + time.monotonic() - self._started_s
+
+    def _at_border(self, done: int, metrics: FileIO) -> None:
+        """Save where it is due or asked for, wait while the user holds the run, stop if asked."""
+        due = done % self.recipe.save_steps == 0 or done == self.num_steps
+        held = False
+        while True:
+            asked = self._signals.take_save() or self._signals.requested is not None
+            if (due or asked) and self._saved_step != done:
+                self._save(done, metrics)
+            if not self._signals.paused or self._signals.requested is not None or done == self.num_steps:
+                break
+            if not held:
+                self._tell(Paused(done, True))
+            held = True
+            time.sleep(PAUSE_LOOK_S)
+        if held:
+            self._tell(Paused(done, False))
+        self._stop_if_asked(done)
 
     def _stop_if_asked(self, done: int) -> None:
         signal = self._signals.requested
@@ -167,6 +204,7 @@ class Trainer:
         schedule = self._cutter.schedule(len(microbatches))
         result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
         self._cutter.observe(result)
+        self._tell(step_timeline(result, step + 1, self._clock))
         if self._timelines is not None:
             self._timelines.append(result.timeline)
         result = _poisoned(result, fault("optimizer", step=step))
@@ -241,6 +279,7 @@ class Trainer:
             os.fsync(metrics.fileno())
         except OSError as error:
             raise disk_error(error, self.output_dir / METRICS_NAME, "the metrics") from error
+        self._saved_step = step
         store = self.setup.store
         masters = [(name, store.master(name)) for name in sorted(store.trainable_names)]
         folder = save_checkpoint(

@@ -1,4 +1,4 @@
-"""Signals stop a run at a step border; a second SIGINT stops it at once."""
+"""What the user asks of a run at a step border: stop (by a signal), pause, save. A second SIGINT stops it at once."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class StopSignals:
         self._announce = announce
         self._requested: signal.Signals | None = None
         self._guarded = False
+        self._save = False
+        self.paused = False
+        """The user wants no further step to begin; may be set from any thread."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -54,6 +57,15 @@ class StopSignals:
     def requested(self) -> signal.Signals | None:
         """The signal that asked for a stop, if any."""
         return self._requested
+
+    def ask_to_save(self) -> None:
+        """A checkpoint at the next step border; from any thread."""
+        self._save = True
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since this was last called."""
+        asked, self._save = self._save, False
+        return asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)

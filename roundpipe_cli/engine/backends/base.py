@@ -79,6 +79,10 @@ class Backend(ABC):
     def seconds_between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another; both must have passed."""
 
+    def has_passed(self, mark: Any) -> bool:
+        """Whether the device has come to a mark; without waiting, from any thread."""
+        return True
+
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all issued work is done."""

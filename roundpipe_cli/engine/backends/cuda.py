@@ -25,6 +25,17 @@ def memory_bytes(index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
+def memory_use(index: int) -> tuple[int, int]:
+    """Bytes in use on GPU `index`, by whomever, and what it has."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return int(total_bytes - free_bytes), int(total_bytes)
+
+
+def uuid(index: int) -> str:
+    """How the driver names GPU `index`, whatever `CUDA_VISIBLE_DEVICES` says."""
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
 def describe_device(index: int) -> str:
     """Name and memory of GPU `index`."""
     properties = torch.cuda.get_device_properties(index)
@@ -126,6 +137,9 @@ class CudaBackend(Backend):
 
     def seconds_between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1e3
+
+    def has_passed(self, mark: Any) -> bool:
+        return bool(mark.query())
 
     def synchronize(self) -> None:
         self._compute.synchronize()

@@ -1,0 +1,98 @@
+"""What the workers do while a step runs, for whoever watches. Looking costs the workers nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe_cli.engine.worker import ComputeInterval, Worker, WorkResult
+from roundpipe_cli.schedule.actions import Action
+
+
+@dataclass(frozen=True)
+class ActionTime:
+    """When a worker carried out an action, in seconds from the start of the step."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class StepInWork:
+    """A step that has begun: where its workers put down what they did. Keeps none of the step's tensors."""
+
+    step: int
+    """From 0."""
+    started_s: float
+    """Of `time.perf_counter`."""
+    starts: Sequence[Any]
+    """Each worker's mark of the step's start."""
+    workers: Sequence[Worker]
+    results: Sequence[WorkResult]
+    """Growing."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """News of a step in work; seconds from the step's start."""
+
+    step: int
+    """From 0."""
+    started_s: float
+    """Of `time.perf_counter`."""
+    now_s: float
+    done: tuple[ActionTime, ...]
+    """Finished since the look before."""
+    running: tuple[ActionTime, ...]
+    """What the workers do now; ends at `now_s`."""
+
+
+class Watcher:
+    """Looks at an engine's step in work again and again; each finished action is told once."""
+
+    def __init__(self) -> None:
+        self._step: StepInWork | None = None
+        self._num_seen: list[int] = []
+
+    def look(self, step: StepInWork | None) -> Look | None:
+        """News of `step`, the engine's step in work; None where there is none."""
+        if step is None:
+            self._step = None
+            return None
+        if step is not self._step:
+            self._step, self._num_seen = step, [0] * len(step.workers)
+        done: list[ActionTime] = []
+        running: list[ActionTime] = []
+        now_s = time.perf_counter() - step.started_s
+        for worker in range(len(step.workers)):
+            now = self._look_at(step, worker, done)
+            if now is not None:
+                running.append(ActionTime(now.action, now.start_s, max(now_s, now.start_s)))
+        return Look(step.step, step.started_s, now_s, tuple(done), tuple(running))
+
+    def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
+        """Add what one worker has finished to `done`; returns what it does now, without an end."""
+        backend, start, result = step.workers[worker].backend, step.starts[worker], step.results[worker]
+        num_intervals = len(result.intervals)
+        while self._num_seen[worker] < num_intervals:
+            interval = result.intervals[self._num_seen[worker]]
+            if not backend.has_passed(interval.start):
+                return None
+            begin_s = backend.seconds_between(start, interval.start)
+            if not backend.has_passed(interval.end):
+                return ActionTime(_action(interval), begin_s, begin_s)
+            done.append(ActionTime(_action(interval), begin_s, backend.seconds_between(start, interval.end)))
+            self._num_seen[worker] += 1
+        current = step.workers[worker].running(result)
+        if current is None or not backend.has_passed(current.start):
+            return None
+        begin_s = backend.seconds_between(start, current.start)
+        return ActionTime(_action(current), begin_s, begin_s)
+
+
+def _action(interval: ComputeInterval) -> Action:
+    op = interval.op
+    return Action(op.kind, op.stage, op.microbatch, op.worker)
