@@ -1,14 +1,18 @@
-"""Order and grouping of rows as pure functions of (seed, step), and padding."""
+"""Order, mixing and grouping of rows from a saved position, and padding."""
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.batching import BatchSampler, collate, epoch_order, pad_token_id
+from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch, collate, pad_token_id
 from roundpipe_cli.data.dataset import Row
+from roundpipe_cli.data.order import RowMix, epoch_order
+from roundpipe_cli.data.packing import Packer
 from roundpipe_cli.errors import RefusedError
 
 
@@ -38,6 +42,14 @@ def test_orders_of_seeds_and_epochs_differ_and_are_uniform() -> None:
     assert (abs(first_places - 400) < 100).all()  # 5.6 standard deviations
 
 
+def sampler_of(num_rows: int, size: int, microbatches: int, seed: int, shuffle: bool) -> BatchSampler:
+    return BatchSampler(RowMix([num_rows], [1.0], seed, shuffle), size, microbatches)
+
+
+def rows_of(step: list[RowBatch]) -> list[int]:
+    return [row for batch in step for sequence in batch for row in sequence]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     num_rows=st.integers(1, 60),
@@ -51,29 +63,119 @@ def test_every_epoch_has_every_row_once(
 ) -> None:
     if num_rows < micro_batch_size * microbatches:
         with pytest.raises(RefusedError, match="fewer rows than one step"):
-            BatchSampler(num_rows, micro_batch_size, microbatches, seed, shuffle)
+            sampler_of(num_rows, micro_batch_size, microbatches, seed, shuffle)
         return
-    sampler = BatchSampler(num_rows, micro_batch_size, microbatches, seed, shuffle)
+    sampler = sampler_of(num_rows, micro_batch_size, microbatches, seed, shuffle)
+    steps_per_epoch = sampler.num_steps(1)
+    assert sampler.num_steps(3) == 3 * steps_per_epoch
     for epoch in range(3):
         seen: list[int] = []
-        for step in range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch):
-            assert sampler.epoch_of(step) == epoch
-            rows = sampler.step_rows(step)
-            is_last = step == (epoch + 1) * sampler.steps_per_epoch - 1
+        for step in range(steps_per_epoch):
+            assert sampler.position.epoch == epoch
+            rows = sampler.next_step()
+            is_last = step == steps_per_epoch - 1
             assert is_last or [len(microbatch) for microbatch in rows] == [micro_batch_size] * microbatches
             assert all(0 < len(microbatch) <= micro_batch_size for microbatch in rows)
-            seen += [row for microbatch in rows for row in microbatch]
+            seen += rows_of(rows)
         assert seen == epoch_order(num_rows, epoch, seed, shuffle).tolist()
         assert sorted(seen) == list(range(num_rows))
 
 
-def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
-    sampler = BatchSampler(23, 2, 3, 5, shuffle=True)
-    in_turn = [sampler.step_rows(step) for step in range(12)]
-    for step in (11, 0, 7, 3, 4, 10):
-        assert BatchSampler(23, 2, 3, 5, shuffle=True).step_rows(step) == in_turn[step]
-        assert sampler.step_rows(step) == in_turn[step]
-    assert [len(microbatch) for microbatch in in_turn[3]] == [2, 2, 1]
+LENGTHS = np.random.default_rng(5).integers(1, 100, 10_000)
+
+
+def long_sampler(packing: bool, weights: tuple[float, ...] = (1.0, 1.0)) -> BatchSampler:
+    """10,000 rows from two sources: three windows an epoch."""
+    packer = Packer(LENGTHS, 300, seed=1, shuffle=True) if packing else None
+    return BatchSampler(RowMix([7000, 3000], weights, 1, shuffle=True), 2, 50, packer)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0)])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_depends_on_the_saved_position_alone(packing: bool, weights: tuple[float, ...]) -> None:
+    """A resumed run seeks: nothing of the epochs and windows before is read again."""
+    sampler = long_sampler(packing, weights)
+    num_steps = sampler.num_steps(2)
+    positions, steps = [], []
+    for _ in range(num_steps):
+        positions.append(Position.from_json(json.loads(json.dumps(sampler.position.to_json()))))
+        steps.append(sampler.next_step())
+    assert sampler.position == Position(2)
+    assert {position.window for position in positions} == {0, 1, 2}
+    for index in (num_steps - 1, 0, num_steps // 2, num_steps // 5, num_steps // 3):
+        resumed = long_sampler(packing, weights)
+        resumed.seek(positions[index])
+        assert resumed.next_step() == steps[index]
+    for epoch in range(2):
+        seen = [row for place, step in zip(positions, steps, strict=True) if place.epoch == epoch
+                for row in rows_of(step)]  # fmt: skip
+        expected = RowMix([7000, 3000], weights, 1, shuffle=True).order(epoch)
+        assert sorted(seen) == sorted(expected.tolist())
+
+
+def test_packed_epochs_are_counted_one_by_one() -> None:
+    """Each epoch packs other rows together, so that their numbers of sequences may differ."""
+    sampler = long_sampler(packing=True)
+    counts = [-(-sampler.num_sequences(epoch) // 100) for epoch in range(4)]
+    assert sampler.num_steps(4) == sum(counts)
+    assert [sampler.num_steps(n) for n in range(1, 5)] == np.cumsum(counts).tolist()
+
+
+def test_a_position_that_smaller_data_no_longer_has_is_the_end_of_its_epoch() -> None:
+    sampler = sampler_of(10, 2, 2, 0, shuffle=True)
+    for position in (Position(3, 0, 10), Position(3, 0, 500), Position(3, 2, 0)):
+        sampler.seek(position)
+        assert sampler.position == Position(4) and len(rows_of(sampler.next_step())) == 4
+
+
+def test_too_few_packed_rows_are_refused() -> None:
+    packer = Packer(np.full(20, 10), 100, seed=0, shuffle=True)
+    mix = RowMix([20], [1.0], 0, shuffle=True)
+    assert len(rows_of(BatchSampler(mix, 1, 2, packer).next_step())) == 20
+    with pytest.raises(RefusedError, match="fewer rows than one step") as caught:
+        BatchSampler(mix, 1, 3, packer)
+    problem = caught.value.problems[0]
+    assert problem.found == "20 rows, packed into 2 sequences"
+    assert problem.hint == "gradient_accumulation_steps=2 or packing=false"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sources=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([0.1, 0.5, 1.0, 3.0])), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+    shuffle=st.booleans(),
+)
+def test_weights_are_shares_and_no_row_comes_twice_before_all_have_come(
+    sources: list[tuple[int, float]], seed: int, shuffle: bool
+) -> None:
+    sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
+    total = sum(sizes)
+    if total == 0:
+        return
+    mix = RowMix(sizes, weights, seed, shuffle)
+    filled = [weight for size, weight in sources if size]
+    shares = [weight / sum(filled) if size else 0.0 for size, weight in sources]
+    borders = np.cumsum([0, *sizes])
+    seen = np.zeros(total, dtype=int)
+    for epoch in range(5):
+        rows = mix.order(epoch)
+        assert np.array_equal(rows, RowMix(sizes, weights, seed, shuffle).order(epoch))
+        np.add.at(seen, rows, 1)
+        for first, last, share in zip(borders, borders[1:], shares, strict=False):
+            counts = seen[first:last]
+            assert len(counts) == 0 or counts.max() - counts.min() <= 1
+            if mix.is_mixed:
+                assert abs(int(((rows >= first) & (rows < last)).sum()) - share * total) <= len(sizes)
+    if not mix.is_mixed:
+        assert (seen == 5).all()
+
+
+def test_mixing_by_hand() -> None:
+    mix = RowMix([4, 4], [3.0, 1.0], 0, shuffle=False)
+    assert mix.epoch_rows == (6, 2)
+    assert mix.order(0).tolist() == [0, 1, 4, 2, 3, 0, 5, 1]
+    assert mix.order(1).tolist() == [2, 3, 6, 0, 1, 2, 7, 3]
+    assert RowMix([4, 4], [2.0, 2.0], 0, shuffle=False).order(0).tolist() == list(range(8))
 
 
 def make_row(row_id: int, ids: list[int], labels: list[int]) -> Row:

@@ -1,15 +1,15 @@
-"""The order of rows and their grouping into microbatches, each a pure function of (seed, step).
+"""From an epoch's order to the microbatches of each step, from a position that is saved and restored as it is.
 
-    epoch 0: permutation of all rows ............|  epoch 1: another permutation ...
-    step 0: [mb][mb][mb]  step 1: [mb][mb][mb]  step 2: [mb][m]    uneven last step, never across the border
+    epoch 0: |window 0: sequences ......|window 1: ......|  epoch 1: |window 0 ...
+    step 0: [mb][mb][mb]  step 1: [mb][mb][mb]  step 2: [mb][m]    uneven last step, never across an epoch's border
 
-A resumed run needs no saved position: the step number says it all.
+A sequence is one row, or with packing as many rows of a window as fit. The position (epoch, window, offset) says where
+the next step begins; it does not depend on workers, and the windows before it are never looked at again.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,82 +17,131 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.order import RowMix
+from roundpipe_cli.data.packing import WINDOW_ROWS, PackedRows, Packer
 from roundpipe_cli.errors import RefusedError
 
+RowBatch = list[PackedRows]
+"""Row indices of one microbatch: its sequences, each of one row or of several packed ones."""
 
-def epoch_order(num_rows: int, epoch: int, seed: int, shuffle: bool) -> npt.NDArray[np.int64]:
-    """Which row comes when in an epoch: a permutation of `range(num_rows)`, shape [num_rows].
 
-    Sorted by raw Philox output rather than `Generator.permutation`, whose stream numpy may change between versions.
-    """
-    if not shuffle:
-        return np.arange(num_rows, dtype=np.int64)
-    digest = hashlib.sha256(f"roundpipe order 1 {seed} {epoch}".encode()).digest()
-    generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
-    keys = generator.random_raw(num_rows)
-    return np.argsort(np.asarray(keys, dtype=np.uint64), kind="stable").astype(np.int64)
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the next step begins."""
+
+    epoch: int = 0
+    window: int = 0
+    """Window of `WINDOW_ROWS` rows of the epoch's order."""
+    offset: int = 0
+    """Sequences of the window that are done with."""
+
+    def to_json(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "window": self.window, "offset": self.offset}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, int]) -> Position:
+        return cls(int(data["epoch"]), int(data["window"]), int(data["offset"]))
 
 
 class BatchSampler:
-    """Which rows make up each microbatch of each step."""
+    """Which rows make up each microbatch of each step, step after step."""
 
     def __init__(
-        self, num_rows: int, micro_batch_size: int, microbatches_per_step: int, seed: int, shuffle: bool
+        self, mix: RowMix, micro_batch_size: int, microbatches_per_step: int, packer: Packer | None = None
     ) -> None:
         """
         Raises:
             RefusedError: fewer rows than one step takes.
         """
-        self.num_rows = num_rows
-        self.micro_batch_size = micro_batch_size
-        self.rows_per_step = micro_batch_size * microbatches_per_step
-        if num_rows < self.rows_per_step:
+        self.position = Position()
+        self.mix = mix
+        self._packer = packer
+        self._micro_batch_size = micro_batch_size
+        self._sequences_per_step = micro_batch_size * microbatches_per_step
+        self._num_windows = -(-mix.rows_per_epoch // WINDOW_ROWS)
+        self._cached_window: tuple[int, int] | None = None
+        self._cached_sequences: list[PackedRows] = []
+        self._refuse_too_few(microbatches_per_step)
+
+    def seek(self, position: Position) -> None:
+        """Continue from a saved position; one that the data no longer has (rows went) is the end of its epoch."""
+        last = self._num_windows - 1
+        is_beyond = position.window > last or (
+            position.window == last and position.offset >= len(self._sequences(position.epoch, last))
+        )
+        self.position = Position(position.epoch + 1) if is_beyond else position
+
+    def next_step(self) -> list[RowBatch]:
+        """The microbatches of the next step; the position moves on behind them.
+
+        The last step of an epoch may have fewer microbatches, and its last microbatch fewer sequences.
+        """
+        epoch, window, offset = self.position.epoch, self.position.window, self.position.offset
+        taken: list[PackedRows] = []
+        while len(taken) < self._sequences_per_step and window < self._num_windows:
+            sequences = self._sequences(epoch, window)
+            part = sequences[offset : offset + self._sequences_per_step - len(taken)]
+            taken += part
+            offset += len(part)
+            if offset >= len(sequences):
+                window, offset = window + 1, 0
+        self.position = Position(epoch + 1) if window == self._num_windows else Position(epoch, window, offset)
+        size = self._micro_batch_size
+        return [taken[first : first + size] for first in range(0, len(taken), size)]
+
+    def num_steps(self, num_epochs: int) -> int:
+        """Steps of the first `num_epochs` epochs. With packing each epoch is packed to count its sequences."""
+        per_step = self._sequences_per_step
+        if self._packer is None:
+            return num_epochs * -(-self.mix.rows_per_epoch // per_step)
+        return sum(-(-self.num_sequences(epoch) // per_step) for epoch in range(num_epochs))
+
+    def num_sequences(self, epoch: int) -> int:
+        """Sequences of an epoch."""
+        if self._packer is None:
+            return self.mix.rows_per_epoch
+        return sum(len(self._sequences(epoch, window)) for window in range(self._num_windows))
+
+    def _sequences(self, epoch: int, window: int) -> list[PackedRows]:
+        if self._cached_window != (epoch, window):
+            rows = self.mix.order(epoch)[window * WINDOW_ROWS : (window + 1) * WINDOW_ROWS]
+            if self._packer is None:
+                self._cached_sequences = [(row,) for row in rows.tolist()]
+            else:
+                self._cached_sequences = self._packer.pack(rows, epoch, window)
+            self._cached_window = (epoch, window)
+        return self._cached_sequences
+
+    def _refuse_too_few(self, microbatches_per_step: int) -> None:
+        needed, size = self._sequences_per_step, self._micro_batch_size
+        found = 0
+        for window in range(self._num_windows):
+            if found < needed:
+                found += len(self._sequences(0, window))
+        if found < needed:
+            packed = self._packer is not None
             raise RefusedError(
                 "the datasets have fewer rows than one step takes",
                 where="datasets",
-                found=f"{num_rows} rows",
-                expected=f"at least {self.rows_per_step}: micro_batch_size {micro_batch_size} x "
+                found=f"{self.mix.rows_per_epoch} rows" + (f", packed into {found} sequences" if packed else ""),
+                expected=f"at least {needed}: micro_batch_size {size} x "
                 f"gradient_accumulation_steps {microbatches_per_step}",
-                hint=f"gradient_accumulation_steps={max(1, num_rows // micro_batch_size)}",
+                hint=f"gradient_accumulation_steps={max(1, found // size)}" + (" or packing=false" if packed else ""),
             )
-        self.steps_per_epoch = -(-num_rows // self.rows_per_step)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._cached_epoch: int | None = None
-        self._cached_order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def epoch_of(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def step_rows(self, step: int) -> list[list[int]]:
-        """The microbatches of step `step` (from 0), each a list of row indices.
-
-        The last step of an epoch may have fewer microbatches, and its last microbatch fewer rows.
-        """
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        start = step_of_epoch * self.rows_per_step
-        rows = self._order(epoch)[start : start + self.rows_per_step].tolist()
-        return [rows[first : first + self.micro_batch_size] for first in range(0, len(rows), self.micro_batch_size)]
-
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        if epoch != self._cached_epoch:
-            self._cached_order = epoch_order(self.num_rows, epoch, self._seed, self._shuffle)
-            self._cached_epoch = epoch
-        return self._cached_order
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward unit of work. B rows, T tokens of the longest of them; shorter ones are padded on the right."""
+    """One forward unit of work. B sequences, T tokens of the longest of them; shorter ones are padded on the right."""
 
     input_ids: npt.NDArray[np.int64]
     """[B, T]"""
     labels: npt.NDArray[np.int64]
     """[B, T], not shifted, -100 where not trained and in the padding."""
     attention_mask: npt.NDArray[np.int64] | None
-    """[B, T], 1 for tokens and 0 for padding; None where nothing is padded."""
+    """[B, T], 1 for tokens and 0 for padding; None where nothing is padded, and for packed rows."""
     position_ids: npt.NDArray[np.int64] | None
-    """[B, T] for packed rows; None: counted from 0 in each row."""
+    """[B, T] for packed rows: from 0 in each row, and from 0 in the padding. None: counted from 0 in each sequence."""
     row_ids: tuple[int, ...]
     num_target_tokens: int
     """Labels that the shifted loss counts: those of `labels[:, 1:]` that are not -100."""
@@ -116,6 +165,36 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> Microbatch:
         None,
         tuple(row.row_id for row in rows),
         int(np.count_nonzero(labels[:, 1:] != IGNORED_LABEL)),
+    )
+
+
+def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> Microbatch:
+    """Put the rows of each sequence end to end and pad on the right.
+
+    input_ids     a0 a1 a2 b0 b1  p  p
+    position_ids   0  1  2  0  1  0  1
+    labels         x a1 a2  x b1  x  x    a row's first token is never a label: the row before it must not predict it
+    """
+    lengths = [sum(len(row.input_ids) for row in rows) for rows in sequences]
+    shape = (len(sequences), max(lengths))
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+    position_ids = np.empty(shape, dtype=np.int64)
+    for index, rows in enumerate(sequences):
+        end = 0
+        for row in rows:
+            start, end = end, end + len(row.input_ids)
+            input_ids[index, start:end] = row.input_ids
+            labels[index, start + 1 : end] = row.labels[1:]
+            position_ids[index, start:end] = np.arange(end - start)
+        position_ids[index, end:] = np.arange(shape[1] - end)
+    return Microbatch(
+        input_ids,
+        labels,
+        None,
+        position_ids,
+        tuple(row.row_id for rows in sequences for row in rows),
+        int(np.count_nonzero(labels != IGNORED_LABEL)),
     )
 
 

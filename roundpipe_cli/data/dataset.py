@@ -101,6 +101,9 @@ class TokenizedDataset:
     origins: npt.NDArray[np.int64]
     """[rows, 2]: for each kept row the index of its source and its number in there."""
 
+    rows_by_spec: tuple[int, ...]
+    """Kept rows of each entry of the recipe's `datasets`; a glob is several sources and one entry."""
+
     def where(self, row_id: int) -> str:
         """`data/train.jsonl:17` of a kept row.
 
@@ -123,8 +126,10 @@ def build_dataset(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
     """
     builder = _Builder(settings, tokenizer)
     for spec in settings.datasets:
+        before = builder.num_kept
         for source in find_sources(spec, settings.folder, settings.offline):
             builder.add(source)
+        builder.rows_by_spec.append(builder.num_kept - before)
     return builder.finish()
 
 
@@ -143,6 +148,11 @@ class _Builder:
         self._row_ids: list[int] = []
         self._origins: list[tuple[int, int]] = []
         self._num_read = 0
+        self.rows_by_spec: list[int] = []
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._row_ids)
 
     def add(self, source: Source) -> None:
         """
@@ -295,7 +305,16 @@ class _Builder:
         notices = tuple(dict.fromkeys([*self._notices, *self._loss_notices(report)]))
         template = self._template.text if self._template is not None else None
         origins = np.array(self._origins, dtype=np.int64)
-        return TokenizedDataset(rows, report, rows.content_hash(), notices, template, tuple(self._sources), origins)
+        return TokenizedDataset(
+            rows,
+            report,
+            rows.content_hash(),
+            notices,
+            template,
+            tuple(self._sources),
+            origins,
+            tuple(self.rows_by_spec),
+        )
 
     def _empty_hint(self, report: DataReport) -> str | None:
         if not report.rows_too_long:

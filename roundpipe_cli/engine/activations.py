@@ -114,6 +114,8 @@ class MicrobatchState:
     """[N], positions of target tokens in B * T."""
     target_ids: torch.Tensor
     """[N]"""
+    position_ids: torch.Tensor | None = None
+    """[B, T], on the host; None for rows that are not packed."""
     prologue: Prologue | None = None
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""

@@ -51,6 +51,8 @@ class Microbatch:
     """int64 [B, T], padded on the right."""
     labels: torch.Tensor
     """int64 [B, T]; -100 where nothing is trained. The loss at t is for label t + 1."""
+    position_ids: torch.Tensor | None = None
+    """int64 [B, T], restarting with each of the packed rows of a sequence; None: the model counts from 0."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class Engine:
         states = []
         for index, microbatch in enumerate(microbatches):
             indices, targets = target_rows(microbatch.labels)
-            states.append(MicrobatchState(index, microbatch.input_ids, indices, targets))
+            states.append(MicrobatchState(index, microbatch.input_ids, indices, targets, microbatch.position_ids))
         num_targets = sum(len(state.target_ids) for state in states)
         folds = [
             GradientFold(layer, layout, self.store.gradients[layer], len(states), progress)

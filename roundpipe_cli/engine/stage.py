@@ -172,7 +172,7 @@ class StageRunner:
             seed = None
             if context.dropout_seed is not None:
                 seed = layer_seed(context.dropout_seed, context.step, state.index, 0)
-            state.prologue = self.model.prologue(state.input_ids, seed)
+            state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids)
         return state.prologue.hidden.detach()
 
     def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:

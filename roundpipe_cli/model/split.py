@@ -257,7 +257,7 @@ class _Trace:
 
 
 def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
-    probe = _materialised_copy(model, blocks_path)
+    probe = materialised_copy(model, blocks_path)
     install_stubs(probe, blocks_path, recorder)
     config: Any = probe.config
     hidden_size = config.get_text_config().hidden_size
@@ -302,7 +302,7 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def _materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
+def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
     """A copy whose parameters outside the blocks are real. Large ones are zero pages that cost no memory."""
     probe = copy.deepcopy(model)
     real: dict[int, nn.Parameter] = {}

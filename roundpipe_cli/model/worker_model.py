@@ -194,12 +194,19 @@ class WorkerModel:
         for module, attribute, name in self._bindings[layer]:
             module._parameters[attribute] = parameters[name]
 
-    def prologue(self, input_ids: torch.Tensor, dropout_seed: int | None = None) -> Prologue:
-        """Everything before the first block, on the host, for `input_ids` [B, T]."""
+    def prologue(
+        self, input_ids: torch.Tensor, dropout_seed: int | None = None, position_ids: torch.Tensor | None = None
+    ) -> Prologue:
+        """Everything before the first block, on the host, for `input_ids` [B, T].
+
+        `position_ids` [B, T] of packed rows restart with each row. With them, no mask and no cache, the model's own
+        code makes the masks that keep the rows apart (`model/packing.py` has checked that it does).
+        """
+        packed = {} if position_ids is None else {"position_ids": position_ids}
         self._recorder.reset()
         trainable = self._embedding._trainable or bool(self._embed_leaves)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed, torch.device("cpu")):
-            self._backbone(input_ids=input_ids, use_cache=False)
+            self._backbone(input_ids=input_ids, use_cache=False, **packed)
         hidden = self._recorder.first_hidden
         assert hidden is not None
         leaves: list[tuple[str, torch.Tensor | None, torch.Tensor]] = [

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from roundpipe_cli.data.batching import BatchSampler, collate, pad_token_id
+from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.order import RowMix
+from roundpipe_cli.data.packing import Packer
 from roundpipe_cli.engine.engine import Microbatch
 from roundpipe_cli.train.setup import Setup
+
+ROW_LOG_VARIABLE = "ROUNDPIPE_ROW_LOG"
 
 
 def make_sampler(setup: Setup) -> BatchSampler:
@@ -17,24 +24,53 @@ def make_sampler(setup: Setup) -> BatchSampler:
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    recipe = setup.recipe
-    return BatchSampler(
-        len(setup.dataset.rows),
-        recipe.micro_batch_size,
-        recipe.gradient_accumulation_steps,
-        recipe.seed,
-        recipe.shuffle,
-    )
+    recipe, rows = setup.recipe, setup.dataset.rows
+    weights = [dataset.weight for dataset in recipe.datasets]
+    mix = RowMix(setup.dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
+    packer = Packer(rows.lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packing else None
+    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer)
 
 
-def make_microbatches(setup: Setup, batches: Sequence[Sequence[int]]) -> tuple[list[Microbatch], int]:
+def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:
     """Microbatches of the given rows, and the number of their tokens without padding."""
     pad = pad_token_id(setup.tokenizer)
     microbatches = []
     num_tokens = 0
-    for indices in batches:
-        rows = [setup.dataset.rows[index] for index in indices]
-        batch = collate(rows, pad)
+    for batch in batches:
+        sequences = [[setup.dataset.rows[index] for index in sequence] for sequence in batch]
+        rows = [row for sequence in sequences for row in sequence]
         num_tokens += sum(len(row.input_ids) for row in rows)
-        microbatches.append(Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)))
+        made = collate_packed(sequences, pad) if setup.recipe.packing else collate(rows, pad)
+        position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
+        microbatches.append(Microbatch(torch.from_numpy(made.input_ids), torch.from_numpy(made.labels), position_ids))
     return microbatches, num_tokens
+
+
+def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
+    """What packing and weights make of the rows, a line each."""
+    mix, lines = sampler.mix, []
+    if mix.is_mixed:
+        shares = [
+            f"{count} rows of {dataset.path} ({100 * count / mix.rows_per_epoch:.0f} %, "
+            f"each row {count / max(rows, 1):.2f} times)"
+            for dataset, rows, count in zip(setup.recipe.datasets, mix.source_rows, mix.epoch_rows, strict=True)
+        ]
+        lines.append("mixed by weight: an epoch has " + ", ".join(shares))
+    if setup.recipe.packing:
+        num_sequences = sampler.num_sequences(0)
+        tokens = int(setup.dataset.rows.lengths[mix.order(0)].sum())
+        capacity = num_sequences * setup.recipe.max_seq_length
+        lines.append(
+            f"packing: {mix.rows_per_epoch} rows in {num_sequences} sequences of {setup.recipe.max_seq_length} "
+            f"tokens, {100 * tokens / capacity:.1f} % full"
+        )
+    return lines
+
+
+def log_rows(setup: Setup, step: int, batches: Sequence[RowBatch]) -> None:
+    """Append the ids of a step's rows to the file that the environment variable names, if it does: for tests."""
+    path = os.environ.get(ROW_LOG_VARIABLE)
+    if path:
+        rows = [setup.dataset.rows[index].row_id for batch in batches for sequence in batch for index in sequence]
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "rows": rows}) + "\n")

@@ -78,7 +78,7 @@ def compare_for_real(
         InternalError: two schedules give different losses.
     """
     setup = prepare(loaded, offline=offline, tell=tell)
-    microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).step_rows(0))
+    microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
     with page_locked(setup, tell), make_engine(setup) as engine:
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches)

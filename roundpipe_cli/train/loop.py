@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import NotFiniteError, StoppedError
 from roundpipe_cli.events import CheckpointSaved, Notice, Paused, Phase, RunFinished, StepFinished, run_clock
@@ -23,7 +24,7 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.train.batches import make_microbatches, make_sampler
+from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
 from roundpipe_cli.train.durable import disk_error, write_atomically
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
@@ -114,7 +115,9 @@ class Trainer:
         self._live = live
         self._clock = run_clock()
         self.sampler = make_sampler(setup)
-        self.num_steps = recipe.max_steps or self.sampler.steps_per_epoch * recipe.num_train_epochs
+        for text in describe_order(setup, self.sampler):
+            tell(Notice(text))
+        self.num_steps = recipe.max_steps or self.sampler.num_steps(recipe.num_train_epochs)
         self._learning_rate = make_schedule(
             recipe.lr_scheduler_type,
             peak=recipe.learning_rate,
@@ -199,8 +202,9 @@ class Trainer:
 
     def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
-        batches = self.sampler.step_rows(step)
+        batches = self.sampler.next_step()
         microbatches, num_tokens = make_microbatches(self.setup, batches)
+        log_rows(self.setup, step + 1, batches)
         schedule = self._cutter.schedule(len(microbatches))
         result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
         self._cutter.observe(result)
@@ -250,7 +254,7 @@ class Trainer:
         if self.recipe.dtype == "float16" and self._steps_since_overflow % LOSS_SCALE_GROWTH_STEPS == 0:
             self._loss_scale *= 2
 
-    def _not_finite(self, step: int, batches: list[list[int]], result: StepResult) -> None:
+    def _not_finite(self, step: int, batches: list[RowBatch], result: StepResult) -> None:
         """Skip the update where float16's loss scale was too large; otherwise stop before anything is spoiled."""
         if self.recipe.dtype == "float16" and math.isfinite(result.loss) and self._loss_scale > 1:
             self._loss_scale /= 2
@@ -258,7 +262,7 @@ class Trainer:
             self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {self._loss_scale:g}"))
             return
         dataset = self.setup.dataset
-        rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for index in batch]
+        rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for rows in batch for index in rows]
         what = "loss" if not math.isfinite(result.loss) else "gradient"
         raise NotFiniteError(
             f"the {what} is not finite: stopped before the update",
@@ -290,6 +294,7 @@ class Trainer:
                 **run_state(self.setup, self._loss_scale, self._seconds()),
                 "num_updates": self.optimizer.num_updates,
                 "steps_since_overflow": self._steps_since_overflow,
+                "data_position": self.sampler.position.to_json(),
             },
             keep=self.recipe.save_total_limit,
             warn=lambda text: self._tell(Notice(text)),
@@ -305,6 +310,7 @@ class Trainer:
         self._loss_scale = float(meta["loss_scale"])
         self._steps_since_overflow = int(meta["steps_since_overflow"])
         self._earlier_s = float(meta["training_s"])
+        self.sampler.seek(Position.from_json(meta["data_position"]))
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
         return checkpoint.step
 

@@ -47,7 +47,6 @@ def make_cutter(setup: Setup) -> Cutter:
     layouts = setup.store.layouts
     on_gpu = setup.devices[0] != "cpu"
     config: Any = setup.model.config
-    lengths = setup.dataset.rows.lengths
     if on_gpu:
         memory = min(cuda.memory_bytes(int(name.removeprefix("cuda:"))) for name in setup.devices)
     else:
@@ -56,7 +55,7 @@ def make_cutter(setup: Setup) -> Cutter:
         layouts,
         active_parameters(setup.model, list(layouts)),
         method=recipe.method,
-        tokens=recipe.micro_batch_size * (int(lengths.max()) if on_gpu else max(1, int(lengths.mean()))),
+        tokens=recipe.micro_batch_size * _sequence_tokens(setup, longest=on_gpu),
         hidden_size=config.get_text_config().hidden_size,
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
@@ -88,6 +87,14 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "recompute": recipe.pipeline.recompute,
         }
     )
+
+
+def _sequence_tokens(setup: Setup, *, longest: bool) -> int:
+    """Tokens of the longest or of a usual sequence."""
+    if setup.recipe.packing:
+        return setup.recipe.max_seq_length
+    lengths = setup.dataset.rows.lengths
+    return int(lengths.max()) if longest else max(1, int(lengths.mean()))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.lora import add_lora, initial_values, refuse_adapters_outside_blocks
+from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.weights_io import load_weights
@@ -96,6 +97,8 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
     model = build_skeleton(config, dtype)
     split = split_model(model)
     _refuse_large_on_cpu(model, recipe, devices)
+    if recipe.packing:
+        check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
     tell(Phase("tokenising the data"))
     tokenizer = load_tokenizer(source)
     dataset = build_dataset(data_settings(loaded, offline), tokenizer)

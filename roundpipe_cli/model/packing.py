@@ -1,0 +1,121 @@
+"""Whether a model keeps packed rows apart, proved on how it calls its blocks; refused where it does not.
+
+Packed rows are told apart by position ids that restart, with no mask and no cache. From that, the model's own code
+makes masks like this one for rows of 3 and 2 tokens (1: may see):
+
+    1 . . . .      A mask of ones, or a cache, would let the second row see the first. So would a block that carries
+    1 1 . . .      state from token to token without a mask: recurrent (Mamba, linear attention, RWKV) and
+    1 1 1 . .      convolution blocks are refused.
+    . . . 1 .
+    . . . 1 1
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.split import BlockCall, Recorder, Split, install_stubs, materialised_copy
+
+PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
+STATEFUL = re.compile(r"Mamba|SSM|Recurrent|R(wkv|WKV)|DeltaNet|LinearAttention|Lightning|Retention|ShortConv|LSTM")
+"""Classes of blocks, in transformers' names."""
+MAX_MASK_BYTES = 512 * 1024**2
+"""Of one mask of one microbatch, a byte for each pair of tokens: 23,170 tokens in one sequence."""
+HINT = "packing=false"
+
+
+def check_packing(model: nn.Module, split: Split, *, max_seq_length: int, micro_batch_size: int) -> None:
+    """Prove that `model` (parameters on the meta device or real) keeps packed rows apart.
+
+    Raises:
+        RefusedError: it does not, or its masks would be too large.
+    """
+    mask_bytes = micro_batch_size * max_seq_length**2
+    if mask_bytes > MAX_MASK_BYTES:
+        raise RefusedError(
+            "packed sequences of this length need attention masks that are too large",
+            where="packing",
+            found=f"max_seq_length {max_seq_length}, micro_batch_size {micro_batch_size}: {mask_bytes} bytes a mask",
+            expected=f"at most {MAX_MASK_BYTES} bytes",
+            hint=f"max_seq_length={int((MAX_MASK_BYTES / micro_batch_size) ** 0.5)} or {HINT}",
+        )
+    for index, block in enumerate(model.get_submodule(split.blocks_path).children()):
+        _refuse_state(index, block)
+    _refuse_scaled_positions(model, max_seq_length)
+    for index, call in enumerate(_probe_calls(model, split)):
+        _check_masks(index, call)
+
+
+def _refusal(where: str, found: str) -> RefusedError:
+    return RefusedError(
+        "this model cannot train on packed rows: they would see each other",
+        where=f"packing: {where}",
+        found=found,
+        expected="blocks whose attention masks keep the rows apart",
+        hint=HINT,
+    )
+
+
+def _refuse_state(index: int, block: nn.Module) -> None:
+    for name, module in block.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, (nn.Conv1d, nn.Conv2d)) or STATEFUL.search(kind):
+            raise _refusal(f"block.{index}.{name}", f"{kind}, which carries state from token to token")
+
+
+def _refuse_scaled_positions(model: nn.Module, max_seq_length: int) -> None:
+    """Position scaling that looks at the longest row of a batch would depend on what a row is packed with."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", "")
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        limit = getattr(module, "original_max_seq_len", None) or max_seq_length
+        if kinds & {"dynamic", "longrope"} and max_seq_length > limit:
+            raise _refusal(
+                name, f"position scaling by length ({', '.join(sorted(map(str, kinds)))}) above {limit} tokens"
+            )
+
+
+def _probe_calls(model: nn.Module, split: Split) -> list[BlockCall]:
+    """How the blocks are called for two equal packed sequences."""
+    probe = materialised_copy(model, split.blocks_path)
+    backbone = probe.get_submodule(split.backbone_path)
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        raise _refusal(split.backbone_path, f"{type(backbone).__name__} takes no position ids")
+    recorder = Recorder(split.num_blocks, split.result_length)
+    install_stubs(probe, split.blocks_path, recorder)
+    positions = torch.tensor([PROBE_POSITIONS] * 2)
+    with torch.no_grad():
+        backbone(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
+    return recorder.calls
+
+
+def _check_masks(index: int, call: BlockCall) -> None:
+    starts = torch.tensor(PROBE_POSITIONS) == 0
+    rows = starts.cumsum(0)
+    visible = (rows[:, None] == rows[None]).tril()
+    masks = [tensor for tensor in _tensors([*call.args, *call.kwargs.values()]) if _is_mask(tensor)]
+    if not masks:
+        raise _refusal(f"block.{index}", "a block that is given no mask for packed rows")
+    for mask in masks:
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if bool((allowed & ~visible).any()):
+            raise _refusal(f"block.{index}", "a mask that lets a row see the row before it")
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tuple(tensor.shape[-2:]) == (len(PROBE_POSITIONS), len(PROBE_POSITIONS))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
