@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from roundpipe_cli.plan.cost import load_costs
 from roundpipe_cli.schedule.compare import Question, choose_partition, dealt_partition, run
 from roundpipe_cli.schedule.dealing import Options
-from tests.test_bench_cli import costs_of, invoke, refusal, results_of, write
+from tests.test_bench_cli import APP, costs_of, invoke, refusal, results_of, write
 
 STAGES = [
     *("--forward-stages", "[[0, 1], [2, 3], [4, 5]]"),
@@ -123,11 +124,15 @@ def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
         (["--schedule", "gpipe", "--replicas", "2"], "--replicas 2: only roundpipe has this"),
         (["--schedule", "gpipe", "--schedule", "roundpipe", "--earliest-free"], "also gpipe"),
         (["--forward-stages", "[[0, 2], [3, 6]]", "--keep-activations", "1"], "only roundpipe has this"),
-        (["--run", "--earliest-free"], "not yet supported: --earliest-free with --run"),
     ],
 )
 def test_refused_options(tmp_path: Path, arguments: list[str], message: str) -> None:
     assert message in refusal(invoke(write(tmp_path, costs_of()), *arguments))
+
+
+def test_options_are_refused_where_a_recipe_is_run(tmp_path: Path) -> None:
+    done = CliRunner().invoke(APP, ["recipe.yaml", "--run", "--earliest-free"])
+    assert "not yet supported: --earliest-free with --run" in refusal(done)
 
 
 @pytest.mark.parametrize("arguments", [["--head-workers", "0"], ["--replicas", "-1"], ["--keep-activations", "-1"]])

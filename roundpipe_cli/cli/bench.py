@@ -54,9 +54,12 @@ def bench(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture with one row per schedule.")] = None,
     run_really: Annotated[
-        bool, typer.Option("--run", help="Carry the schedules out on the recipe's devices and measure them.")
+        bool,
+        typer.Option("--run", help="Carry the schedules out on the recipe's devices, or emulated ones for --costs."),
     ] = False,
-    repetitions: Annotated[int, typer.Option(min=1, help="With --run: alternating rounds.")] = 5,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="With --run: alternating rounds. Default: 5, for --costs 1.")
+    ] = None,
 ) -> None:
     """Compare pipeline schedules on a recipe or a costs file.
 
@@ -65,8 +68,8 @@ def bench(
     from roundpipe_cli.cli.bench_options import RoundpipeFlags, changed_question
 
     flags = RoundpipeFlags(head_workers, replicas, earliest_free, skip_projection, keep_activations)
-    if run_really:
-        _run_really(recipe, overrides or [], costs, schedule, repetitions, json_output, flags)
+    if run_really and costs is None:
+        _run_really(recipe, overrides or [], schedule, repetitions or 5, json_output, flags)
         return
     from roundpipe_cli.schedule.compare import check_question, run
 
@@ -77,7 +80,12 @@ def bench(
     results = [run(name, partition, changed if name == "roundpipe" else question) for name, partition in partitions]
     if svg is not None:
         _write_svg(svg, results)
-    if json_output:
+    if run_really:
+        from roundpipe_cli.cli.bench_emulated import run_emulated_bench
+
+        asked = [(name, partition, changed if name == "roundpipe" else question) for name, partition in partitions]
+        run_emulated_bench(asked, results, repetitions or 1, json_output)
+    elif json_output:
         import json
 
         typer.echo(json.dumps(document(question, results)))
@@ -114,7 +122,6 @@ def entry(result: Result) -> dict[str, Any]:
 def _run_really(
     recipe: str | None,
     overrides: list[str],
-    costs: Path | None,
     schedules: list[str] | None,
     repetitions: int,
     json_output: bool,
@@ -126,13 +133,8 @@ def _run_really(
         raise RefusedError(
             f"not yet supported: {flags.words()} with --run", hint="leave out --run to simulate what it gains"
         )
-    if costs is not None:
-        raise RefusedError(
-            "not yet supported: --run on a costs file (emulated devices)",
-            hint="leave out --run to simulate, or run a recipe: roundpipe bench RECIPE --run",
-        )
     if recipe is None:
-        raise RefusedError("--run needs a recipe", hint="roundpipe bench recipes/quickstart.yaml --run")
+        raise RefusedError("--run needs a recipe or a costs file", hint="roundpipe bench recipes/quickstart.yaml --run")
     from roundpipe_cli.cli.bench_run import run_for_real
 
     run_for_real(recipe, overrides, schedules, repetitions, json_output)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
 from roundpipe_cli.schedule.lower import Op, Program, lower
+
+if TYPE_CHECKING:
+    from roundpipe_cli.model.layout import LayerLayout
 
 
 def lower_for_engine(schedule: Schedule, layouts: Sequence[LayerLayout], num_slots: int) -> Program:
@@ -78,3 +81,10 @@ def folds_on_device(program: Program) -> bool:
         for stage_spans in spans.values()
         for earlier, later in zip(sorted(stage_spans), sorted(stage_spans)[1:], strict=False)
     )
+
+
+def describe(op: Op, schedule: Schedule, step: int) -> str:
+    """Where an error happened, for its message."""
+    kind = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}[op.kind]
+    first, last = stage_layers(schedule, op)
+    return f"{kind} of stage {op.stage} (layers {first}-{last}), microbatch {op.microbatch}, step {step}"

@@ -109,7 +109,12 @@ def run(name: str, partition: Partition, question: Question) -> Result:
     return Result(first[0], first[1], makespan, bubble(first[1]), step_s, per_round)
 
 
-def _timed(name: str, partition: Partition, question: Question, num_steps: int) -> tuple[Schedule, Timeline]:
+def make_schedule(name: str, partition: Partition, question: Question, num_steps: int = 1) -> Schedule:
+    """The schedule of `num_steps` chained steps.
+
+    Raises:
+        RefusedError: stages that do not suit the schedule.
+    """
     published = question.accounting == "published"
     workers = partition.workers or tuple(range(question.num_workers))
     speeds = question.costs.worker_speed
@@ -126,7 +131,11 @@ def _timed(name: str, partition: Partition, question: Question, num_steps: int) 
         staleness=question.staleness,
         options=question.options,
     )
-    schedule = place_on(schedule, workers, question.num_workers)
+    return place_on(schedule, workers, question.num_workers)
+
+
+def _timed(name: str, partition: Partition, question: Question, num_steps: int) -> tuple[Schedule, Timeline]:
+    schedule = make_schedule(name, partition, question, num_steps)
     timeline = simulate(schedule, question.costs, accounting=question.accounting, staleness=question.staleness)
     return schedule, timeline
 

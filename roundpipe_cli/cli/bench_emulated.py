@@ -1,0 +1,132 @@
+"""`roundpipe bench --costs F --run`: the engine's dispatcher carries the schedules out on emulated devices."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roundpipe_cli.engine.emulate import Emulated, run_emulated
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.schedule.compare import Partition, Question, Result, make_schedule
+
+Asked = tuple[str, Partition, Question]
+"""(schedule, its stages, what it was asked)."""
+
+
+@dataclass(frozen=True)
+class MeasuredSchedule:
+    """Medians over the repetitions."""
+
+    makespan_s: float
+    bubble_ratio: float
+    late_s: float
+    """Of the worker that the host kept waiting most."""
+    exposed_transfer_s: float
+    step_s: float | None
+    """Per step over the chained steps that were asked for; None for one step."""
+
+
+def run_emulated_bench(asked: Sequence[Asked], results: Sequence[Result], repetitions: int, json_output: bool) -> None:
+    """Run every schedule `repetitions` times, in turn, and print what was measured beside what was simulated."""
+    from roundpipe_cli.cli.output import say
+
+    runs: list[list[Emulated]] = [[] for _ in asked]
+    seconds = repetitions * sum(result.makespan_s for result in results)
+    say(f"running on emulated devices: about {seconds:.0f} s for the first steps")
+    for _ in range(repetitions):
+        for (name, partition, question), found in zip(asked, runs, strict=True):
+            found.append(emulate(name, partition, question, 1))
+    measured = [_summary(found, _step_s(*entry)) for entry, found in zip(asked, runs, strict=True)]
+    if json_output:
+        _print_json(asked[0][2], results, measured)
+    else:
+        _print_table(asked[0][2], results, measured)
+
+
+def emulate(name: str, partition: Partition, question: Question, num_steps: int) -> Emulated:
+    """`num_steps` chained steps of one schedule on emulated devices."""
+    schedule = make_schedule(name, partition, question, num_steps)
+    costs = _without_transfers(question.costs) if question.accounting == "published" else question.costs
+    return run_emulated(schedule, costs, staleness=question.staleness)
+
+
+def _without_transfers(costs: CostModel) -> CostModel:
+    """The published rules know neither bytes nor updates."""
+    free = {"param_bytes": 0, "boundary_bytes": 0, "grad_bytes": 0, "optimizer_s": 0.0}
+    return replace(costs, layers=tuple(replace(layer, **free) for layer in costs.layers))  # type: ignore[arg-type]
+
+
+def _step_s(name: str, partition: Partition, question: Question) -> float | None:
+    if question.num_steps == 1:
+        return None
+    half = question.num_steps // 2
+    spans_s = [emulate(name, partition, question, count).makespan_s for count in (half, question.num_steps)]
+    return (spans_s[1] - spans_s[0]) / half
+
+
+def _summary(found: Sequence[Emulated], step_s: float | None) -> MeasuredSchedule:
+    return MeasuredSchedule(
+        statistics.median(run.makespan_s for run in found),
+        statistics.median(run.bubble_ratio for run in found),
+        statistics.median(max(run.late_s) for run in found),
+        statistics.median(run.transfers.exposed_s for run in found),
+        step_s,
+    )
+
+
+def _print_json(question: Question, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
+    import json
+
+    import typer
+
+    from roundpipe_cli.cli.bench import document
+
+    found: dict[str, Any] = document(question, list(results))
+    for entry, item in zip(found["results"], measured, strict=True):
+        entry["measured_makespan_s"] = item.makespan_s
+        entry["measured_bubble_ratio"] = item.bubble_ratio
+        entry["late_s"] = item.late_s
+        entry["exposed_transfer_s"] = item.exposed_transfer_s
+        if item.step_s is not None:
+            entry["measured_step_s"] = item.step_s
+    typer.echo(json.dumps(found))
+
+
+def _print_table(question: Question, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from roundpipe_cli.units import format_seconds
+
+    table = Table(
+        title=f"{question.costs.name}: {question.num_workers} emulated workers, {question.num_microbatches} "
+        f"microbatches ({question.accounting} accounting)",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("makespan", "simulated", "off", "bubble", "simulated", "exposed", "late"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result, item in zip(results, measured, strict=True):
+        table.add_row(
+            result.schedule.name,
+            format_seconds(item.makespan_s),
+            format_seconds(result.makespan_s),
+            f"{100 * (item.makespan_s / result.makespan_s - 1):+.1f} %",
+            f"{100 * item.bubble_ratio:.1f} %",
+            f"{100 * result.parts.ratio:.1f} %",
+            format_seconds(item.exposed_transfer_s),
+            f"{100 * item.late_s / item.makespan_s:.1f} %",
+        )
+    console = Console()
+    console.print(table)
+    for result, item in zip(results, measured, strict=True):
+        if item.step_s is not None:
+            off = 100 * (item.step_s / result.step_s - 1)
+            console.print(
+                f"{result.schedule.name}: {format_seconds(item.step_s)} per chained step, simulated "
+                f"{format_seconds(result.step_s)} ({off:+.1f} %)"
+            )

@@ -1,0 +1,576 @@
+"""The dispatcher: threads that issue a program's operations to devices, in order, by priority, behind their events.
+
+    worker r   compute thread   issues compute[r] in order: each once all that it waits for has been issued, then lets
+                                the device wait for their events
+    up r       lane thread      issues what goes up to worker r: weights, gradient sums, boundaries
+    down r     lane thread      issues what comes down: boundaries, weight gradients
+    host       lane thread      the host's updates, where a program has them
+
+It knows no tensors and no device: what an operation does is a `Work`'s business, which the engine supplies with
+mathematics and the emulation with costs. PROTOCOL.md says why the order that this gives is safe. An exception in any
+thread is put into the results as a value; the caller raises it, once.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from roundpipe_cli.engine.ledger import Ledger, Links
+from roundpipe_cli.engine.progress import AbortedError, Progress
+from roundpipe_cli.engine.transfer import TransferOptions, TransferQueue, TransferRecord
+from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.faults import fault
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.lower import WEIGHTS, Op, Program
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
+
+Event = Any
+"""A point in a device's work; None has happened."""
+
+JOIN_TIMEOUT_S = 5.0
+JOIN_AFTER_ERROR_S = 2.0
+"""For all threads of a pool together."""
+
+NOBODY = -1
+"""The worker of host updates."""
+
+
+class Work(Protocol):
+    """What the operations of one worker (or of the host) do."""
+
+    lanes: tuple[str, ...]
+    """Lanes that have a thread."""
+
+    def compute_thread(self) -> AbstractContextManager[None]:
+        """Set the current thread up to issue compute."""
+
+    def lane_thread(self) -> AbstractContextManager[None]:
+        """Set the current thread up to issue transfers."""
+
+    def begin(self, op: Op) -> None:
+        """`op` comes next in the compute thread."""
+
+    def run(self, op: Op, ready: Sequence[Event], late: Sequence[Event]) -> Event:
+        """Issue a compute operation behind its events (`late`: of `late_deps`); returns when it is done."""
+
+    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Any]:
+        """The chunks of a transfer whose inputs have happened; none where nothing is to be moved."""
+
+    def copy(self, op: Op, chunk: Any) -> Event:
+        """Issue one chunk; returns when it is there."""
+
+    def issued(self, op: Op, event: Event) -> None:
+        """All chunks of a transfer have been issued; it is there once `event` has happened."""
+
+    def ended(self, op: Op) -> None:
+        """A transfer has arrived."""
+
+    def arrival(self, dep: Op, op: Op, event: Event) -> Event:
+        """When what `dep` made, once `event` has happened, is there for `op`."""
+
+    def happens_in_s(self, event: Event) -> float:
+        """0 if `event` has happened, else seconds after which to look again."""
+
+    def happened_at_s(self, event: Event, now_s: float) -> float:
+        """When an event that has happened did so (`time.perf_counter`); `now_s` where nobody knows."""
+
+    def where(self, op: Op, *, weights: bool) -> str:
+        """Where an error happened, for its message; `weights`: while waiting for the weights of `op`."""
+
+    def drain(self) -> None:
+        """Block until all issued work is done."""
+
+    def busy_s(self) -> float:
+        """Seconds for which the device is known to be busy; 0 where nobody knows."""
+
+    def reset(self) -> None:
+        """A step is over, perhaps before its end: drop what it left."""
+
+
+@dataclass
+class WorkResult:
+    """What came of one worker's part of a step."""
+
+    worker: int
+    error: BaseException | None = None
+    where: str = ""
+
+
+@dataclass
+class _LaneState:
+    """What a lane's thread shares with the others during a step, under the step's lock."""
+
+    condition: threading.Condition
+    inbox: list[int] = field(default_factory=list)
+    """Transfers all of whose inputs have been issued."""
+    num_left: int = 0
+    """Transfers not issued yet."""
+    closed: bool = False
+    """Nothing will be added any more."""
+    has_left: bool = False
+
+
+@dataclass
+class _WorkerState:
+    condition: threading.Condition
+    waiting_for: int = -1
+    """Operation that the compute thread waits for, to be issuable or, if it is a transfer, issued."""
+    failed: dict[int, tuple[BaseException, bool]] = field(default_factory=dict)
+    """Compute operation -> error of a transfer that it needs, and whether that carries its weights."""
+
+
+class StepRun:
+    """One program on its way: what its threads share."""
+
+    def __init__(self, program: Program, links: Links, step: int, progress: Progress, works: dict[int, Work]) -> None:
+        self.program, self.step, self.progress = program, step, progress
+        self.ledger = Ledger(program, links)
+        self.records: list[TransferRecord] = []
+        self.errors: list[WorkResult] = []
+        self._works = works
+        self._lanes = {
+            (lane, worker): _LaneState(progress.new_condition(), closed=lane == HOST)
+            for worker, work in works.items()
+            for lane in work.lanes
+        }
+        self._workers = [_WorkerState(progress.new_condition()) for _ in program.compute]
+        for op in program.ops:
+            if op.lane != COMPUTE:
+                self._lanes[op.lane, op.worker].num_left += 1
+        with progress.lock:
+            for op_id in self.ledger.issuable():
+                self._announce(op_id)
+
+    def lane(self, lane: str, worker: int) -> _LaneState:
+        """The shared state of one lane."""
+        return self._lanes[lane, worker]
+
+    def _announce(self, op_id: int) -> None:
+        """All that `op_id` waits for has been issued. With the lock held, or before the threads start."""
+        op = self.ledger.ops[op_id]
+        if op.lane == COMPUTE:
+            state = self._workers[op.worker]
+            if state.waiting_for == op_id:
+                state.condition.notify()
+            return
+        lane = self._lanes[op.lane, op.worker]
+        lane.inbox.append(op_id)
+        lane.condition.notify()
+
+    def issue(self, op_id: int, event: Event) -> None:
+        """`op_id` has been issued; whoever waits for it may go on."""
+        op = self.ledger.ops[op_id]
+        with self.progress.lock:
+            for follower in self.ledger.issue(op_id, event):
+                self._announce(follower)
+            if op.lane != COMPUTE:
+                self._lanes[op.lane, op.worker].num_left -= 1
+                if op.worker >= 0 and self._workers[op.worker].waiting_for == op_id:
+                    self._workers[op.worker].condition.notify()
+            self.progress.last_s = time.monotonic()
+
+    def release(self, op_id: int, event: Event) -> None:
+        """What the transfer `op_id` moves is there once `event` has happened, before its producer has ended."""
+        with self.progress.lock:
+            self.ledger.release(op_id, event)
+            self._announce(op_id)
+
+    def add(self, kind: Kind, lane: str, like: Op, payload: str, priority: tuple[int, int], event: Event) -> Op:
+        """A transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
+        with self.progress.lock:
+            op = like._replace(
+                id=len(self.ledger.ops), kind=kind, lane=lane, payload=payload, num_bytes=0, visit=-1,
+                priority=priority, deps=[], late_deps=[],
+            )  # fmt: skip
+            self.ledger.add(op, event)
+            self._lanes[lane, op.worker].num_left += 1
+        return op
+
+    def start(self, op_id: int) -> None:
+        """Hand an added transfer to its lane."""
+        with self.progress.lock:
+            self._announce(op_id)
+
+    def wait_issued(self, op: Op) -> Event:
+        """Block the compute thread until a transfer of its own worker has been issued; returns its event."""
+        state = self._workers[op.worker]
+        with self.progress.lock:
+            state.waiting_for = op.id
+            while not self.ledger.is_issued[op.id]:
+                self._check(state, op.id)
+                state.condition.wait()
+            state.waiting_for = -1
+            return self.ledger.events[op.id]
+
+    def wait_issuable(self, op: Op) -> tuple[list[Event], list[Event]]:
+        """Block the compute thread until all that `op` waits for has been issued; returns the events and late ones."""
+        state, ledger = self._workers[op.worker], self.ledger
+        with self.progress.lock:
+            state.waiting_for = op.id
+            while ledger.num_missing[op.id]:
+                self._check(state, op.id)
+                state.condition.wait()
+            self._check(state, op.id)
+            state.waiting_for = -1
+        return self._arrivals(op, op.deps), self._arrivals(op, op.late_deps)
+
+    def _check(self, state: _WorkerState, op_id: int) -> None:
+        if op_id in state.failed:
+            raise _TransferFailedError(*state.failed[op_id])
+        if self.progress.aborted:
+            raise AbortedError
+
+    def _arrivals(self, op: Op, deps: Sequence[int]) -> list[Event]:
+        work, ledger = self._works[op.worker], self.ledger
+        found = [work.arrival(ledger.ops[dep], op, ledger.events[dep]) for dep in deps]
+        return [event for event in found if event is not None]
+
+    def inputs(self, op: Op) -> list[Event]:
+        """The events that a transfer waits for; all have been issued."""
+        work, ledger = self._works[op.worker], self.ledger
+        found = [event if dep < 0 else work.arrival(ledger.ops[dep], op, event) for dep, event in ledger.inputs(op.id)]
+        return [event for event in found if event is not None]
+
+    def fail(self, op: Op, error: BaseException) -> None:
+        """A transfer failed. Whoever needs it raises the error; the visits before go on, so that the place is right."""
+        consumer = next((other for other in self._consumers(op) if other.worker == op.worker), None)
+        if op.lane == UP and consumer is not None:
+            with self.progress.lock:
+                state = self._workers[op.worker]
+                state.failed[consumer.id] = (error, op.payload == WEIGHTS)
+                state.failed[op.id] = (error, False)
+                state.condition.notify()
+            return
+        with self.progress.lock:
+            producer = self.ledger.ops[op.deps[0]] if op.deps else op
+            where = self._works[op.worker].where(producer if op.lane == DOWN else op, weights=False)
+            self.errors.append(WorkResult(op.worker, error, where))
+        self.progress.abort()
+
+    def _consumers(self, op: Op) -> list[Op]:
+        if op.id >= len(self.program.ops):  # added by the compute operation that the thread is at
+            return [op]
+        ops = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
+        return [other for other in ops if other.lane == COMPUTE]
+
+    def leave(self, worker: int) -> None:
+        """The compute thread of `worker` has ended its part: wait until its lanes have ended theirs."""
+        state = self._workers[worker]
+        lanes = [self._lanes[lane, worker] for lane in self._works[worker].lanes]
+        with self.progress.lock:
+            for lane in lanes:
+                lane.closed = True
+                lane.condition.notify()
+            while not all(lane.has_left for lane in lanes):
+                state.condition.wait()
+
+    def lane_left(self, lane: str, worker: int) -> None:
+        """The lane's thread is through with this step."""
+        with self.progress.lock:
+            self._lanes[lane, worker].has_left = True
+            if worker >= 0:
+                self._workers[worker].condition.notify()
+
+
+class _TransferFailedError(Exception):
+    """A transfer that a compute operation needs has failed."""
+
+    def __init__(self, error: BaseException, weights: bool) -> None:
+        super().__init__(str(error))
+        self.error, self.weights = error, weights
+
+
+_FAULT_POINTS = {UP: "upload", DOWN: "download", HOST: "optimizer"}
+
+
+class _Lane:
+    """The thread of one direction of one worker's link, or of the host's updates."""
+
+    def __init__(self, lane: str, worker: int, work: Work, options: TransferOptions, done: Callable[[], None]) -> None:
+        self.name, self.worker, self.work = lane, worker, work
+        self._options = options
+        self._done = done
+        self.orders: queue.Queue[StepRun | None] = queue.Queue()
+        name = lane if worker < 0 else f"{lane}-{worker}"
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def _main(self) -> None:
+        with self.work.lane_thread():
+            while True:
+                run = self.orders.get()
+                if run is None:
+                    return
+                _LaneStep(self, run, self._options).serve()
+                run.lane_left(self.name, self.worker)
+                run = None
+                self._done()
+
+
+class _LaneStep:
+    """One step of a lane."""
+
+    def __init__(self, lane: _Lane, run: StepRun, options: TransferOptions) -> None:
+        self.run, self.work, self.lane = run, lane.work, lane
+        self.state = run.lane(lane.name, lane.worker)
+        self.queue = TransferQueue(options)
+        self.waiting: list[tuple[Op, list[Event]]] = []
+        """Inputs issued, but perhaps not all happened."""
+        self.chunks: dict[int, deque[Any]] = {}
+        self.moving: deque[tuple[Event, TransferRecord | None]] = deque()
+        """Chunks on the stream, oldest first; the last one of a transfer with its record."""
+        self.records: dict[int, TransferRecord] = {}
+
+    def serve(self) -> None:
+        """Issue transfers until all have arrived, or the step is aborted."""
+        run, state, lock = self.run, self.state, self.run.progress.lock
+        while True:
+            with lock:
+                if run.progress.aborted:
+                    return
+                new, state.inbox = state.inbox, []
+                self.waiting += [(op, run.inputs(op)) for op in (run.ledger.ops[op_id] for op_id in new)]
+            wait_s = self._advance()
+            decision = self.queue.next()
+            if decision is not None:
+                self._move(*decision)
+                continue
+            with lock:
+                if run.progress.aborted:
+                    return
+                if state.inbox:
+                    continue
+                if state.closed and not state.num_left and not self.moving:
+                    return
+                state.condition.wait(wait_s)
+
+    def _advance(self) -> float | None:
+        """Retire what has arrived, let in what may go; returns after how long to look again (None: when told)."""
+        work, look_s = self.work, None
+        while self.moving:
+            event, record = self.moving[0]
+            left_s = work.happens_in_s(event)
+            if left_s > 0:
+                look_s = left_s
+                break
+            self.moving.popleft()
+            self.queue.ended()
+            if record is not None:
+                self._arrived(record, event)
+        still: list[tuple[Op, list[Event]]] = []
+        for op, events in self.waiting:
+            left_s = max(map(work.happens_in_s, events), default=0.0)
+            if left_s > 0:
+                still.append((op, events))
+                look_s = left_s if look_s is None else min(look_s, left_s)
+            else:
+                self._admit(op, events)
+        self.waiting = still
+        return look_s
+
+    def _admit(self, op: Op, events: list[Event]) -> None:
+        try:
+            chunks = self.work.prepare(op, events)
+            if chunks:
+                step = self.run.step + op.step
+                if op.payload == WEIGHTS and op.lane == UP:
+                    fault("prefetch", step=step, worker=op.worker)
+                fault(_FAULT_POINTS[op.lane], step=step, worker=op.worker)
+        except BaseException as error:  # travels as a value
+            self.run.fail(op, error)
+            return
+        if not chunks:
+            self.work.issued(op, None)
+            self.run.issue(op.id, None)
+            return
+        now_s = time.perf_counter()
+        ready_s = max((self.work.happened_at_s(event, now_s) for event in events), default=now_s)
+        self.records[op.id] = TransferRecord(op.id, op.payload, op.lane, op.num_bytes, ready_s)
+        self.chunks[op.id] = deque(chunks)
+        self.queue.enter(op.id, op.priority, len(chunks))
+
+    def _move(self, op_id: int, last: bool) -> None:
+        op, record, chunks = self.run.ledger.ops[op_id], self.records[op_id], self.chunks[op_id]
+        record.start_s = record.start_s or time.perf_counter()
+        try:
+            event = self.work.copy(op, chunks.popleft())
+            self.moving.append((event, record if last else None))
+            if last:
+                del self.chunks[op_id]
+                self.work.issued(op, event)
+        except BaseException as error:
+            self.queue.ended()
+            self.run.fail(op, error)
+            return
+        if last:
+            self.run.issue(op_id, event)
+
+    def _arrived(self, record: TransferRecord, event: Event) -> None:
+        record.end_s = self.work.happened_at_s(event, time.perf_counter())
+        del self.records[record.op_id]
+        self.work.ended(self.run.ledger.ops[record.op_id])
+        self.run.records.append(record)
+
+
+class Pool:
+    """Workers with their threads, which live from `start` to `stop`."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        *,
+        host: Work | None = None,
+        options: TransferOptions | None = None,
+        watchdog_s: float | None = 600.0,
+        out_of_memory: tuple[type[BaseException], ...] = (MemoryError,),
+    ) -> None:
+        """
+        Args:
+            works: one per worker.
+            host: what the host's updates do, where programs have them.
+            options: how transfers share a link.
+            watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
+            out_of_memory: exceptions that mean that a device has no more memory.
+        """
+        self.works: dict[int, Work] = dict(enumerate(works))
+        if host is not None:
+            self.works[NOBODY] = host
+        self._watchdog_s, self._out_of_memory = watchdog_s, out_of_memory
+        self._results: queue.Queue[WorkResult] = queue.Queue()
+        self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
+        self._threads = [
+            threading.Thread(target=self._compute_main, args=(worker,), name=f"worker-{worker}", daemon=True)
+            for worker in range(len(works))
+        ]
+        self._lanes = [
+            _Lane(lane, worker, work, options or TransferOptions(), self._host_done if worker < 0 else _nothing)
+            for worker, work in self.works.items()
+            for lane in work.lanes
+        ]
+        self._threads += [lane.thread for lane in self._lanes]
+
+    def __enter__(self) -> Pool:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ask the threads to end once they have nothing left to do; one that hangs is left behind (a daemon)."""
+        deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
+        for orders in (*self._orders, *(lane.orders for lane in self._lanes)):
+            orders.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def run(self, run: StepRun) -> StepRun:
+        """Carry out a step; returns it when all is done.
+
+        Raises:
+            ResourceError: out of device memory (exit code 5).
+            InternalError: a worker failed or got stuck (exit code 1); names the place.
+        """
+        for lane in self._lanes:
+            lane.orders.put(run)
+        for orders in self._orders:
+            orders.put(run)
+        try:
+            results = self._collect(run)
+        except BaseException:  # stuck, or interrupted in this thread: the workers leave
+            run.progress.abort()
+            raise
+        self._raise_first([*results, *run.errors])
+        return run
+
+    def _host_done(self) -> None:
+        self._results.put(WorkResult(NOBODY))
+
+    def _compute_main(self, worker: int) -> None:
+        work, orders = self.works[worker], self._orders[worker]
+        with work.compute_thread():
+            while True:
+                run = orders.get()
+                if run is None:
+                    return
+                result = WorkResult(worker)
+                self._compute(run, work, result)
+                run.leave(worker)
+                try:
+                    if result.error is None and not run.progress.aborted:
+                        work.drain()
+                except BaseException as error:
+                    result.error, result.where = error, f"worker {worker}, finishing the step"
+                work.reset()
+                run = None
+                self._results.put(result)
+
+    def _compute(self, run: StepRun, work: Work, result: WorkResult) -> None:
+        op: Op | None = None
+        try:
+            for op_id in run.program.compute[result.worker]:
+                op = run.program.ops[op_id]
+                work.begin(op)
+                ready, late = run.wait_issuable(op)
+                run.issue(op_id, work.run(op, ready, late))
+        except AbortedError:
+            pass
+        except BaseException as error:  # travels as a value; the caller raises it
+            assert op is not None
+            result.error = error
+            weights = False
+            if isinstance(error, _TransferFailedError):
+                result.error, weights = error.error, error.weights
+            result.where = work.where(op, weights=weights)
+            run.progress.abort()
+
+    def _collect(self, run: StepRun) -> list[WorkResult]:
+        """One result per worker; a step that stands still is ended by the watchdog."""
+        results: list[WorkResult] = []
+        while len(results) < len(self.works):
+            try:
+                results.append(self._results.get(timeout=0.5))
+            except queue.Empty:
+                if max(work.busy_s() for work in self.works.values()) > 0:
+                    run.progress.moved()
+                still_s = time.monotonic() - run.progress.last_s
+                if self._watchdog_s is not None and still_s > self._watchdog_s:
+                    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                    # one failed and another is stuck: the failure says more
+                    self._raise_first([*results, *run.errors])
+                    raise InternalError(
+                        f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
+                        where=f"step {run.step}",
+                    ) from None
+        return results
+
+    def _raise_first(self, results: Sequence[WorkResult]) -> None:
+        failed = next((result for result in results if result.error is not None), None)
+        if failed is None:
+            return
+        error = failed.error
+        assert error is not None
+        if isinstance(error, RoundpipeError):
+            raise error
+        text = f"{type(error).__name__}: {error}".strip()
+        if isinstance(error, self._out_of_memory):
+            raise ResourceError(
+                "out of memory on a worker",
+                where=failed.where,
+                found=text,
+                hint="lower micro_batch_size or max_seq_length, or set pipeline.recompute=layer",
+            ) from error
+        raise InternalError(f"a worker failed: {text}", where=failed.where) from error
+
+
+def _nothing() -> None:
+    return None
