@@ -14,7 +14,7 @@ import math
 import queue
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -114,6 +114,8 @@ class Engine:
         seed: int = 0,
         head_chunk_tokens: int = 1024,
         recompute: str = "stage",
+        unread: Mapping[int, Sequence[str]] | None = None,
+        keep_inputs: bool = False,
         num_slots: int = 2,
         watchdog_s: float | None = 600.0,
     ) -> None:
@@ -126,6 +128,9 @@ class Engine:
             seed: of dropout masks.
             head_chunk_tokens: target tokens per chunk of the LM head; part of what fixes a run's bits.
             recompute: `stage` (activations of one stage and microbatch at a time) or `layer` (of one layer).
+            unread: per block, modules whose products a recompute leaves out, from `find_unread`.
+            keep_inputs: keep the input of every layer after such a block on the host, so that its product can be left
+                out within a stage too, not only at its end.
             num_slots: stages whose weights are on a device at once.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
         """
@@ -135,12 +140,16 @@ class Engine:
         self._seed = seed if has_dropout(model) else None
         self._head_chunk_tokens = head_chunk_tokens
         self._recompute_each_layer = recompute == "layer"
+        self._read_layers = frozenset(range(1, self.num_layers)) if recompute == "layer" else frozenset()
+        if keep_inputs and unread:
+            self._read_layers |= {index + 2 for index, names in unread.items() if names}
         self._num_slots = num_slots
         self._watchdog_s = watchdog_s
         self._results: queue.Queue[WorkResult] = queue.Queue()
         self._workers = []
         for index, backend in enumerate(backends):
             worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device)
+            worker_model.leave_out(unread or {})
             runner = StageRunner(index, worker_model, backend)
             self._workers.append(Worker(index, runner, backend, store, self._results))
         trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
@@ -247,7 +256,8 @@ class Engine:
             head_chunk_tokens=self._head_chunk_tokens,
             recompute_each_layer=self._recompute_each_layer,
             first_trainable_layer=self._first_trainable_layer,
-            readers=hidden_readers(program.schedule, self._recompute_each_layer),
+            read_layers=self._read_layers,
+            readers=hidden_readers(program.schedule, self._read_layers),
             progress=progress,
             boundaries=BoundaryStore(progress),
             folds=folds,

@@ -7,7 +7,7 @@ visits: which layers a worker holds in which slot, from which operation to which
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from roundpipe_cli.plan.cost import CostModel, LayerCost
@@ -45,8 +45,12 @@ def layer_range(layers: StageRange) -> range:
     return range(layers[0], layers[1] + 1)
 
 
-def hidden_readers(schedule: Schedule, recompute_each_layer: bool) -> Counter[int]:
-    """How many stages read the hidden states at the input of each layer, for one microbatch."""
+def hidden_readers(schedule: Schedule, read_layers: Collection[int]) -> Counter[int]:
+    """How many stages read the hidden states at the input of each layer, for one microbatch.
+
+    Backward stages read their first layer's, and those of `read_layers`, but for the stage with the head: it goes
+    through its layers in one go.
+    """
     readers: Counter[int] = Counter()
     for first, last in schedule.forward_stages:
         if first <= last:
@@ -55,9 +59,8 @@ def hidden_readers(schedule: Schedule, recompute_each_layer: bool) -> Counter[in
         if first > last:
             continue
         readers[first] += 1
-        if recompute_each_layer and index > 0:  # the stage with the head keeps its graphs in any mode
-            for layer in range(first + 1, last + 1):
-                readers[layer] += 1
+        if index > 0:
+            readers.update(layer for layer in range(first + 1, last + 1) if layer in read_layers)
     return readers
 
 

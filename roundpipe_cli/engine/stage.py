@@ -42,6 +42,8 @@ class StepContext:
     """The run's seed, or None if the model drops nothing."""
     head_chunk_tokens: int
     recompute_each_layer: bool
+    read_layers: frozenset[int]
+    """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
     first_trainable_layer: int
     readers: Counter[int]
     progress: Progress
@@ -130,14 +132,19 @@ class StageRunner:
             self._put_hidden(context, end, state, hidden)
 
     def _run_block(
-        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor
+        self,
+        context: StepContext,
+        layer: int,
+        state: MicrobatchState,
+        hidden: torch.Tensor,
+        output_is_read: bool = True,
     ) -> torch.Tensor:
         self.layer = layer
         calls = self._calls(state)
         seed = None
         if context.dropout_seed is not None:
             seed = layer_seed(context.dropout_seed, context.step, state.index, layer)
-        return self.model.run_block(layer - 1, calls[layer - 1], hidden, seed)
+        return self.model.run_block(layer - 1, calls[layer - 1], hidden, seed, output_is_read=output_is_read)
 
     def _calls(self, state: MicrobatchState) -> tuple[BlockCall, ...]:
         """How blocks are called for this microbatch, with tensors on this worker's device, made once."""
@@ -184,29 +191,36 @@ class StageRunner:
     # -- recompute -----------------------------------------------------------------------------------------------
 
     def _recompute(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
-        hidden = self._take_hidden(context, layers[0], state)
+        first, last = layers
+        has_head = last == len(context.folds) - 1
+        hidden = self._take_hidden(context, first, state)
         graphs: list[_LayerGraph] = []
         for layer in layer_range(layers):
             if layer == len(context.folds) - 1:
                 self._head_input[state.index] = hidden
             elif layer > 0:
-                graph = self._graph_of(context, layer, state, hidden)
+                if layer > first and layer in context.read_layers and not has_head:
+                    hidden = self._take_hidden(context, layer, state)
+                is_read = has_head or (layer < last and layer + 1 not in context.read_layers)
+                graph = self._graph_of(context, layer, state, hidden, is_read)
                 graphs.append(graph)
                 if graph.output is not None:
                     hidden = graph.output.detach()
-                else:
+                elif is_read:
                     with torch.no_grad(), self.backend.compute():
                         hidden = self._run_block(context, layer, state, hidden)
         self._graphs[state.index] = graphs
 
-    def _graph_of(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> _LayerGraph:
+    def _graph_of(
+        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, output_is_read: bool
+    ) -> _LayerGraph:
         """The forward of one layer with its graph; no graph below the first trained layer."""
         leaf = hidden.detach()
         if layer < context.first_trainable_layer:
             return _LayerGraph(layer, leaf, None)
         leaf.requires_grad_(layer > context.first_trainable_layer)
         with torch.enable_grad(), self.backend.compute():
-            return _LayerGraph(layer, leaf, self._run_block(context, layer, state, leaf))
+            return _LayerGraph(layer, leaf, self._run_block(context, layer, state, leaf, output_is_read))
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -278,7 +292,7 @@ class StageRunner:
             if layer == 0:
                 break
             hidden = self._take_hidden(context, layer, state)
-            graph = self._graph_of(context, layer, state, hidden)
+            graph = self._graph_of(context, layer, state, hidden, output_is_read=False)
             gradient = self._layer_backward(context, graph, state, gradient)
         return gradient
 

@@ -6,7 +6,8 @@ Shapes: B sequences in a microbatch, T tokens each, H hidden size, V vocabulary,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from roundpipe_cli.model.dropout import SeededDropout
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
+from roundpipe_cli.model.last_projection import LeftOut, find_unread
 from roundpipe_cli.model.split import (
     BlockCall,
     PassThrough,
@@ -161,6 +163,7 @@ class WorkerModel:
         self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
+        self._left_out: dict[int, LeftOut] = {}
 
     def _move_buffers(self, roots: list[list[nn.Module]]) -> None:
         for modules in roots:
@@ -217,11 +220,34 @@ class WorkerModel:
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
         return Prologue(hidden, tuple(self._recorder.calls), tuple(leaves))
 
+    def find_unread(self, bind: Callable[[int], None], dropout_seed: int | None) -> dict[int, tuple[str, ...]]:
+        """Per block, the modules whose products a recompute may leave out; `bind` gives a block its weights."""
+        config: Any = self._causal.config
+        ids = torch.arange(1, 17).reshape(2, 8) % config.get_text_config().vocab_size
+        prologue = self.prologue(ids, dropout_seed)
+        return find_unread(
+            self.blocks, prologue.calls, prologue.hidden, bind, lambda: seeded(dropout_seed, self.device)
+        )
+
+    def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:
+        """From now on `run_block` leaves these modules' products out where nobody reads the block's output."""
+        self._left_out = {index: LeftOut(self.blocks[index], names) for index, names in unread.items() if names}
+
     def run_block(
-        self, index: int, call: BlockCall, hidden: torch.Tensor, dropout_seed: int | None = None
+        self,
+        index: int,
+        call: BlockCall,
+        hidden: torch.Tensor,
+        dropout_seed: int | None = None,
+        *,
+        output_is_read: bool = True,
     ) -> torch.Tensor:
-        """Block `index` on `hidden` [B, T, H]; `call` holds tensors on this worker's device."""
-        with seeded(dropout_seed, self.device):
+        """Block `index` on `hidden` [B, T, H]; `call` holds tensors on this worker's device.
+
+        Where only the graph is wanted (`output_is_read` false), the output's values mean nothing.
+        """
+        left_out = None if output_is_read else self._left_out.get(index)
+        with seeded(dropout_seed, self.device), left_out or nullcontext():
             return call.run(self.blocks[index], hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,10 @@ class PipelineConfig:
     """CPU workers: intra-op threads of each. `auto` is cores / workers. Changes the bits of a loss, not its value."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     """What backward computes again instead of keeping: `stage` keeps least memory, `none` keeps all activations."""
+    skip_last_projection: Literal["auto"] | bool = "auto"
+    """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
+    when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`
+    only if that takes a small part of its memory; otherwise the product is left out at the end of a stage only."""
     optimizer_staleness: Literal[0, 1] = 0
     """Updates by which the weights of a step lag. 0 equals plain PyTorch; 1 hides the optimizer behind the next step
     and needs 6 more bytes of host memory for each trainable parameter in 16 bit."""

@@ -11,6 +11,7 @@ import torch
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.probe import find_unread
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.plan.cost import CostModel
@@ -22,6 +23,8 @@ from roundpipe_cli.train.setup import Setup, Tell, active_parameters
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
+INPUTS_SHARE = 0.05
+"""Of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
 HOST_SHARE = 0.5
 """Of the host memory that is free, for the activations of all CPU workers together."""
 
@@ -30,6 +33,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     """The engine of a run; not started yet. `count_bytes`: see `make_backends`."""
     recipe = setup.recipe
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
+    skip = recipe.pipeline.skip_last_projection
     return Engine(
         setup.model,
         setup.split,
@@ -38,7 +42,18 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         seed=recipe.seed,
         head_chunk_tokens=recipe.head_chunk_tokens,
         recompute=recipe.pipeline.recompute,
+        unread=find_unread(setup.model, setup.split, setup.store) if skip else None,
+        keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
     )
+
+
+def _inputs_bytes(setup: Setup) -> int:
+    """Host bytes of the hidden states at the input of every layer, of a step's microbatches at their longest."""
+    recipe = setup.recipe
+    config: Any = setup.model.config
+    tokens = recipe.gradient_accumulation_steps * recipe.micro_batch_size * int(setup.dataset.rows.lengths.max())
+    width = config.get_text_config().hidden_size * setup.store.layouts[0].trainable_dtype.itemsize
+    return len(setup.store.layouts) * tokens * int(width)
 
 
 def make_cutter(setup: Setup) -> Cutter:

@@ -1,0 +1,25 @@
+"""What a model's blocks allow, found out once before training, on the processor."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.dropout import has_dropout
+from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.worker_model import WorkerModel
+
+
+def find_unread(model: nn.Module, split: Split, store: WeightStore) -> dict[int, tuple[str, ...]]:
+    """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
+
+    Runs one block of each kind, with its own weights, on 16 tokens.
+    """
+    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"))
+
+    def bind(block: int) -> None:
+        layer = block + 1
+        worker.bind(layer, {place.name: place.parameter(store.buffers[layer]) for place in store.layouts[layer].places})
+
+    return worker.find_unread(bind, 0 if has_dropout(model) else None)
