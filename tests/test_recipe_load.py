@@ -282,9 +282,6 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
 
 REFUSED_NOW = {
     "load_in_4bit": "true",
-    "val_set_size": "0.1",
-    "eval_datasets": "[{path: x}]",
-    "eval_steps": "5",
     "chat_template": "x.jinja",
     "optim": "adafactor",
     "report_to": "[wandb]",

@@ -11,7 +11,15 @@ import typer
 
 from roundpipe_cli.cli.output import say, say_at_once, say_data
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import CheckpointSaved, Event, Notice, Phase, RunFinished, StepFinished
+from roundpipe_cli.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    Event,
+    Notice,
+    Phase,
+    RunFinished,
+    StepFinished,
+)
 from roundpipe_cli.units import format_seconds
 
 if TYPE_CHECKING:
@@ -19,6 +27,8 @@ if TYPE_CHECKING:
 
 COLUMNS = 80
 """Of a terminal nobody has widened; a step's line stays on one row of it."""
+SAMPLE_CHARACTERS = 200
+"""Shown of a generated answer, and of the end of its prompt; eval.jsonl has the whole."""
 
 
 def finetune(
@@ -117,6 +127,10 @@ class LinePrinter:
         if isinstance(event, StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
                 say_data(step_line(event))
+        elif isinstance(event, EvaluationFinished):
+            say_data(evaluation_line(event))
+            for prompt, answer in event.samples:
+                say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
             say(f"note: {event.text}")
         elif isinstance(event, Phase):
@@ -127,6 +141,15 @@ class LinePrinter:
             say(
                 f"done: {event.num_steps} steps in {format_seconds(event.seconds)}; the result is in {event.output_dir}"
             )
+
+
+def evaluation_line(event: EvaluationFinished) -> str:
+    """`eval 12/100  loss 1.2345  perplexity 3.4  best`, under the lines of the steps."""
+    width = len(str(event.num_steps))
+    mark = "  best" if event.best else ""
+    return (
+        f"eval {event.step:>{width}}/{event.num_steps}  loss {event.loss:.4f}  perplexity {event.perplexity:.4g}{mark}"
+    )
 
 
 def step_line(event: StepFinished) -> str:

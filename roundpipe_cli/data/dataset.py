@@ -72,6 +72,12 @@ class TokenizedRows(Sequence[Row]):
         start, stop = int(self._starts[position]), int(self._starts[position + 1])
         return Row(int(self.row_ids[position]), self._input_ids[start:stop], self._labels[start:stop])
 
+    def select(self, positions: npt.NDArray[np.int64]) -> TokenizedRows:
+        """The rows at these ascending positions, as rows of their own."""
+        chosen = [self[int(position)] for position in positions]
+        encoded = [Encoded(row.input_ids, row.labels != IGNORED_LABEL) for row in chosen]
+        return TokenizedRows(self.row_ids[positions], self.lengths[positions], encoded)
+
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each row."""

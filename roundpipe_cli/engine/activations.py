@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from roundpipe_cli.engine.backends.base import Event
+from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import Prologue
 
@@ -120,3 +121,5 @@ class MicrobatchState:
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""
     loss_sum: float | None = None
+    scores: HeadScores | None = None
+    """Of a pass without backward."""

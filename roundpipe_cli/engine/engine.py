@@ -26,12 +26,12 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import folds_on_device, hidden_readers, layer_range, lower_for_engine
-from roundpipe_cli.engine.stage import StageRunner, StepContext
+from roundpipe_cli.engine.stage import Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_bytes, stage_gradient_elements
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.model.dropout import has_dropout
-from roundpipe_cli.model.head import target_rows
+from roundpipe_cli.model.head import HeadScores, target_rows
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
@@ -204,13 +204,49 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        program = self._lowered(schedule)
-        context = self._context(microbatches, program, step, loss_scale)
-        self._reserve(program)
+        context = self._context(microbatches, self._lowered(schedule), step, loss_scale)
         started_s = time.perf_counter()
         starts = [worker.backend.mark() for worker in self._workers]
-        items = [WorkItem(context, row, WorkResult(index)) for index, row in enumerate(program.compute)]
-        self.step_in_work = StepInWork(step, started_s, starts, self._workers, [item.result for item in items])
+        results = self._carry_out(context, started_s, starts)
+        result = self._finish(context, results, starts, time.perf_counter() - started_s, loss_scale)
+        return replace(result, started_s=started_s)
+
+    def score(
+        self,
+        microbatches: Sequence[Microbatch],
+        schedule: Schedule,
+        *,
+        step: int,
+        adapters: bool = True,
+        greedy: bool = False,
+    ) -> list[HeadScores]:
+        """Losses and log-probabilities of the target tokens of each microbatch, without dropout, gradients or backward.
+
+        Args:
+            microbatches: as many as the schedule has.
+            schedule: forwards alone, from `build_forward`.
+            step: for error messages.
+            adapters: False leaves the adapters out: the base model's.
+            greedy: also tell the most probable token at each target's place.
+
+        Raises:
+            as `run_step`.
+        """
+        assert self._open, "use the engine inside its `with` block"
+        assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
+        context = self._context(microbatches, self._lowered(schedule), step, 1.0, Scoring(adapters, greedy))
+        self._carry_out(context, time.perf_counter(), [worker.backend.mark() for worker in self._workers])
+        scores = [state.scores for state in context.microbatches]
+        return [item for item in scores if item is not None]
+
+    def _carry_out(self, context: StepContext, started_s: float, starts: list[object]) -> list[WorkResult]:
+        """Have the workers run the context's program, and wait for all of them."""
+        self._reserve(context.program)
+        rows = context.program.compute
+        items = [WorkItem(context, row, WorkResult(index)) for index, row in enumerate(rows)]
+        if context.scoring is None:
+            item_results = [item.result for item in items]
+            self.step_in_work = StepInWork(context.step, started_s, starts, self._workers, item_results)
         for worker, item in zip(self._workers, items, strict=True):
             worker.backend.reset_peak()
             worker.give(item)
@@ -222,10 +258,8 @@ class Engine:
             raise
         finally:
             self.step_in_work = None
-        seconds = time.perf_counter() - started_s
         self._raise_first(results, context)
-        result = self._finish(context, results, starts, seconds, loss_scale)
-        return replace(result, started_s=started_s)
+        return results
 
     def _context(
         self,
@@ -233,6 +267,7 @@ class Engine:
         program: Program,
         step: int,
         loss_scale: float,
+        scoring: Scoring | None = None,
     ) -> StepContext:
         progress = Progress()
         states = []
@@ -242,7 +277,7 @@ class Engine:
         num_targets = sum(len(state.target_ids) for state in states)
         folds = [
             GradientFold(layer, layout, self.store.gradients[layer], len(states), progress)
-            if layout.num_trainable_elements
+            if layout.num_trainable_elements and scoring is None
             else None
             for layer, layout in enumerate(self.store.layouts)
         ]
@@ -261,7 +296,8 @@ class Engine:
             progress=progress,
             boundaries=BoundaryStore(progress),
             folds=folds,
-            device_folds=copies and folds_on_device(program),
+            device_folds=copies and scoring is None and folds_on_device(program),
+            scoring=scoring,
         )
 
     def _lowered(self, schedule: Schedule) -> Program:
@@ -276,7 +312,7 @@ class Engine:
         held = [layer_range(visit.layers) for visit in program.visits]
         summed = [layer_range(stage) for stage in program.schedule.backward_stages]
         weight_bytes = max(stage_bytes(layouts, layers) for layers in held)
-        elements = max(stage_gradient_elements(layouts, layers) for layers in summed)
+        elements = max((stage_gradient_elements(layouts, layers) for layers in summed), default=0)
         for worker in self._workers:
             worker.reserve_slots(self._num_slots, weight_bytes, elements)
 

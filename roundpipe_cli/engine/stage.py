@@ -22,11 +22,21 @@ from roundpipe_cli.engine.gradients import GradientFold, Gradients, add_gradient
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.dropout import layer_seed
-from roundpipe_cli.model.head import run_head
+from roundpipe_cli.model.head import run_head, score_head
 from roundpipe_cli.model.split import BlockCall
-from roundpipe_cli.model.worker_model import EmbedGradient, WorkerModel
+from roundpipe_cli.model.worker_model import EmbedGradient, Prologue, WorkerModel
 from roundpipe_cli.schedule.actions import Kind, StageRange
 from roundpipe_cli.schedule.lower import Op, Program
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A pass without backward, dropout or gradients."""
+
+    adapters: bool = True
+    """False: the base model, adapters left out."""
+    greedy: bool = False
+    """Also tell the most probable token at each target's place."""
 
 
 @dataclass
@@ -55,6 +65,8 @@ class StepContext:
     square_sums: dict[int, torch.Tensor] = field(default_factory=dict)
     embed_gradients: dict[int, list[EmbedGradient]] = field(default_factory=dict)
     upload_bytes: int = 0
+    scoring: Scoring | None = None
+    """None in a training step."""
 
 
 @dataclass
@@ -91,6 +103,9 @@ class StageRunner:
         self.started = None
         layers = stage_layers(context.program.schedule, op)
         state = context.microbatches[op.microbatch]
+        self.model.set_mode(
+            training=context.scoring is None, adapters=context.scoring is None or context.scoring.adapters
+        )
         poison = fault("compute", step=context.step, worker=self.worker)
         if poison is not None:
             self._poison = poison
@@ -121,7 +136,9 @@ class StageRunner:
         num_layers = len(context.folds)
         for layer in layer_range(layers):
             if layer == num_layers - 1:
-                break  # the head's forward is done with its backward
+                if context.scoring is not None:
+                    self._score(context, context.scoring, state, hidden)
+                break  # in a training step the head's forward is done with its backward
             if layer > layers[0]:
                 self._put_hidden(context, layer, state, hidden)
             if layer > 0:
@@ -130,6 +147,19 @@ class StageRunner:
         end = min(layers[1] + 1, num_layers - 1)
         if end > layers[0]:
             self._put_hidden(context, end, state, hidden)
+
+    def _score(self, context: StepContext, scoring: Scoring, state: MicrobatchState, hidden: torch.Tensor) -> None:
+        self.layer = len(context.folds) - 1
+        with self.backend.compute():
+            state.scores = score_head(
+                self.model.logits,
+                hidden,
+                state.target_indices.to(self.backend.device),
+                state.target_ids.to(self.backend.device),
+                chunk_tokens=context.head_chunk_tokens,
+                greedy=scoring.greedy,
+            )
+        state.prologue = None  # nothing will ask for it again
 
     def _run_block(
         self,
@@ -142,7 +172,7 @@ class StageRunner:
         self.layer = layer
         calls = self._calls(state)
         seed = None
-        if context.dropout_seed is not None:
+        if context.dropout_seed is not None and context.scoring is None:
             seed = layer_seed(context.dropout_seed, context.step, state.index, layer)
         return self.model.run_block(layer - 1, calls[layer - 1], hidden, seed, output_is_read=output_is_read)
 
@@ -177,9 +207,11 @@ class StageRunner:
     def _embed(self, context: StepContext, state: MicrobatchState) -> torch.Tensor:
         if state.prologue is None:
             seed = None
-            if context.dropout_seed is not None:
+            if context.dropout_seed is not None and context.scoring is None:
                 seed = layer_seed(context.dropout_seed, context.step, state.index, 0)
             state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids)
+            if context.scoring is not None:  # keep no graph
+                state.prologue = Prologue(state.prologue.hidden.detach(), state.prologue.calls)
         return state.prologue.hidden.detach()
 
     def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:

@@ -53,6 +53,46 @@ def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torc
     return loss_sum, gradient
 
 
+@dataclass
+class HeadScores:
+    """What the head makes of one microbatch without a backward."""
+
+    loss_sum: float
+    """As `HeadResult.loss_sum`, to the bit for equal hidden states."""
+    log_probabilities: torch.Tensor
+    """float32 [N] on the host: of each target token."""
+    best_ids: torch.Tensor | None
+    """int64 [N] on the host: the most probable token at each target's place, if asked for."""
+
+
+def score_head(
+    logits_of: Logits,
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk_tokens: int,
+    greedy: bool,
+) -> HeadScores:
+    """Forward of the head alone, in the chunks of `run_head`; arguments as there.
+
+    Args:
+        greedy: also tell the most probable tokens.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])[indices]
+    scores = HeadScores(0.0, torch.empty(rows.shape[0]), torch.empty_like(targets, device="cpu") if greedy else None)
+    for start in range(0, rows.shape[0], chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        with torch.no_grad():
+            log_probabilities = torch.log_softmax(logits_of(rows[part]).float(), dim=-1)
+            picked = log_probabilities.gather(1, targets[part, None])
+        scores.loss_sum += -float(picked.double().sum())
+        scores.log_probabilities[part] = picked[:, 0].cpu()
+        if scores.best_ids is not None:
+            scores.best_ids[part] = log_probabilities.argmax(dim=-1).cpu()
+    return scores
+
+
 def run_head(
     logits_of: Logits,
     hidden: torch.Tensor,

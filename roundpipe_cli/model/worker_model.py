@@ -161,6 +161,8 @@ class WorkerModel:
         self._causal = causal
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
         self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
+        self._roots = [root for modules in roots for root in modules]
+        self._mode = (True, True)
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._left_out: dict[int, LeftOut] = {}
@@ -196,6 +198,17 @@ class WorkerModel:
         """Make the modules of `layer` use `parameters`, by name."""
         for module, attribute, name in self._bindings[layer]:
             module._parameters[attribute] = parameters[name]
+
+    def set_mode(self, *, training: bool, adapters: bool) -> None:
+        """Dropout on or off; adapters applied or left out."""
+        if (training, adapters) == self._mode:
+            return
+        self._mode = (training, adapters)
+        for root in self._roots:
+            root.train(training)
+            for module in root.modules():
+                if hasattr(module, "_disable_adapters"):  # PEFT's own method also changes what requires a gradient
+                    module.__dict__["_disable_adapters"] = not adapters
 
     def prologue(
         self, input_ids: torch.Tensor, dropout_seed: int | None = None, position_ids: torch.Tensor | None = None

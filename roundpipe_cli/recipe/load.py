@@ -21,6 +21,7 @@ from roundpipe_cli.recipe.references import escape, refuse_bad_references, resol
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain, plain_data
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes, parse_scalar
 from roundpipe_cli.recipe.supported import find_unsupported
+from roundpipe_cli.recipe.together import find_contradictions
 from roundpipe_cli.recipe.translate import apply_overrides, translate_file
 
 
@@ -65,6 +66,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, check_suppor
     recipe = check(data, Recipe, (), findings)
     if check_supported:
         find_unsupported(data, findings)
+    if isinstance(recipe, Recipe):
+        find_contradictions(recipe, findings)
     if findings.problems:
         raise RecipeError(findings.problems)
     assert isinstance(recipe, Recipe)

@@ -155,8 +155,9 @@ class Recipe:
     """Keep the frozen base weights in 4 bit (NF4): a quarter of the host memory and of the uploads."""
     datasets: Annotated[tuple[DatasetConfig, ...], NotEmpty()]
     """Training rows, from one or more sources."""
-    val_set_size: Annotated[float, Range(0, 1, below=True)] = 0.0
-    """Fraction of the rows held out for evaluation. 0 is none."""
+    val_set_size: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Rows held out for evaluation and never trained on, chosen by `seed`: a number of rows, or a fraction (below 1) of
+    all rows. 0 is none."""
     max_seq_length: PositiveInt = 2048
     """Tokens of the longest row; what happens to longer ones says `long_rows`. Activation memory grows with it."""
     packing: bool = False
@@ -172,7 +173,7 @@ class Recipe:
     chat_template: Words | None = None
     """File or Jinja text in place of the tokenizer's own chat template. null is the tokenizer's own."""
     eval_datasets: tuple[DatasetConfig, ...] = ()
-    """Rows for evaluation only."""
+    """Rows for evaluation only; together with those that `val_set_size` holds out."""
     micro_batch_size: PositiveInt = 1
     """Rows of one microbatch, the unit of work of a stage. Activation memory of a device grows with it."""
     gradient_accumulation_steps: PositiveInt = 8
@@ -207,7 +208,17 @@ class Recipe:
     logging_steps: PositiveInt = 1
     """Steps between two printed lines; metrics.jsonl has every step."""
     eval_steps: PositiveInt | None = None
-    """Steps between two evaluations. null is at the end only."""
+    """Steps between two evaluations (loss and perplexity, in eval.jsonl); one is also made at the end. null is at the
+    end only."""
+    eval_samples: Annotated[int, Range(0, 64)] = 0
+    """Answers generated at each evaluation, to the prompts of the first evaluation rows. Slow: every token is a whole
+    forward."""
+    eval_max_new_tokens: Annotated[int, Range(1, 4096)] = 64
+    """Tokens of a generated answer at most."""
+    load_best_model_at_end: bool = False
+    """Keep the weights of the evaluation with the lowest loss (in best-STEP) and make them the result of the run."""
+    early_stopping_patience: PositiveInt | None = None
+    """Evaluations without a lower loss after which training stops. null trains to the end."""
     save_steps: PositiveInt = 200
     """Steps between two checkpoints; one is also written at the end and on a signal."""
     save_total_limit: Annotated[int, Range(2)] = 2

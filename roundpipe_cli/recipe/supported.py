@@ -31,9 +31,6 @@ class NotYet:
 
 NOT_YET: tuple[NotYet, ...] = (
     NotYet("load_in_4bit", "4-bit base weights", False),
-    NotYet("val_set_size", "evaluation", 0.0),
-    NotYet("eval_datasets", "evaluation", []),
-    NotYet("eval_steps", "evaluation", None),
     NotYet("chat_template", "another chat template than the tokenizer's own", None),
     NotYet("optim", "an optimizer other than adamw", "adamw"),
     NotYet("report_to", "reporting to trackers", []),

@@ -112,6 +112,36 @@ def build_schedule(
     )
 
 
+def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microbatches: int) -> Schedule:
+    """Forwards alone, for evaluation: rounds of as many microbatches as workers, stages dealt out in turn.
+
+    Args:
+        stages: layer ranges in execution order, every layer, the head included.
+    """
+    rows: list[Row] = [[] for _ in range(num_workers)]
+    position = 0
+    for start in range(0, num_microbatches, num_workers):
+        for stage in range(len(stages)):
+            rows[position % num_workers] += forward_run(stage, range(start, min(start + num_workers, num_microbatches)))
+            position += 1
+    return Schedule(
+        name="forward",
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        forward_stages=tuple(stages),
+        backward_stages=(),
+        fused_head=False,
+        actions=tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows)),
+        microbatches_per_round=min(num_workers, num_microbatches),
+    )
+
+
+def every_stage(schedule: Schedule) -> tuple[StageRange, ...]:
+    """The forward stages of a schedule and, where its first backward stage computes layers' only forward, those."""
+    stages = schedule.forward_stages + (schedule.backward_stages[:1] if schedule.fused_head else ())
+    return tuple(stage for stage in stages if stage[0] <= stage[1])
+
+
 def _chain(row: Row, num_microbatches: int, num_steps: int) -> Row:
     return [
         (kind, stage, microbatch + step * num_microbatches)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import Packer
 from roundpipe_cli.engine.engine import Microbatch
@@ -74,3 +75,9 @@ def log_rows(setup: Setup, step: int, batches: Sequence[RowBatch]) -> None:
         rows = [setup.dataset.rows[index].row_id for batch in batches for sequence in batch for index in sequence]
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
+
+
+def collate_rows(rows: Sequence[Row], pad: int) -> Microbatch:
+    """One microbatch of these rows, not packed."""
+    batch = collate(rows, pad)
+    return Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels))

@@ -128,6 +128,25 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
         temporary.unlink(missing_ok=True)
 
 
+def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> None:
+    """Add one line to a log, durably. A kill may leave it torn; the reader cuts a line without its end off.
+
+    Raises:
+        ResourceError: disk full or failing.
+    """
+    data = f"{line}\n".encode()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise disk_error(error, path, path.name, len(data)) from error
+
+
 def remove_tree(path: Path) -> None:
     """Delete a file or folder, never following a link.
 

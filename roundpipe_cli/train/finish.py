@@ -14,7 +14,7 @@ from roundpipe_cli.model.lora import save_adapter
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
-from roundpipe_cli.train.durable import disk_error, sync_folder, write_atomically
+from roundpipe_cli.train.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
 from roundpipe_cli.train.output_dir import REPORT_NAME
 from roundpipe_cli.train.setup import Setup
 
@@ -23,8 +23,11 @@ LAST_NAMES = ("config.json", "adapter_config.json")
 """Renamed into place last: without them nobody takes the folder for a model."""
 
 
-def save_result(setup: Setup, output_dir: Path) -> None:
+def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> None:
     """Write adapter or model and tokenizer into `output_dir`: complete files only, the configuration last.
+
+    Args:
+        best: a folder of `write_result` whose files are the result, in place of the weights as they are now.
 
     Raises:
         ResourceError: disk full or failing; the checkpoints are as they were.
@@ -32,20 +35,11 @@ def save_result(setup: Setup, output_dir: Path) -> None:
     temporary = output_dir / RESULT_FOLDER
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        names = setup.store.trainable_names
-        if setup.peft_model is not None:
-            masters = {name: setup.store.master(name) for name in names}
-            save_adapter(setup.peft_model, masters, temporary)
+        if best is None:
+            _fill(setup, temporary)
         else:
-            save_model(setup.model, setup.store.views, temporary)
-        setup.tokenizer.save_pretrained(str(temporary))
-        files = sorted(temporary.iterdir(), key=lambda path: (path.name in LAST_NAMES, path.name))
-        for path in files:
-            path.chmod(0o644)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        for path in files:
+            shutil.copytree(best, temporary)
+        for path in _synced(temporary):
             fault("export")
             path.rename(output_dir / path.name)
         sync_folder(output_dir)
@@ -53,6 +47,48 @@ def save_result(setup: Setup, output_dir: Path) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(error, output_dir, "the result") from error
+
+
+def write_result(setup: Setup, folder: Path, extra: Mapping[str, bytes]) -> None:
+    """Write adapter or model, tokenizer and `extra` files as the new folder `folder`: wholly or not at all.
+
+    Raises:
+        ResourceError: disk full or failing.
+    """
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _fill(setup, temporary)
+        for name, content in extra.items():
+            (temporary / name).write_bytes(content)
+        _synced(temporary)
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise disk_error(error, folder, "the best weights") from error
+
+
+def _fill(setup: Setup, folder: Path) -> None:
+    """Make `folder` with the weights as they are now, and the tokenizer."""
+    folder.mkdir()
+    if setup.peft_model is not None:
+        masters = {name: setup.store.master(name) for name in setup.store.trainable_names}
+        save_adapter(setup.peft_model, masters, folder)
+    else:
+        save_model(setup.model, setup.store.views, folder)
+    setup.tokenizer.save_pretrained(str(folder))
+
+
+def _synced(folder: Path) -> list[Path]:
+    """The folder's files, durable and readable by all, in the order in which to rename them."""
+    files = sorted(folder.iterdir(), key=lambda path: (path.name in LAST_NAMES, path.name))
+    for path in files:
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return files
 
 
 def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
 from roundpipe_cli.train.durable import disk_error, write_atomically
+from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
 from roundpipe_cli.train.learning_rate import make_schedule
 from roundpipe_cli.train.optimizer import HostAdamW
-from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState, truncate_metrics
+from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, RunState, truncate_metrics
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_unchanged, run_state
@@ -141,14 +142,18 @@ class Trainer:
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
         truncate_metrics(metrics_path, first_step + 1)
+        truncate_metrics(self.output_dir / EVAL_NAME, first_step + 1)
         with Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder:
             self._tell = recorder
-            self._train(first_step, metrics_path)
+            self._train(first_step, metrics_path, checkpoint.meta.get("evaluation") if checkpoint else None)
 
-    def _train(self, first_step: int, metrics_path: Path) -> None:
+    def _train(self, first_step: int, metrics_path: Path, evaluation: Mapping[str, Any] | None) -> None:
         recipe, setup = self.recipe, self.setup
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
+        scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
+        evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
+        evaluator.start(evaluation)
         torch.set_num_threads(num_cores())
         started_s = time.monotonic()
         self._started_s = started_s
@@ -156,30 +161,39 @@ class Trainer:
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
-                for step in range(first_step, self.num_steps):
-                    self._one_step(engine, step, metrics)
-                    self._at_border(step + 1, metrics)
+                done = first_step
+                if done and evaluator.is_owed(done):  # a signal came before it
+                    evaluator.evaluate(done)
+                    self._at_border(done, metrics)
+                while not self._is_last(done):
+                    self._one_step(engine, done, metrics)
+                    done += 1
+                    if evaluator.is_owed(done):
+                        evaluator.evaluate(done)
+                    self._at_border(done, metrics)
         predicted = self._cutter.predicted(recipe.gradient_accumulation_steps)
         self._tell(Phase("writing the result"))
         if self._timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
-        save_result(setup, self.output_dir)
+        save_result(setup, self.output_dir, evaluator.best_folder)
         seconds = self._seconds()
-        write_report(self.output_dir, make_report(setup, self._rows, self.num_steps, seconds, predicted))
-        self._tell(RunFinished(str(self.output_dir), self.num_steps, seconds))
+        report = make_report(setup, self._rows, done, seconds, predicted)
+        write_report(self.output_dir, report | {"evaluation": evaluator.report()})
+        self._tell(RunFinished(str(self.output_dir), done, seconds))
 
     def _seconds(self) -> float:
         return self._earlier_s + time.monotonic() - self._started_s
 
     def _at_border(self, done: int, metrics: FileIO) -> None:
         """Save where it is due or asked for, wait while the user holds the run, stop if asked."""
-        due = done % self.recipe.save_steps == 0 or done == self.num_steps
+        last = self._is_last(done)
+        due = last or done % self.recipe.save_steps == 0
         held = False
         while True:
             asked = self._signals.take_save() or self._signals.requested is not None
             if (due or asked) and self._saved_step != done:
                 self._save(done, metrics)
-            if not self._signals.paused or self._signals.requested is not None or done == self.num_steps:
+            if not self._signals.paused or self._signals.requested is not None or last:
                 break
             if not held:
                 self._tell(Paused(done, True))
@@ -187,11 +201,16 @@ class Trainer:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
-        self._stop_if_asked(done)
+        if not last:
+            self._stop_if_asked(done)
+
+    def _is_last(self, done: int) -> bool:
+        """Whether nothing is left to train after `done` updates."""
+        return (done >= self.num_steps or self.evaluator.exhausted) and not self.evaluator.is_owed(done)
 
     def _stop_if_asked(self, done: int) -> None:
         signal = self._signals.requested
-        if signal is not None and done < self.num_steps:
+        if signal is not None:
             raise StoppedError(
                 f"stopped by {signal.name} after step {done} of {self.num_steps}, with a checkpoint",
                 exit_code=EXIT_CODES[signal],
@@ -295,10 +314,12 @@ class Trainer:
                 "num_updates": self.optimizer.num_updates,
                 "steps_since_overflow": self._steps_since_overflow,
                 "data_position": self.sampler.position.to_json(),
+                "evaluation": self.evaluator.state(),
             },
             keep=self.recipe.save_total_limit,
             warn=lambda text: self._tell(Notice(text)),
         )
+        self.evaluator.saved()
         self._tell(CheckpointSaved(step, str(folder), time.monotonic() - started_s))
 
     def _restore(self, checkpoint: Checkpoint) -> int:

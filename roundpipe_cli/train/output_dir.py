@@ -35,6 +35,7 @@ from roundpipe_cli.train.step_folders import list_checkpoints
 MARKER_NAME = ".roundpipe"
 LOCK_NAME = ".roundpipe.lock"
 METRICS_NAME = "metrics.jsonl"
+EVAL_NAME = "eval.jsonl"
 REPORT_NAME = "report.json"
 
 _HOLDER_WAIT_S = 0.5

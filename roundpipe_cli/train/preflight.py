@@ -31,7 +31,7 @@ def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
     """
     recipe = loaded.recipe
     check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
-    for dataset in recipe.datasets:
+    for dataset in (*recipe.datasets, *recipe.eval_datasets):
         spec = DatasetSpec(
             dataset.path, dataset.type, dataset.split, dataset.name, {str(k): v for k, v in dataset.columns.items()}
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import Problem, RecipeError
-from roundpipe_cli.recipe.schema import plain_data
+from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.setup import Setup
 
 FREE_KEYS = (
@@ -20,6 +20,10 @@ FREE_KEYS = (
     "save_total_limit",
     "eval_steps",
     "eval_datasets",
+    "eval_samples",
+    "eval_max_new_tokens",
+    "load_best_model_at_end",
+    "early_stopping_patience",
     "report_to",
     "resume_from_checkpoint",
     "on_oom",
@@ -64,7 +68,8 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         RecipeError: something else changed; every changed key with its old and new value.
     """
     problems = []
-    changes = [*_changed_keys(saved["recipe"], plain_data(setup.recipe))]
+    defaults = plain_data(Recipe(model="", datasets=(), output_dir=""))
+    changes = [*_changed_keys(_filled(saved["recipe"], defaults), plain_data(setup.recipe))]
     for key, now in (
         (DATA_KEY, setup.dataset.content_hash),
         (TOKENIZER_KEY, tokenizer_hash(setup.tokenizer)),
@@ -86,6 +91,15 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
             )
     if problems:
         raise RecipeError(problems)
+
+
+def _filled(old: Any, defaults: Any) -> Any:
+    """`old` with the default of every key that an earlier release did not have."""
+    if not (isinstance(old, dict) and isinstance(defaults, dict)):
+        return old
+    return {key: _filled(old[key], value) if key in old else value for key, value in defaults.items()} | {
+        key: value for key, value in old.items() if key not in defaults
+    }
 
 
 def _changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

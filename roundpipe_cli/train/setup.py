@@ -4,14 +4,15 @@ names first, then the architecture, then the data, then memory, then the weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.dataset import Row, TokenizedDataset, build_dataset
+from roundpipe_cli.data.hold_out import hold_out
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
@@ -44,6 +45,8 @@ class Setup:
     source: ModelSource
     tokenizer: Any
     dataset: TokenizedDataset
+    eval_rows: Sequence[Row]
+    """Rows that are never trained on."""
     devices: tuple[str, ...]
     model: nn.Module
     """The skeleton; adapters included."""
@@ -105,6 +108,7 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
     for text in dataset.notices:
         tell(Notice(text))
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
+    dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
     peft_model = _make_trainable(model, split, recipe, source, dtype)
     layouts = [
         make_layout(name, parameters, dtype)
@@ -119,7 +123,27 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         for name, values in initial_values(model, recipe.seed):
             store.set_parameter(name, values)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
-    return Setup(recipe, source, tokenizer, dataset, devices, model, peft_model, split, store)
+    return Setup(recipe, source, tokenizer, dataset, eval_rows, devices, model, peft_model, split, store)
+
+
+def _evaluation_rows(
+    loaded: LoadedRecipe, dataset: TokenizedDataset, tokenizer: Any, offline: bool, tell: Tell
+) -> tuple[TokenizedDataset, list[Row]]:
+    """The rows left to train on, and those to evaluate on."""
+    recipe = loaded.recipe
+    rows: list[Row] = []
+    if recipe.val_set_size:
+        dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
+        rows += held.rows
+    if recipe.eval_datasets:
+        specs = tuple(_spec(entry) for entry in recipe.eval_datasets)
+        other = build_dataset(replace(data_settings(loaded, offline), datasets=specs), tokenizer)
+        for text in other.notices:
+            tell(Notice(f"evaluation: {text}"))
+        rows += other.rows
+    if rows:
+        tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
+    return dataset, rows
 
 
 def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:

@@ -1,0 +1,57 @@
+"""Rows set apart for evaluation: a pure function of the seed, never trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_cli.data.dataset import TokenizedDataset
+from roundpipe_cli.errors import RefusedError
+
+
+def held_out_positions(num_rows: int, size: float, seed: int) -> npt.NDArray[np.int64]:
+    """Which of `num_rows` rows are held out, ascending.
+
+    Args:
+        size: a number of rows, or a fraction below 1 of them, rounded up.
+    """
+    count = int(size) if size >= 1 else -int(-size * num_rows // 1)
+    digest = hashlib.sha256(f"roundpipe held out 1 {seed}".encode()).digest()
+    keys = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(num_rows)
+    order = np.argsort(np.asarray(keys, dtype=np.uint64), kind="stable")
+    return np.sort(order[:count]).astype(np.int64)
+
+
+def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[TokenizedDataset, TokenizedDataset]:
+    """Rows to train on and rows to evaluate on, both in the order of the files. Arguments as `held_out_positions`.
+
+    Raises:
+        RefusedError: nothing is left to train on.
+    """
+    num_rows = len(dataset.rows)
+    held = held_out_positions(num_rows, size, seed)
+    if len(held) >= num_rows:
+        raise RefusedError(
+            "all rows are held out for evaluation, none is left to train on",
+            where="val_set_size",
+            found=f"{len(held)} of {num_rows} rows",
+            expected=f"less than {num_rows}",
+        )
+    kept = np.setdiff1d(np.arange(num_rows, dtype=np.int64), held, assume_unique=True)
+    return _part(dataset, kept), _part(dataset, held)
+
+
+def _part(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
+    rows = dataset.rows.select(positions)
+    borders = np.cumsum([0, *dataset.rows_by_spec])
+    by_spec = np.diff(np.searchsorted(positions, borders))
+    return replace(
+        dataset,
+        rows=rows,
+        content_hash=rows.content_hash(),
+        origins=dataset.origins[positions],
+        rows_by_spec=tuple(int(count) for count in by_spec),
+    )

@@ -1,0 +1,307 @@
+"""Evaluation between two steps: loss and perplexity of rows that are never trained on, by the same engine.
+
+Forward only, without dropout, with the newest weights. Adds a row to `eval.jsonl`, remembers the best evaluation (and,
+if asked, keeps its weights in `best-STEP/` as a result in the usual format), and says when to stop early:
+
+    OUTPUT_DIR/
+      eval.jsonl         {"step", "loss", "loss_hex", "perplexity", "tokens", "seconds", "best", "samples"}
+      best-00000012/     adapter or model of the best evaluation so far, with best.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe_cli.data.batching import pad_token_id
+from roundpipe_cli.data.dataset import Row
+from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.engine.engine import Engine, Microbatch
+from roundpipe_cli.errors import NotFiniteError
+from roundpipe_cli.events import EvaluationFinished, Notice
+from roundpipe_cli.faults import fault
+from roundpipe_cli.model.head import HeadScores
+from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.builders import build_forward, every_stage
+from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.cut import Cutter
+from roundpipe_cli.train.durable import append_line, remove_tree
+from roundpipe_cli.train.finish import write_result
+from roundpipe_cli.train.output_dir import EVAL_NAME
+from roundpipe_cli.train.setup import Setup, Tell
+
+MICROBATCHES_PER_WORKER = 4
+"""In one pass of the engine: as long as a step or so, since a signal waits for its end."""
+BEST_PREFIX = "best-"
+BEST_NOTE = "best.json"
+"""In a folder of the best weights; a folder without it is not ours."""
+
+
+class InterruptedScoring(Exception):
+    """The user wants the run to stop."""
+
+
+class Scorer:
+    """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
+
+    def __init__(self, setup: Setup, engine: Engine, cutter: Cutter, stopping: Callable[[], bool]) -> None:
+        self._setup, self._engine, self._cutter, self._stopping = setup, engine, cutter, stopping
+        self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
+
+    def scores(
+        self, microbatches: Sequence[Microbatch], *, step: int, adapters: bool = True, greedy: bool = False
+    ) -> Iterator[HeadScores]:
+        """Scores of each microbatch, in order; see `Engine.score`.
+
+        Raises:
+            InterruptedScoring: between two passes, because the run is asked to stop.
+        """
+        size = MICROBATCHES_PER_WORKER * self._engine.num_workers
+        for start in range(0, len(microbatches), size):
+            if self._stopping():
+                raise InterruptedScoring
+            part = microbatches[start : start + size]
+            yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        stages = every_stage(self._cutter.schedule(self._setup.recipe.gradient_accumulation_steps))
+        key = stages, num_microbatches
+        if key not in self._schedules:
+            self._schedules[key] = build_forward(
+                stages, num_workers=self._engine.num_workers, num_microbatches=num_microbatches
+            )
+        return self._schedules[key]
+
+
+class Evaluator:
+    """When to evaluate, and what came of it so far."""
+
+    def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, tell: Tell) -> None:
+        self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
+        self._num_steps = num_steps
+        self.best_step: int | None = None
+        self.best_loss = math.inf
+        self.last_loss: float | None = None
+        self._last_step: int | None = None
+        """Of the last evaluation."""
+        self._num_worse = 0
+        """Evaluations since the best one."""
+        self._saved_best: int | None = None
+        """What the newest checkpoint calls the best step."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether early stopping ends the run here."""
+        patience = self._setup.recipe.early_stopping_patience
+        return patience is not None and self._num_worse >= patience
+
+    @property
+    def best_folder(self) -> Path | None:
+        """Weights of the best evaluation, if they are kept."""
+        if self.best_step is None or not self._setup.recipe.load_best_model_at_end:
+            return None
+        return best_folder(self._output_dir, self.best_step)
+
+    def is_owed(self, done: int) -> bool:
+        """Whether an evaluation after `done` updates is due and has not been made."""
+        if not self._setup.eval_rows or self._last_step == done:
+            return False
+        every = self._setup.recipe.eval_steps
+        return done == self._num_steps or (every is not None and done % every == 0)
+
+    def evaluate(self, done: int) -> None:
+        """Evaluate after `done` updates, write the row, keep the weights if they are the best.
+
+        Where the run is asked to stop meanwhile, the evaluation stays owed.
+
+        Raises:
+            NotFiniteError: the loss is not a number.
+            ResourceError: disk full or failing.
+        """
+        started_s = time.monotonic()
+        poison = fault("eval", step=done)
+        try:
+            loss, tokens = self._loss(done)
+            samples = tuple(self._samples(done))
+        except InterruptedScoring:
+            return
+        loss = loss if poison is None else poison
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                "the loss of the evaluation is not finite",
+                where=f"after step {done}",
+                found=f"loss {loss}",
+                hint="the last checkpoint is good; lower learning_rate, then --resume",
+            )
+        best = loss < self.best_loss
+        self._last_step, self.last_loss = done, loss
+        if best:
+            self.best_step, self.best_loss, self._num_worse = done, loss, 0
+            if self._setup.recipe.load_best_model_at_end:
+                self._keep_weights(done, loss)
+        else:
+            self._num_worse += 1
+        seconds = time.monotonic() - started_s
+        event = EvaluationFinished(done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples)
+        append_line(self._output_dir / EVAL_NAME, json.dumps(eval_row(event)))
+        self._tell(event)
+        if self.exhausted and done < self._num_steps:
+            self._tell(Notice(f"stopping early: the best evaluation was that of step {self.best_step}"))
+
+    def _loss(self, done: int) -> tuple[float, int]:
+        """Mean loss over all target tokens, and their number."""
+        size = self._setup.recipe.micro_batch_size
+        rows = self._setup.eval_rows
+        pad = pad_token_id(self._setup.tokenizer)
+        microbatches = [collate_rows(rows[start : start + size], pad) for start in range(0, len(rows), size)]
+        loss_sum, tokens = 0.0, 0
+        for scores in self._scorer.scores(microbatches, step=done):
+            loss_sum += scores.loss_sum
+            tokens += len(scores.log_probabilities)
+        return loss_sum / tokens, tokens
+
+    def _samples(self, done: int) -> Iterator[tuple[str, str]]:
+        """Greedy answers to the prompts of the first evaluation rows."""
+        recipe, tokenizer = self._setup.recipe, self._setup.tokenizer
+        prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
+        if not prompts:
+            return
+        answers = greedy_answers(
+            self._scorer,
+            prompts,
+            step=done,
+            max_new_tokens=recipe.eval_max_new_tokens,
+            end_ids=end_token_ids(tokenizer, self._setup.eval_rows),
+        )
+        for prompt, answer in zip(prompts, answers, strict=True):
+            yield tokenizer.decode(prompt), tokenizer.decode(answer, skip_special_tokens=True)
+
+    # -- best weights and state ----------------------------------------------------------------------------------
+
+    def _keep_weights(self, done: int, loss: float) -> None:
+        target = best_folder(self._output_dir, done)
+        if target.exists():
+            remove_tree(target)
+        note = json.dumps({"step": done, "loss": loss}).encode() + b"\n"
+        write_result(self._setup, target, extra={BEST_NOTE: note})
+        self._prune()
+
+    def _prune(self) -> None:
+        keep = {best_folder(self._output_dir, step) for step in (self.best_step, self._saved_best) if step is not None}
+        for folder in self._output_dir.glob(f"{BEST_PREFIX}*"):
+            if folder not in keep and (folder / BEST_NOTE).is_file():
+                remove_tree(folder)
+
+    def report(self) -> dict[str, Any] | None:
+        """For report.json; None without evaluation rows."""
+        if not self._setup.eval_rows:
+            return None
+        return {
+            "rows": len(self._setup.eval_rows),
+            "last_loss": self.last_loss,
+            "best_loss": None if self.best_step is None else self.best_loss,
+            "best_step": self.best_step,
+            "result_is_best": self.best_folder is not None,
+            "stopped_early": self.exhausted,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; plain JSON values."""
+        best = None if self.best_step is None else self.best_loss
+        counts = {"last_step": self._last_step, "last_loss": self.last_loss, "num_worse": self._num_worse}
+        return {"best_step": self.best_step, "best_loss": best, **counts}
+
+    def saved(self) -> None:
+        """A checkpoint with `state()` is durable: older best weights can go."""
+        self._saved_best = self.best_step
+        self._prune()
+
+    def start(self, state: Mapping[str, Any] | None) -> None:
+        """Take up the state of a checkpoint, or begin afresh."""
+        if state and state.get("best_step") is not None:
+            self._last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
+            self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
+            self._num_worse = int(state["num_worse"])
+            folder = self.best_folder
+            if folder is not None and not (folder / BEST_NOTE).is_file():
+                self._tell(
+                    Notice(f"the best weights so far, of step {self.best_step}, are gone; the search begins anew")
+                )
+                self.best_step, self.best_loss, self._num_worse = None, math.inf, 0
+        self.saved()
+
+
+def best_folder(output_dir: Path, step: int) -> Path:
+    return output_dir / f"{BEST_PREFIX}{step:08d}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or the largest float there is."""
+    return math.exp(min(loss, 700.0))
+
+
+def eval_row(event: EvaluationFinished) -> dict[str, Any]:
+    """The row of eval.jsonl."""
+    row: dict[str, Any] = {
+        "step": event.step,
+        "loss": event.loss,
+        "loss_hex": event.loss.hex(),
+        "perplexity": event.perplexity,
+        "tokens": event.tokens,
+        "seconds": event.seconds,
+        "best": event.best,
+    }
+    if event.samples:
+        row["samples"] = [{"prompt": prompt, "answer": answer} for prompt, answer in event.samples]
+    return row
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def prompt_ids(row: Row) -> list[int]:
+    """The tokens of a row before the first trained one; of a row that is trained from the start, its first token."""
+    trained = (row.labels != IGNORED_LABEL).nonzero()[0]
+    return [int(token) for token in row.input_ids[: max(int(trained[0]), 1)]]
+
+
+def end_token_ids(tokenizer: Any, rows: Sequence[Row]) -> frozenset[int]:
+    """Tokens that end an answer: the end of the sequence, and special tokens that end the trained part of `rows`."""
+    ends = {int(row.input_ids[(row.labels != IGNORED_LABEL).nonzero()[0][-1]]) for row in rows}
+    special = ends.intersection(tokenizer.all_special_ids) | {tokenizer.eos_token_id}
+    return frozenset(end for end in special if isinstance(end, int))
+
+
+def greedy_answers(
+    scorer: Scorer, prompts: Sequence[Sequence[int]], *, step: int, max_new_tokens: int, end_ids: frozenset[int]
+) -> list[list[int]]:
+    """The most probable continuation of each prompt, token by token, a whole forward for each."""
+    texts = [list(prompt) for prompt in prompts]
+    open_texts = list(range(len(texts)))
+    for _ in range(max_new_tokens):
+        if not open_texts:
+            break
+        microbatches = [_last_token(texts[index]) for index in open_texts]
+        still_open = []
+        for index, scores in zip(open_texts, scorer.scores(microbatches, step=step, greedy=True), strict=True):
+            assert scores.best_ids is not None
+            token = int(scores.best_ids[0])
+            texts[index].append(token)
+            if token not in end_ids:
+                still_open.append(index)
+        open_texts = still_open
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _last_token(text: Sequence[int]) -> Microbatch:
+    """A row whose only target comes after its last token; which token that is does not matter."""
+    ids = torch.tensor([[*text, 0]])
+    labels = torch.full_like(ids, IGNORED_LABEL)
+    labels[0, -1] = 0
+    return Microbatch(ids, labels)
