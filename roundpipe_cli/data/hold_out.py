@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.data.dataset import TokenizedDataset
+from roundpipe_cli.data.order import permutation
 from roundpipe_cli.errors import RefusedError
 
 
@@ -19,10 +19,7 @@ def held_out_positions(num_rows: int, size: float, seed: int) -> npt.NDArray[np.
         size: a number of rows, or a fraction below 1 of them, rounded up.
     """
     count = int(size) if size >= 1 else -int(-size * num_rows // 1)
-    digest = hashlib.sha256(f"roundpipe held out 1 {seed}".encode()).digest()
-    keys = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(num_rows)
-    order = np.argsort(np.asarray(keys, dtype=np.uint64), kind="stable")
-    return np.sort(order[:count]).astype(np.int64)
+    return np.sort(permutation(num_rows, f"roundpipe held out 1 {seed}")[:count])
 
 
 def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[TokenizedDataset, TokenizedDataset]:
