@@ -10,8 +10,9 @@ They do nothing unless the environment variable `ROUNDPIPE_FAULT` is set when th
     upload:raise=MemoryError:nth=1   the first upload raises a MemoryError
 
 Actions: `raise` (a `FaultError`, or the exception named), `hang`, `nan`, `inf`, `kill` (SIGKILL to this process),
-`slow=SECONDS`. Triggers: `nth=N` (from 1, counted over the passages that the other triggers match) and any number that
-the point passes on (`step=`, `microbatch=`, `worker=` ...). All triggers must match.
+`stop` (SIGSTOP: the process waits for SIGCONT, so that a tracer can be put to it), `slow=SECONDS`. Triggers: `nth=N`
+(from 1, counted over the passages that the other triggers match) and any number that the point passes on (`step=`,
+`microbatch=`, `worker=` ...). All triggers must match.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ from dataclasses import dataclass, field
 from roundpipe_cli.errors import RefusedError
 
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_FAULT"
-POINTS = ("upload", "compute", "download", "optimizer", "prefetch", "ckpt_writer", "eval", "export", "tokenize")
-ACTIONS = ("raise", "hang", "nan", "inf", "kill", "slow")
+POINTS = (
+    *("tokenize", "load"),
+    *("prefetch", "upload", "compute", "download", "optimizer"),
+    *("eval", "ckpt_writer", "export"),
+)
+"""In the order in which a run passes them."""
+ACTIONS = ("raise", "hang", "nan", "inf", "kill", "stop", "slow")
 
 
 class FaultError(RuntimeError):
@@ -107,6 +113,8 @@ def _act(rule: _Rule, point: str, ids: dict[str, int]) -> float | None:
         time.sleep(float(rule.argument or 0))
     elif rule.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif rule.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif rule.action == "hang":
         threading.Event().wait()
     elif rule.action == "raise":

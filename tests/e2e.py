@@ -191,14 +191,24 @@ class Running:
 
 
 def launch(
-    folder: Path, *words: str, environment: Mapping[str, str] | None = None, closed: Sequence[int] = ()
+    folder: Path,
+    *words: str,
+    environment: Mapping[str, str] | None = None,
+    closed: Sequence[int] = (),
+    before: Callable[[], None] | None = None,
 ) -> Running:
-    """Start `roundpipe WORDS` in `folder`, forked from a server that has loaded torch; `closed`: streams to close."""
+    """Start `roundpipe WORDS` in `folder`, forked from a server that has loaded torch.
+
+    Args:
+        closed: streams to close.
+        before: called in the new process first, e.g. to give it a terminal; goes through pickle.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log = folder / f".log-{time.monotonic_ns()}"
     changes = {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE, ""), **(environment or {})}  # the server has older ones
-    process = context.Process(target=_command, args=(str(folder), words, changes, str(log), closed))
+    arguments = (str(folder), words, changes, str(log), closed, before)
+    process = context.Process(target=_command, args=arguments)
     process.start()
     return Running(process, folder, log, time.monotonic())
 
@@ -232,7 +242,14 @@ def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(changes or {})}
 
 
-def _command(folder: str, words: Sequence[str], environment: dict[str, str], log: str, closed: Sequence[int]) -> None:
+def _command(
+    folder: str,
+    words: Sequence[str],
+    environment: dict[str, str],
+    log: str,
+    closed: Sequence[int],
+    before: Callable[[], None] | None,
+) -> None:
     """Body of a forked child: the program as its console script runs it, its output in files."""
     os.chdir(folder)
     os.environ.update({"OMP_NUM_THREADS": "1", **environment})
@@ -242,6 +259,8 @@ def _command(folder: str, words: Sequence[str], environment: dict[str, str], log
         os.close(descriptor)
     for stream in closed:
         os.close(stream)
+    if before is not None:
+        before()
     sys.argv = ["roundpipe", *words]
     from roundpipe_cli.cli.app import main
 

@@ -8,9 +8,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
-from roundpipe_cli.errors import ResourceError, RoundpipeError, render_problem
+from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError, render_problem
+
+DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
+PACKAGE = str(Path(__file__).resolve().parents[1])
 
 _broken: set[int] = set()
 """Streams that nobody reads any more; a run goes on without them."""
@@ -73,16 +77,41 @@ def run_command(command: Callable[[], Any]) -> int:
     try:
         command()
     except RoundpipeError as error:
-        if error.exit_code == 1 and error.__cause__ is not None and os.environ.get("ROUNDPIPE_DEBUG"):
+        if error.exit_code == 1 and error.__cause__ is not None and os.environ.get(DEBUG_VARIABLE):
             traceback.print_exception(error.__cause__)
         show_error(error)
         return error.exit_code
-    except (MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
-            raise  # whoever opened the file should have said what it was for: our own bug
-        say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
-        return ResourceError.exit_code
     except KeyboardInterrupt:
         say("stopped by SIGINT")
         return 130
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if _out_of_memory(error):
+            say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
+            return ResourceError.exit_code
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exception(error)
+        show_error(_bug(error))
+        return InternalError.exit_code
     return 0
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether the host had no memory left; torch's allocator says so in words only."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def _bug(error: BaseException) -> InternalError:
+    """An exception that nobody has turned into words, with the innermost place of ours that it passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in frame.filename]
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name}" if frames else None
+    internal = InternalError(
+        f"{type(error).__name__}: {error}".strip(),
+        where=place,
+        hint=f"this is a bug of roundpipe: please report it with the traceback that {DEBUG_VARIABLE}=1 shows",
+    )
+    internal.__cause__ = error
+    return internal

@@ -38,6 +38,7 @@ from roundpipe_cli.schedule.actions import Action, Schedule
 from roundpipe_cli.schedule.lower import Program
 from roundpipe_cli.schedule.timeline import COMPUTE, Interval, Timeline, bubble_ratio, utilization
 
+TICK_S = 0.25
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
 """For all workers together; one that hangs is left behind (its thread is a daemon)."""
@@ -319,11 +320,14 @@ class Engine:
     def _collect(self, context: StepContext) -> list[WorkResult]:
         """One result per worker; a step that stands still is ended by the watchdog."""
         results: list[WorkResult] = []
+        seen_s, still_s = context.progress.last_s, 0.0
         while len(results) < self.num_workers:
             try:
-                results.append(self._results.get(timeout=0.5))
+                results.append(self._results.get(timeout=TICK_S))
             except queue.Empty:
-                still_s = time.monotonic() - context.progress.last_s
+                # Counted in ticks: while the whole process was stopped (SIGSTOP) nothing could move.
+                still_s = still_s + TICK_S if context.progress.last_s == seen_s else 0.0
+                seen_s = context.progress.last_s
                 if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                     self._raise_first(results, context)  # one failed and another is stuck: the failure says more

@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.faults import fault
 from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
 SHARD_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
@@ -65,6 +67,11 @@ class _Checked:
         self._where, self._names, self._shapes, self._set = where, names, shapes, set_parameter
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
+        with at_work(f"loading {name}"):
+            fault("load")
+            self._put(name, tensor)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shapes[name]:
             raise RefusedError(
                 "a weight has another shape than the architecture",

@@ -229,6 +229,8 @@ class Recipe:
     """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. null starts afresh."""
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or adapt the plan and go on."""
+    watchdog_s: Annotated[float, Range(0)] = 600.0
+    """Seconds without progress after which a run ends with exit code 1 and the stacks of all threads. 0 is never."""
     weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"
     """Where the base weights live on the host: page-locked (fastest), ordinary memory, or the checkpoint file."""
     hardware: Words | None = None

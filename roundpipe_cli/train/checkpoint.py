@@ -39,6 +39,7 @@ from roundpipe_cli.train.durable import (
 )
 from roundpipe_cli.train.safetensors_stream import TensorGroup, TensorStream, stream_file
 from roundpipe_cli.train.step_folders import STEP_FOLDER, list_checkpoints, step_folder
+from roundpipe_cli.watchdog import at_work
 
 FORMAT_NAME = "roundpipe-checkpoint"
 FORMAT_VERSION = 1
@@ -173,10 +174,10 @@ def _write_folder(temporary: Path, step: int, streams: Mapping[str, TensorStream
     temporary.mkdir(mode=STATE_FOLDER_MODE)
     records = []
     for group, stream in streams.items():
-        fault("ckpt_writer", step=step)
+        _pass_fault(step)
         name = f"{group}.safetensors"
         records.append(FileRecord(name, *write_new_file(temporary / name, stream_file(stream))))
-    fault("ckpt_writer", step=step)
+    _pass_fault(step)
     records.append(FileRecord(STATE_NAME, *write_new_file(temporary / STATE_NAME, [state])))
     manifest = {
         "format": FORMAT_NAME,
@@ -187,6 +188,11 @@ def _write_folder(temporary: Path, step: int, streams: Mapping[str, TensorStream
     write_new_file(temporary / MANIFEST_NAME, [_encode_json(manifest)])
     sync_folder(temporary)
     return records
+
+
+def _pass_fault(step: int) -> None:
+    with at_work(f"the checkpoint of step {step}"):
+        fault("ckpt_writer", step=step)
 
 
 def _already_there(target: Path, step: int, records: list[FileRecord]) -> bool:
@@ -209,7 +215,7 @@ def _commit(output_dir: Path, temporary: Path, step: int) -> None:
         for other_step, folder in list_checkpoints(output_dir):
             if other_step >= step:
                 set_aside.append((folder, folder.rename(_free_deleted_name(folder))))
-        fault("ckpt_writer", step=step)
+        _pass_fault(step)
         temporary.rename(target)
         try:
             sync_folder(output_dir)
@@ -230,7 +236,7 @@ def prune(output_dir: Path, step: int, keep: int, warn: Warn | None = None) -> N
     mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]
     doomed = [entry for entry in output_dir.iterdir() if entry.name.startswith(f"{DELETED_PREFIX}step-")]
     for folder in mine[keep:]:
-        fault("ckpt_writer", step=step)
+        _pass_fault(step)
         try:
             doomed.append(folder.rename(_free_deleted_name(folder)))
         except OSError as error:

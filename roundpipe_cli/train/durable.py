@@ -17,6 +17,7 @@ from pathlib import Path
 
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.units import format_bytes
+from roundpipe_cli.watchdog import at_work
 
 STATE_FILE_MODE = 0o600
 """Run state holds private data (optimizer moments, rows' positions): for the owner only."""
@@ -88,11 +89,13 @@ def write_new_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int =
             rest = view.cast("B") if view.nbytes else memoryview(b"")
             while rest:
                 piece = rest[:_CHUNK_BYTES]
-                written = os.write(descriptor, piece)
+                with at_work(f"writing {path.name}"):
+                    written = os.write(descriptor, piece)
                 digest.update(piece[:written])
                 num_bytes += written
                 rest = rest[written:]
-        os.fsync(descriptor)
+        with at_work(f"fsync of {path.name}"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return num_bytes, digest.hexdigest()

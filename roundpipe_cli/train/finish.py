@@ -17,6 +17,7 @@ from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
 from roundpipe_cli.train.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
 from roundpipe_cli.train.output_dir import REPORT_NAME
 from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.watchdog import at_work
 
 RESULT_FOLDER = ".tmp-result"
 LAST_NAMES = ("config.json", "adapter_config.json")
@@ -40,8 +41,9 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> Non
         else:
             shutil.copytree(best, temporary)
         for path in _synced(temporary):
-            fault("export")
-            path.rename(output_dir / path.name)
+            with at_work(f"writing {path.name}"):
+                fault("export")
+                path.rename(output_dir / path.name)
         sync_folder(output_dir)
         temporary.rmdir()
     except OSError as error:

@@ -38,6 +38,7 @@ from roundpipe_cli.train.resume import check_unchanged, run_state
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
+from roundpipe_cli.watchdog import at_work, watching
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -87,12 +88,13 @@ def finetune(
             named = recipe.resume_from_checkpoint
             folder = None if named in (None, "auto") else Path(str(named)).expanduser()
             checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
-        setup = prepare(loaded, offline=offline, tell=tell)
-        if checkpoint is not None:
-            check_unchanged(checkpoint.meta, setup, allow_changed)
-        trainer = Trainer(setup, output_dir, signals, tell, trace, live)
-        write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
-        trainer.run(checkpoint)
+        with watching(recipe.watchdog_s):
+            setup = prepare(loaded, offline=offline, tell=tell)
+            if checkpoint is not None:
+                check_unchanged(checkpoint.meta, setup, allow_changed)
+            trainer = Trainer(setup, output_dir, signals, tell, trace, live)
+            write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
+            trainer.run(checkpoint)
 
 
 class Trainer:
@@ -230,12 +232,13 @@ class Trainer:
         self._tell(step_timeline(result, step + 1, self._clock))
         if self._timelines is not None:
             self._timelines.append(result.timeline)
-        result = _poisoned(result, fault("optimizer", step=step))
         learning_rate = self._learning_rate(step)
-        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
-            self._update(result.gradient_norm, learning_rate)
-        else:
-            self._not_finite(step, batches, result)
+        with at_work(f"the update of step {step + 1}"):
+            result = _poisoned(result, fault("optimizer", step=step))
+            if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+                self._update(result.gradient_norm, learning_rate)
+            else:
+                self._not_finite(step, batches, result)
         step_s = time.monotonic() - started_s
         event = StepFinished(
             step=step + 1,

@@ -44,6 +44,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         recompute=recipe.pipeline.recompute,
         unread=find_unread(setup.model, setup.split, setup.store) if skip else None,
         keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
+        watchdog_s=recipe.watchdog_s or None,
     )
 
 

@@ -27,6 +27,7 @@ FREE_KEYS = (
     "report_to",
     "resume_from_checkpoint",
     "on_oom",
+    "watchdog_s",
     "weights",
     "hardware",
 )

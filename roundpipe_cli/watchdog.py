@@ -1,0 +1,90 @@
+"""Notices work that should be short and does not end, and ends the run with all stacks shown.
+
+    with watching(limit_s=600):              # in the main thread, once
+        ...
+        with at_work("writing a checkpoint"):   # in any thread, around each piece of work
+            ...
+
+Time in which the process itself was stopped (SIGSTOP, a laptop's lid) does not count: the watching thread counts its
+own ticks. Steps of the engine have a watchdog of their own, which also knows worker, stage and microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from roundpipe_cli.errors import InternalError
+
+TICK_S = 0.25
+_at_work: dict[int, list[str]] = {}
+"""Thread -> what it is doing, innermost last. A new list for every piece of work, so that identity tells them apart."""
+
+
+@contextlib.contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Say that this thread does `what`, which takes seconds, not minutes."""
+    thread = threading.get_ident()
+    before = _at_work.get(thread)
+    _at_work[thread] = [*(before or ()), what]
+    try:
+        yield
+    finally:
+        if before is None:
+            del _at_work[thread]
+        else:
+            _at_work[thread] = list(before)
+
+
+@contextlib.contextmanager
+def watching(limit_s: float) -> Iterator[None]:
+    """While the body runs, one piece of work that lasts longer than `limit_s` ends it. 0: never.
+
+    Raises:
+        InternalError: in the main thread, as a signal's handler does: also while it waits for a lock.
+    """
+    if limit_s <= 0:
+        yield
+        return
+    stuck: list[str] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise InternalError(
+            f"no progress for {limit_s:g} s (the stacks of all threads are above)",
+            where=stuck[0],
+            hint="a longer time is set by watchdog_s=",
+        )
+
+    previous = signal.signal(signal.SIGUSR1, handle)
+    stop = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def watch() -> None:
+        ticks: dict[int, tuple[list[str], int]] = {}
+        while not stop.wait(TICK_S):
+            ticks = {
+                thread: (work, count + 1 if ticks_of is work else 1)
+                for thread, work in list(_at_work.items())
+                for ticks_of, count in [ticks.get(thread, (None, 0))]
+            }
+            overdue = [work for work, count in ticks.values() if count * TICK_S > limit_s]
+            if overdue:
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                stuck.append(overdue[0][-1])
+                signal.pthread_kill(main, signal.SIGUSR1)
+                return
+
+    watcher = threading.Thread(target=watch, name="watchdog", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+        signal.signal(signal.SIGUSR1, previous)

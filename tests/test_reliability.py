@@ -1,0 +1,33 @@
+"""The promises of README's table "Reliability", each tried a few times; `scripts/torture` tries them often."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.torture.arena import Arena
+from tests.torture.promises import PROMISES, Promise
+
+BUSY = 8.0
+"""Factor on time limits: the suite's processes share the machine."""
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    """On a file system in memory where there is one: fsync is free there, and SIGKILL needs no real disk."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="roundpipe-", dir=memory if os.access(memory, os.W_OK) else None))
+    yield Arena(folder, jobs=1, patience=BUSY)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
+def test_promise(arena: Arena, promise: Promise) -> None:
+    seen = promise.trial(arena, promise.suite_count)
+    assert seen.total >= min(promise.suite_count, 3)
+    assert not seen.failures, "\n".join(seen.failures)

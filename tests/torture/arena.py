@@ -1,0 +1,178 @@
+"""One tiny model, its data, and uninterrupted runs to compare with, on a file system in memory.
+
+A trial is a function of (arena, count) that returns what was `Seen`. Each single try gets a folder of its own and a
+random generator seeded with its index, so that a failure can be repeated; the folder of a failed one is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from roundpipe_cli.cache import CACHE_VARIABLE
+from tests.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
+
+BASE = {"num_train_epochs": 4}
+"""12 steps of 2 microbatches, dropout and shuffling on, saved every 2 steps."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "full": {"method": "full", "learning_rate": 1.0e-3},
+    "accumulate": {"micro_batch_size": 1, "gradient_accumulation_steps": 4},
+    "stale": {"pipeline__optimizer_staleness": 1},
+}
+RESULTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
+CLOCK_KEYS = ("training_s",)
+"""Of a checkpoint's state: what depends on the clock."""
+PIPELINE_KEYS = ("upload_bytes", "device_peak_bytes")
+"""Of a row of metrics.jsonl: what depends on the devices."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How often a promise was put to the test, and where it did not hold."""
+
+    total: int
+    failures: tuple[str, ...]
+    note: str = ""
+    """Further figures, e.g. how many kills fell inside a save."""
+
+    @property
+    def figure(self) -> str:
+        """`200 of 200, 31 % of 600 kills inside a save`."""
+        return f"{self.total - len(self.failures)} of {self.total}" + (f", {self.note}" if self.note else "")
+
+
+@dataclass
+class Arena:
+    """Where trials run."""
+
+    folder: Path
+    jobs: int = 1
+    """Tries at a time."""
+    patience: float = 1.0
+    """Time limits are multiplied by this; more than 1 on a machine that does other work too."""
+    seed: int = 20261121
+    _references: dict[str, Path] = field(default_factory=dict)
+    _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+    _made: int = 0
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.environ[CACHE_VARIABLE] = str(self.folder / "cache")  # of runs; not the user's
+        make_model(self.folder / "model")
+        write_rows(self.folder / "rows.jsonl")
+
+    def workspace(self, variant: str = "lora", **changes: Any) -> Path:
+        """A new working directory with `recipe.yaml`; model and data are shared with all others."""
+        with self._lock:
+            self._made += 1
+            work = self.folder / f"{variant}-{self._made}"
+        work.mkdir()
+        shared = {"model": str(self.folder / "model"), "datasets": [{"path": str(self.folder / "rows.jsonl")}]}
+        write_recipe(work / "recipe.yaml", **{**BASE, **shared, **VARIANTS[variant], **changes})
+        return work
+
+    def reference(self, variant: str = "lora", **changes: Any) -> Path:
+        """The output directory of an uninterrupted run of the same recipe."""
+        key = variant + json.dumps(changes, sort_keys=True)
+        with self._lock:
+            known = self._references.get(key)
+        if known is None:
+            work = self.workspace(variant, **changes)
+            start(work).finish().expect(0)
+            known = self._references.setdefault(key, work / "out")
+        return known
+
+    def seconds(self, variant: str, environment: Mapping[str, str]) -> float:
+        """How long an uninterrupted run takes with these faults (the first of three is not counted: it warms up)."""
+        key = (variant, json.dumps(dict(environment)))
+        if key not in self._seconds:
+            times = []
+            for _ in range(3):
+                work = self.workspace(variant)
+                times.append(start(work, environment=environment).finish().expect(0).seconds)
+                shutil.rmtree(work)
+            self._seconds[key] = min(times[1:])
+        return self._seconds[key]
+
+    def each(self, count: int, attempt: Callable[[int, random.Random], None]) -> tuple[str, ...]:
+        """Run `attempt(index, random)` for each index, `jobs` at a time. Returns what the failed ones said."""
+
+        def guarded(index: int) -> str | None:
+            try:
+                attempt(index, random.Random(f"{self.seed}-{index}"))
+            except Exception as error:  # a trial that itself breaks has not shown the promise either
+                return f"try {index}: {type(error).__name__}: {error}"
+            return None
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            return tuple(text for text in pool.map(guarded, range(count)) if text is not None)
+
+
+def start(work: Path, *words: str, environment: Mapping[str, str] | None = None) -> Running:
+    """`roundpipe finetune recipe.yaml WORDS` in `work`."""
+    return launch(work, "finetune", "recipe.yaml", *words, environment=environment)
+
+
+def saved(work: Path) -> list[Path]:
+    """Checkpoints, oldest first."""
+    return sorted((work / "out").glob("step-*"))
+
+
+def resume_words(work: Path) -> tuple[str, ...]:
+    """What a restarting script adds: `--resume` once there is a checkpoint."""
+    return ("--resume",) if saved(work) else ()
+
+
+def go_on(work: Path, *words: str, environment: Mapping[str, str] | None = None) -> Outcome:
+    """Run to the end from wherever the run stands."""
+    return start(work, *resume_words(work), *words, environment=environment).finish().expect(0)
+
+
+def inside_a_save(work: Path) -> bool:
+    """Whether a dead run left a half-written checkpoint or a half-removed one."""
+    return any(any((work / "out").glob(pattern)) for pattern in (".tmp-step-*", ".del-step-*"))
+
+
+def assert_identical(work: Path, reference: Path) -> None:
+    """Same loss to the bit in every row, same result, and the same last checkpoint: masters, moments, state."""
+    out = work / "out"
+    assert _rows(out) == _rows(reference), "metrics.jsonl differs"
+    for name in RESULTS.values():
+        mine, theirs = out / name, reference / name
+        assert mine.exists() == theirs.exists(), f"{name} is missing"
+        assert not theirs.exists() or mine.read_bytes() == theirs.read_bytes(), f"{name} differs"
+    newest, expected = saved(work)[-1], sorted(reference.glob("step-*"))[-1]
+    assert newest.name == expected.name, f"the last checkpoint is {newest.name}, not {expected.name}"
+    for path in expected.glob("*.safetensors"):
+        assert (newest / path.name).read_bytes() == path.read_bytes(), f"{path.name} differs"
+    assert _state(newest) == _state(expected), "state.json differs"
+    left = [path.name for path in out.iterdir() if path.name.startswith((".tmp", ".del"))]
+    assert not left, f"left behind: {left}"
+
+
+def _rows(output_dir: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in PIPELINE_KEYS} for row in numbers(output_dir)]
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    for key in CLOCK_KEYS:
+        state["meta"].pop(key, None)
+    return state
+
+
+def died(running: Running, number: int = signal.SIGKILL) -> None:
+    """Wait for the end of a run that a signal has killed."""
+    done = running.finish()
+    assert done.code == -number, f"ended with {done.code}, not by signal {number}\n{done.err}"

@@ -1,0 +1,45 @@
+"""Every promise, the trial that holds it, and how often it is tried: in the test suite and before a release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.torture import damage, holders, kills, stops, workers
+from tests.torture.arena import Arena, Seen
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One row of the README's table."""
+
+    name: str
+    """Option of `scripts/torture` and id of the test."""
+    text: str
+    trial: Callable[[Arena, int], Seen]
+    suite_count: int
+    """Tries in the test suite."""
+    release_count: int
+    """Tries before a release; a trial over a list of cases takes all of them where this is more."""
+
+
+PROMISES = (
+    Promise(
+        "kills",
+        "SIGKILL three times at random moments, then resume: the same metrics, result and state, to the bit",
+        kills.random_kills,
+        8,
+        200,
+    ),
+    Promise("flips", "one flipped bit in the newest checkpoint: noticed or harmless", damage.bit_flips, 8, 1000),
+    Promise("cuts", "a file of the newest checkpoint cut short: noticed, named", damage.truncations, 5, 200),
+    Promise("sets", "files missing, empty, zeroed, too many; all bad: exit 6", damage.damaged_sets, 16, 16),
+    Promise("sigterm", "SIGTERM at random, dropout, accumulation 4: resumes bit-identically", stops.sigterm, 6, 50),
+    Promise("hangup", "terminal closed at random: exit 129, resumes bit-identically", stops.hangup, 3, 50),
+    Promise("ctrl-c", "Ctrl-C at a terminal: checkpoint, exit 130, resumes bit-identically", stops.ctrl_c, 4, 50),
+    Promise("ctrl-c-twice", "Ctrl-C twice: stops at once, last checkpoint good", stops.ctrl_c_twice, 4, 50),
+    Promise("phases", "a signal in each phase of a run: true exit code, resumes", stops.every_phase, 14, 210),
+    Promise("holders", "a second run in one directory: exit 3, names the holder", holders.two_at_once, 3, 50),
+    Promise("faults", "a failing part: one error block, right exit code, no hang", workers.failing_parts, 20, 1000),
+    Promise("hangs", "a part that hangs: all stacks, exit 1, within 10 s", workers.hanging_parts, 8, 1000),
+)
