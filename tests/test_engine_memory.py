@@ -9,7 +9,7 @@ Copying CPU workers count every storage that their computations make until it is
   + what the blocks are called with (position embeddings, masks), of one round: made once per microbatch and device,
     as section 4 says, and dropped after the worker's last use
   + workspace of one layer's backward, as in plan/memory.py: tokens x 4 bytes x (3 x intermediate + 2 x hidden),
-    and the parameter gradients that autograd hands over, of one layer, before they are added to the sums
+    and the gradient of one parameter of a block, which is added to the sums before the next one is made
 
 Activations are counted independently: what autograd saves in the plain module, block by block.
 """
@@ -133,7 +133,7 @@ def test_live_bytes_stay_within_the_bound(rig: Rig, blocks_per_stage: int, recom
         + 4 * boundary
         + schedule.microbatches_per_round * argument_bytes(rig, microbatch)
         + ROWS * TOKENS * 4 * (3 * INTERMEDIATE + 2 * HIDDEN)
-        + max(4 * layout.num_trainable_elements for layout in rig.store.layouts)
+        + max(4 * place.num_elements for layout in rig.store.layouts[1:HEAD] for place in layout.trainable)
     )
     model = sum(layout.num_bytes + 4 * layout.num_trainable_elements for layout in rig.store.layouts)
 

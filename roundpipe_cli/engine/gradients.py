@@ -9,15 +9,14 @@ not change its bits. Two ways, chosen once per step for each layer:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from roundpipe_cli.engine.activations import Progress
 from roundpipe_cli.engine.backends.base import Event
 from roundpipe_cli.model.layout import LayerLayout
 
-Gradients = Sequence["torch.Tensor | None"]
+Parts = list[tuple[int, torch.Tensor]]
+"""(index of the parameter, a gradient of it), in the order in which they are to be added."""
 
 
 class GradientFold:
@@ -41,7 +40,7 @@ class GradientFold:
         self._progress = progress
         self._next = 0
         self._folding = False
-        self._waiting: dict[int, list[Gradients]] = {}
+        self._waiting: dict[int, Parts] = {}
         self.event: Event = None
         """When the device's last download into `flat` is complete."""
         flat.zero_()
@@ -51,8 +50,8 @@ class GradientFold:
         with self._progress.condition:
             return self._next == microbatch
 
-    def fold(self, microbatch: int, parts: list[Gradients]) -> bool:
-        """Add one microbatch's gradients (several parts for a head in chunks), or keep them until it is their turn.
+    def fold(self, microbatch: int, parts: Parts) -> bool:
+        """Add one microbatch's gradients (none left if it was its turn), or keep them until it is their turn.
 
         Returns:
             whether this call added the step's last microbatch.
@@ -69,8 +68,8 @@ class GradientFold:
                     complete = self._next == self.num_microbatches
                     break
                 turn = self._waiting.pop(self._next)
-            for gradients in turn:
-                add_gradients(self.views, gradients)
+            for index, gradient in turn:
+                self.views[index].add_(gradient)
             with self._progress.condition:
                 self._next += 1
         self._progress.moved()
@@ -88,13 +87,6 @@ class GradientFold:
             self.event = event
             self._next = next_microbatch
         self._progress.moved()
-
-
-def add_gradients(accumulators: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """accumulators += gradients, in the accumulators' dtype; a gradient that is None counts as zero."""
-    for accumulator, gradient in zip(accumulators, gradients, strict=True):
-        if gradient is not None:
-            accumulator.add_(gradient)
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:

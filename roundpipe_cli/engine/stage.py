@@ -18,10 +18,11 @@ from torch import nn
 
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
-from roundpipe_cli.engine.gradients import GradientFold, Gradients, add_gradients, square_sum
+from roundpipe_cli.engine.gradients import GradientFold, Parts, square_sum
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.dropout import layer_seed
+from roundpipe_cli.model.gradient_taps import GradientTaps, Take
 from roundpipe_cli.model.head import run_head, score_head
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import EmbedGradient, Prologue, WorkerModel
@@ -286,19 +287,7 @@ class StageRunner:
 
     def _run_head(self, context: StepContext, state: MicrobatchState) -> torch.Tensor | None:
         layer = self.layer = len(context.folds) - 1
-        fold = context.folds[layer]
-        parts: list[Gradients] = []
-        adds_now = fold is not None and (context.device_folds or fold.is_turn(state.index))
-
-        def take(gradients: Gradients) -> None:
-            if not adds_now:
-                parts.append(gradients)
-            elif context.device_folds:
-                add_gradients(self.accumulators[layer], gradients)
-            else:
-                assert fold is not None
-                add_gradients(fold.views, gradients)
-
+        take, parts = self._taker(context, layer, state)
         with self.backend.compute():
             result = run_head(
                 self.model.logits,
@@ -308,12 +297,11 @@ class StageRunner:
                 gradient_scale=context.gradient_scale,
                 chunk_tokens=context.head_chunk_tokens,
                 parameters=self.parameters[layer],
-                fold=take,
+                take=take,
                 needs_hidden_grad=context.first_trainable_layer < layer,
             )
         state.loss_sum = result.loss_sum
-        if fold is not None and not context.device_folds and fold.fold(state.index, parts):
-            context.square_sums[layer] = square_sum(fold.flat)
+        self._fold(context, layer, state, parts)
         return result.grad_hidden
 
     def _backward_layer_by_layer(
@@ -335,25 +323,37 @@ class StageRunner:
         if graph.output is None:
             return None
         self.layer = graph.layer
-        parameters = self.parameters[graph.layer]
-        inputs: list[Any] = [graph.leaf, *parameters] if graph.leaf.requires_grad else list(parameters)
-        with self.backend.compute():
-            gradients = torch.autograd.grad(graph.output, inputs, gradient, allow_unused=True)
-            graph.output = None
-            result = gradients[0] if graph.leaf.requires_grad else None
-            if graph.leaf.requires_grad:
-                gradients = gradients[1:]
-            fold = context.folds[graph.layer]
-            if fold is not None and context.device_folds:
-                add_gradients(self.accumulators[graph.layer], gradients)
-        if fold is not None and not context.device_folds and fold.fold(state.index, [self._on_host(gradients)]):
-            context.square_sums[graph.layer] = square_sum(fold.flat)
-        return result
+        take, parts = self._taker(context, graph.layer, state)
+        with self.backend.compute(), GradientTaps(self.parameters[graph.layer], take):
+            torch.autograd.backward(graph.output, gradient)
+        graph.output = None
+        self._fold(context, graph.layer, state, parts)
+        return graph.leaf.grad
 
-    def _on_host(self, gradients: Gradients) -> Gradients:
-        if self.backend.device.type == "cpu":
-            return gradients
-        return [None if gradient is None else gradient.cpu() for gradient in gradients]
+    def _taker(self, context: StepContext, layer: int, state: MicrobatchState) -> tuple[Take, Parts]:
+        """Adds gradients to the layer's sum as backward makes them; or lists them, if it is not their turn yet."""
+        fold = context.folds[layer]
+        parts: Parts = []
+        sums = self.accumulators.get(layer, []) if context.device_folds else []
+        on_host = not context.device_folds
+        if fold is not None and on_host and fold.is_turn(state.index):
+            sums = fold.views
+
+        def take(index: int, gradient: torch.Tensor) -> None:
+            if on_host and self.backend.device.type != "cpu":
+                gradient = gradient.cpu()
+            if sums:
+                sums[index].add_(gradient)
+            else:
+                parts.append((index, gradient))
+
+        return take, parts
+
+    def _fold(self, context: StepContext, layer: int, state: MicrobatchState, parts: Parts) -> None:
+        """On the host, after a layer's backward: this microbatch is added, or waits in line with what was listed."""
+        fold = context.folds[layer]
+        if fold is not None and not context.device_folds and fold.fold(state.index, parts):
+            context.square_sums[layer] = square_sum(fold.flat)
 
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
         self.layer = 0

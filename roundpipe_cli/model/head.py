@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.model.gradient_taps import GradientTaps, Take
+
 Logits = Callable[[torch.Tensor], torch.Tensor]
-Fold = Callable[[Sequence["torch.Tensor | None"]], None]
-"""Takes the gradients of the head's trainable parameters for one chunk."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ def run_head(
     gradient_scale: float,
     chunk_tokens: int,
     parameters: Sequence[torch.Tensor],
-    fold: Fold,
+    take: Take,
     needs_hidden_grad: bool,
 ) -> HeadResult:
     """Forward and backward of the head for one microbatch.
@@ -115,7 +115,7 @@ def run_head(
         gradient_scale: what the loss sum is multiplied by before differentiation.
         chunk_tokens: target tokens per chunk.
         parameters: the head's trainable parameters.
-        fold: called once per chunk, in order, with their gradients.
+        take: is given their gradients, one parameter at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
@@ -129,17 +129,15 @@ def run_head(
             logits = logits_of(chunk)
         loss_sum, grad_logits = chunk_loss(logits, targets[part])
         result.loss_sum += loss_sum
-        wanted = [chunk, *parameters] if needs_hidden_grad else list(parameters)
-        if not wanted:
+        if not logits.requires_grad:
             continue
         grad_logits = grad_logits.mul_(gradient_scale).to(logits.dtype)
-        gradients = torch.autograd.grad(logits, wanted, grad_logits, allow_unused=True)
+        with GradientTaps(parameters, take):
+            torch.autograd.backward(logits, grad_logits)
         del logits, grad_logits
         if grad_rows is not None:
-            grad_rows[part] = gradients[0]
-            gradients = gradients[1:]
-        if parameters:
-            fold(gradients)
+            assert chunk.grad is not None
+            grad_rows[part] = chunk.grad
     if grad_rows is not None:
         grad_flat = torch.zeros_like(flat)
         grad_flat[indices] = grad_rows

@@ -1,0 +1,37 @@
+"""Each parameter's gradient in hand the moment that backward has it, so that a layer's never exist all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Take = Callable[[int, torch.Tensor], None]
+"""Takes the index of a parameter and its gradient. A parameter that takes no part is not called for."""
+
+
+class GradientTaps:
+    """While entered, a backward hands over the gradients of `parameters` in place of leaving them in `.grad`."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], take: Take) -> None:
+        self._parameters = parameters
+        self._take = take
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hand_over(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            self._take(index, gradient)
+
+        return hand_over
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
