@@ -289,7 +289,6 @@ REFUSED_NOW = {
     "weights": "mmap",
     "pipeline.devices": "emulated",
     "pipeline.recompute": "none",
-    "pipeline.optimizer_staleness": "1",
 }
 
 

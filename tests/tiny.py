@@ -150,6 +150,7 @@ def make_rig(
     seed: int = 0,
     lora_dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    staleness: int = 0,
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is."""
@@ -172,7 +173,7 @@ def make_rig(
         make_layout(name, parameters, dtype)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
-    store = WeightStore(layouts)
+    store = WeightStore(layouts, staleness)
     generator = torch.Generator().manual_seed(seed)
     for name, view in store.views.items():
         scale = 0.5 / max(view.shape[-1], 1) ** 0.5 if view.dim() > 1 else 0.1

@@ -1,7 +1,7 @@
 """The engine: runs one step of a schedule on a pool of stateless workers.
 
     with Engine(model, split, store, backends, ...) as engine:
-        result = engine.run_step(microbatches, schedule, step=0)     # gradients are in store.gradients afterwards
+        result = engine.run_step(microbatches, schedule, step=0)     # gradients are in store.gradients_of(0)
 
 All that lasts is in host stores. A step's loss and gradients do not depend on the number of workers, the partition,
 the schedule or the timing. The threads live as long as the `with` block.
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -26,7 +27,7 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import folds_on_device, hidden_readers, layer_range, lower_for_engine
-from roundpipe_cli.engine.stage import Scoring, StageRunner, StepContext
+from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_bytes, stage_gradient_elements
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
@@ -155,18 +156,25 @@ class Engine:
             self._workers.append(Worker(index, runner, backend, store, self._results))
         trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         self._first_trainable_layer = self._lowest_trained(trained)
+        self._late_layers = self._ending_last()
         self._open = False
         self._programs: dict[int, Program] = {}
         self.step_in_work: StepInWork | None = None
         """For whoever watches, from any thread."""
 
     def _lowest_trained(self, trained: list[int]) -> int:
-        # A tied table is kept with the head but trained through the embed layer too.
-        tied = self.store.views.keys() - {p.name for layout in self.store.layouts[:1] for p in layout.places}
+        return 0 if self._trains_tied_table() else min(trained, default=self.num_layers)
+
+    def _trains_tied_table(self) -> bool:
+        """Whether the table is kept with the head but trained through the embed layer too."""
         embedding = f"{self.split.embedding_path}.weight"
-        if embedding in tied and embedding in self.store.trainable_names:
-            return 0
-        return min(trained, default=self.num_layers)
+        tied = embedding in self.store.views and self.store.layer_of(embedding) > 0
+        return tied and embedding in self.store.trainable_names
+
+    def _ending_last(self) -> frozenset[int]:
+        """Trained layers that get gradients from the embed layer, which are added when all workers are done."""
+        head = {self.num_layers - 1} if self._trains_tied_table() else set()
+        return frozenset(head | {0} if self.store.layouts[0].num_trainable_elements else head)
 
     @property
     def num_workers(self) -> int:
@@ -189,15 +197,24 @@ class Engine:
             worker.join(deadline_s)
 
     def run_step(
-        self, microbatches: Sequence[Microbatch], schedule: Schedule, *, step: int, loss_scale: float = 1.0
+        self,
+        microbatches: Sequence[Microbatch],
+        schedule: Schedule,
+        *,
+        step: int,
+        loss_scale: float = 1.0,
+        version: int | None = None,
+        on_gradient: OnGradient | None = None,
     ) -> StepResult:
         """Forward and backward of one step; leaves the sum of gradients, times `loss_scale`, in the store.
 
         Args:
             microbatches: as many as the schedule has.
             schedule: for as many workers as the engine has.
-            step: index of the step, from 0; seeds dropout.
+            step: index of the step, from 0; seeds dropout and chooses the store's gradient sum.
             loss_scale: the loss is multiplied by this before differentiation (float16).
+            version: of the weights that every part of the step reads; None: the newest.
+            on_gradient: see `StepContext`; called by the workers' threads.
 
         Raises:
             ResourceError: out of device memory (exit code 5).
@@ -205,7 +222,8 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        context = self._context(microbatches, self._lowered(schedule), step, loss_scale)
+        context = self._context(microbatches, self._lowered(schedule), step, loss_scale, version=version)
+        context.on_gradient = on_gradient
         started_s = time.perf_counter()
         starts = [worker.backend.mark() for worker in self._workers]
         results = self._carry_out(context, started_s, starts)
@@ -269,15 +287,17 @@ class Engine:
         step: int,
         loss_scale: float,
         scoring: Scoring | None = None,
+        version: int | None = None,
     ) -> StepContext:
         progress = Progress()
+        gradients = self.store.gradients_of(step)
         states = []
         for index, microbatch in enumerate(microbatches):
             indices, targets = target_rows(microbatch.labels)
             states.append(MicrobatchState(index, microbatch.input_ids, indices, targets, microbatch.position_ids))
         num_targets = sum(len(state.target_ids) for state in states)
         folds = [
-            GradientFold(layer, layout, self.store.gradients[layer], len(states), progress)
+            GradientFold(layer, layout, gradients[layer], len(states), progress)
             if layout.num_trainable_elements and scoring is None
             else None
             for layer, layout in enumerate(self.store.layouts)
@@ -285,6 +305,8 @@ class Engine:
         copies = not self._workers[0].backend.aliases_host
         return StepContext(
             step=step,
+            version=self.store.newest if version is None else version,
+            gradients=gradients,
             program=program,
             microbatches=states,
             gradient_scale=loss_scale / max(num_targets, 1),
@@ -299,6 +321,7 @@ class Engine:
             folds=folds,
             device_folds=copies and scoring is None and folds_on_device(program),
             scoring=scoring,
+            late_layers=self._late_layers,
         )
 
     def _lowered(self, schedule: Schedule) -> Program:
@@ -402,7 +425,7 @@ class Engine:
                 if layer not in touched:
                     self._workers[0].backend.finish(fold.event)
                 touched.add(layer)
-                target = self.store.gradient(item.name)
+                target = self.store.gradient(item.name, context.step)
                 if item.token_ids is None:
                     target.add_(item.gradient)
                 else:  # ids are distinct, so the order of additions is fixed
@@ -410,5 +433,8 @@ class Engine:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a sum over several threads would depend on their number
         for layer in touched:
-            context.square_sums[layer] = square_sum(self.store.gradients[layer])
+            context.square_sums[layer] = square_sum(context.gradients[layer])
         torch.set_num_threads(threads)
+        if context.on_gradient is not None:
+            for layer in sorted(self._late_layers):
+                context.on_gradient(layer, partial(float, context.square_sums[layer]))

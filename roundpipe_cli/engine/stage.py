@@ -10,6 +10,7 @@ Each layer is a graph of its own (its input is detached), so where stages are cu
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from roundpipe_cli.model.worker_model import EmbedGradient, Prologue, WorkerMode
 from roundpipe_cli.schedule.actions import Kind, StageRange
 from roundpipe_cli.schedule.lower import Op, Program
 
+OnGradient = Callable[[int, Callable[[], float]], None]
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -45,6 +48,8 @@ class StepContext:
     """Everything that the threads of one step share."""
 
     step: int
+    version: int
+    """Of the weights that the whole step reads, the embedding's rows included."""
     program: Program
     microbatches: list[MicrobatchState]
     gradient_scale: float
@@ -63,11 +68,30 @@ class StepContext:
     """Per layer; None where nothing is trained."""
     device_folds: bool
     """Gradient sums travel with the stage instead of being folded on the host."""
+    gradients: Sequence[torch.Tensor]
+    """Per layer, the host's gradient sum of this step."""
+    on_gradient: OnGradient | None = None
+    """Told of each layer whose gradient is complete and whose weights the step reads no more, with a function that
+    waits until the gradient is on the host and returns its sum of squares."""
+    late_layers: frozenset[int] = frozenset()
+    """Whose gradient is complete at the end of the step only: the embed layer's, and the table tied to it."""
     square_sums: dict[int, torch.Tensor] = field(default_factory=dict)
     embed_gradients: dict[int, list[EmbedGradient]] = field(default_factory=dict)
     upload_bytes: int = 0
     scoring: Scoring | None = None
     """None in a training step."""
+
+    def gradient_complete(self, layer: int, squares: torch.Tensor, wait: Callable[[], None] | None = None) -> None:
+        """Note the sum of squares of a complete gradient; `wait` blocks until the gradient is on the host."""
+        self.square_sums[layer] = squares
+        if self.on_gradient is not None and layer not in self.late_layers:
+
+            def square_sum() -> float:
+                if wait is not None:
+                    wait()
+                return float(squares)
+
+            self.on_gradient(layer, square_sum)
 
 
 @dataclass
@@ -353,7 +377,7 @@ class StageRunner:
         """On the host, after a layer's backward: this microbatch is added, or waits in line with what was listed."""
         fold = context.folds[layer]
         if fold is not None and not context.device_folds and fold.fold(state.index, parts):
-            context.square_sums[layer] = square_sum(fold.flat)
+            context.gradient_complete(layer, square_sum(fold.flat))
 
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
         self.layer = 0

@@ -1,17 +1,29 @@
 """The host's store of weights: one flat page-aligned buffer per layer, exact size.
 
-Trainable parameters also have float32 masters and float32 gradient accumulators, one flat tensor per layer each.
-In float32 the weights themselves are the masters. All of it is allocated once.
+Trainable parameters also have float32 masters and float32 gradient sums, one flat tensor per layer each. All of it is
+allocated once. Version v of a layer is its weights after v updates; with staleness 1 a step reads version v - 1 while
+the update writes version v, so trainable weights are there twice:
+
+    staleness 0                              staleness 1
+    | frozen | trainable, any version |      | frozen | trainable, even versions |   | trainable, odd versions |
+    one gradient sum                         two gradient sums, for steps with even and odd numbers
+
+In 16 bit the masters are apart (one, newest version). In float32 the weights of the newest version are the masters.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace
+
+NO_VERSION = -1
+"""Held by a buffer that nothing was put into yet, or that is being written."""
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
@@ -21,32 +33,145 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
+@dataclass(frozen=True)
+class LayerUpdate:
+    """What one update of a layer reads and writes; flat tensors [num_trainable_elements]."""
+
+    masters: torch.Tensor
+    """float32, of the version before."""
+    new_masters: torch.Tensor
+    """float32, where the new ones belong; the same memory, but for staleness 1 in float32."""
+    weights: torch.Tensor | None
+    """Where the new masters are rounded to; None in float32."""
+
+
 class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
-    def __init__(self, layouts: Sequence[LayerLayout]) -> None:
+    def __init__(self, layouts: Sequence[LayerLayout], staleness: int = 0) -> None:
+        """
+        Args:
+            layouts: one per layer.
+            staleness: 0 or 1: versions by which the weights of a step may lag.
+        """
         self.layouts = tuple(layouts)
+        self.staleness = staleness
         self.buffers = [page_aligned(layout.num_bytes) for layout in layouts]
+        """Per layer, uint8: frozen weights, then the trainable ones of version 0, 2, ... (staleness 0: of any)."""
+        self._odd = [page_aligned(layout.trainable_num_bytes) for layout in layouts] if staleness else []
+        """Per layer, uint8: the trainable weights of version 1, 3, ..."""
         self.masters: list[torch.Tensor] = []
-        """Per layer, float32 [num_trainable_elements]."""
-        self.gradients: list[torch.Tensor] = []
-        """Per layer, float32 [num_trainable_elements]: the sum over the step's microbatches."""
+        """Per layer, float32 [num_trainable_elements], of the newest version."""
         for layout, buffer in zip(layouts, self.buffers, strict=True):
-            count = layout.num_trainable_elements
-            if layout.trainable_dtype == torch.float32 and count:
+            if layout.trainable_dtype == torch.float32:
                 self.masters.append(layout.trainable_bytes(buffer))
             else:
-                self.masters.append(page_aligned(4 * count).view(torch.float32))
-            self.gradients.append(page_aligned(4 * count).view(torch.float32))
+                self.masters.append(page_aligned(4 * layout.num_trainable_elements).view(torch.float32))
+        self._gradients = [
+            [page_aligned(4 * layout.num_trainable_elements).view(torch.float32) for layout in layouts]
+            for _ in range(1 + staleness)
+        ]
         self._places: dict[str, tuple[int, ParameterPlace]] = {
             place.name: (index, place) for index, layout in enumerate(layouts) for place in layout.places
         }
-        self._views = {name: place.view(self.buffers[index]) for name, (index, place) in self._places.items()}
+        self._views = [self._make_views(slot) for slot in range(1 + staleness)]
+        self._trained = [layer for layer, layout in enumerate(layouts) if layout.num_trainable_elements]
+        self._held: list[list[int]] = []
+        """Per layer, which version each of its buffers holds."""
+        self.set_version(0)
+
+    def _make_views(self, slot: int) -> dict[str, torch.Tensor]:
+        return {name: self._place(index, place, slot) for name, (index, place) in self._places.items()}
+
+    def _place(self, layer: int, place: ParameterPlace, slot: int) -> torch.Tensor:
+        if slot and place.trainable:
+            return _moved(place, self.layouts[layer]).view(self._odd[layer])
+        return place.view(self.buffers[layer])
+
+    # -- versions ------------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> int:
+        """The newest version that every layer has."""
+        return min((max(self._held[layer]) for layer in self._trained), default=0)
+
+    def version_of(self, layer: int) -> int:
+        """The newest version that `layer` has, whole."""
+        return max(self._held[layer])
+
+    def step_version(self, step: int) -> int:
+        """The version that step `step` (from 0) reads, wherever it reads weights."""
+        return max(step - self.staleness, 0)
+
+    def check_version(self, layer: int, version: int) -> None:
+        """Assert that `layer` has its weights of `version`, whole; called wherever a step starts to read them."""
+        if self.layouts[layer].num_trainable_elements:
+            held = self._held[layer][version % len(self._views)]
+            assert held == version, f"layer {layer} has weights of version {held}, not {version}"
+
+    def set_version(self, version: int) -> None:
+        """Declare what lies in the buffers now to be version `version`, and the one before it where there are two."""
+        slots = range(len(self._views))
+        held = [NO_VERSION for _ in slots]
+        for back in slots:
+            if version - back >= 0:
+                held[(version - back) % len(slots)] = version - back
+        self._held = [list(held) for _ in self.layouts]
+        for layer in self._trained:
+            if self.layouts[layer].trainable_dtype == torch.float32:
+                self.masters[layer] = self._trainable(layer, version)
+
+    def _trainable(self, layer: int, version: int) -> torch.Tensor:
+        """The trainable weights of one version, flat, in their own dtype."""
+        layout = self.layouts[layer]
+        if version % len(self._views):
+            return self._odd[layer].view(layout.trainable_dtype)
+        return layout.trainable_bytes(self.buffers[layer])
+
+    @contextmanager
+    def next_version(self, layer: int) -> Iterator[LayerUpdate]:
+        """Where the update of one layer goes. On leaving without an error the layer has its next version."""
+        version = max(self._held[layer]) + 1
+        slot = version % len(self._views)
+        self._held[layer][slot] = NO_VERSION
+        if self.layouts[layer].trainable_dtype == torch.float32:
+            target = self._trainable(layer, version) if self.staleness else self.masters[layer]
+            yield LayerUpdate(self.masters[layer], target, None)
+            self.masters[layer] = target
+        else:
+            yield LayerUpdate(self.masters[layer], self.masters[layer], self._trainable(layer, version))
+        self._held[layer][slot] = version
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def pieces(self, layer: int, version: int) -> list[tuple[int, torch.Tensor]]:
+        """The bytes of a layer at `version` as (offset in the layer's layout, uint8 tensor): what is to be uploaded."""
+        self.check_version(layer, version)
+        layout = self.layouts[layer]
+        if not layout.num_trainable_elements or version % len(self._views) == 0:
+            return [(0, self.buffers[layer])]
+        frozen_bytes = layout.trainable_offset_bytes
+        frozen = [(0, self.buffers[layer][:frozen_bytes])] if frozen_bytes else []
+        return [*frozen, (frozen_bytes, self._odd[layer])]
+
+    def parameters(self, layer: int, version: int) -> dict[str, torch.nn.Parameter]:
+        """Parameters on the host's own bytes of a layer at `version`, for devices that read host memory."""
+        layout, odd = self.layouts[layer], bool(version % len(self._views))
+        return {
+            place.name: _moved(place, layout).parameter(self._odd[layer])
+            if odd and place.trainable
+            else place.parameter(self.buffers[layer])
+            for place in layout.places
+        }
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
-        """Parameter name -> its weights, a view of the layer's buffer."""
-        return self._views
+        """Parameter name -> its weights of the newest version, a view."""
+        return self.views_at(self.newest)
+
+    def views_at(self, version: int) -> Mapping[str, torch.Tensor]:
+        """Parameter name -> its weights of `version`, a view."""
+        return self._views[version % len(self._views)]
 
     @property
     def trainable_names(self) -> frozenset[str]:
@@ -57,37 +182,55 @@ class WeightStore:
         return self._places[name][0]
 
     def set_parameter(self, name: str, values: torch.Tensor) -> None:
-        """Write `values` as weights and, if the parameter is trainable, as float32 masters."""
+        """Write `values` as weights, of all versions, and, if the parameter is trainable, as float32 masters."""
         index, place = self._places[name]
         if place.trainable:
             place.trainable_view(self.masters[index]).copy_(values)
-        self._views[name].copy_(values)
+        for views in self._views if place.trainable else self._views[:1]:
+            views[name].copy_(values)
 
     def master(self, name: str) -> torch.Tensor:
         """The float32 values of a trainable parameter (a view), else its weights."""
         index, place = self._places[name]
-        return place.trainable_view(self.masters[index]) if place.trainable else self._views[name]
+        return place.trainable_view(self.masters[index]) if place.trainable else self._views[0][name]
 
-    def gradient(self, name: str) -> torch.Tensor:
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Per layer, float32 [num_trainable_elements]: the sum over the microbatches of step 0, 2, ...; see below."""
+        return self._gradients[0]
+
+    def gradients_of(self, step: int) -> list[torch.Tensor]:
+        """Per layer, the gradient sum of step `step`; each step in flight has its own."""
+        return self._gradients[step % len(self._gradients)]
+
+    def gradient(self, name: str, step: int = 0) -> torch.Tensor:
         """The float32 gradient sum of a trainable parameter, a view."""
         index, place = self._places[name]
-        return place.trainable_view(self.gradients[index])
+        return place.trainable_view(self.gradients_of(step)[index])
 
-    def publish(self, layer: int) -> None:
-        """Round the masters of `layer` to its weights (nothing to do in float32, where they are the same bytes)."""
-        layout = self.layouts[layer]
-        if layout.num_trainable_elements and layout.trainable_dtype != torch.float32:
-            layout.trainable_bytes(self.buffers[layer]).copy_(self.masters[layer])
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    @property
+    def transferred(self) -> list[torch.Tensor]:
+        """Every buffer that is copied to or from devices."""
+        return [*self.buffers, *self._odd, *(gradient for slot in self._gradients for gradient in slot)]
 
     def num_bytes(self) -> dict[str, int]:
-        """Host bytes by part: weights, masters (0 in float32), gradients."""
+        """Host bytes by part: weights (all versions), masters (0 in float32), gradients."""
         masters = sum(
             master.nbytes
             for master, layout in zip(self.masters, self.layouts, strict=True)
             if layout.trainable_dtype != torch.float32
         )
         return {
-            "weights": sum(buffer.nbytes for buffer in self.buffers),
+            "weights": sum(buffer.nbytes for buffer in (*self.buffers, *self._odd)),
             "masters": masters,
-            "gradients": sum(gradient.nbytes for gradient in self.gradients),
+            "gradients": sum(gradient.nbytes for slot in self._gradients for gradient in slot),
         }
+
+
+def _moved(place: ParameterPlace, layout: LayerLayout) -> ParameterPlace:
+    """A trainable parameter's place in a buffer that has the layer's trainable bytes alone."""
+    return replace(place, offset_bytes=place.offset_bytes - layout.trainable_offset_bytes)

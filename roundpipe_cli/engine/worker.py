@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,9 +145,10 @@ class Worker:
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
         self._now: _Now | None = None
         self._threads = [threading.Thread(target=self._work, name=f"worker-{index}", daemon=True)]
-        if backend.aliases_host:
-            self._bind_host()
-        else:
+        self._on_host: dict[int, list[dict[str, nn.Parameter]]] = {}
+        """By version modulo the number of versions kept: the embed layer's parameters, then those of aliased layers."""
+        self._host_version = -1
+        if not backend.aliases_host:
             self._threads.append(threading.Thread(target=self._prefetch, name=f"prefetch-{index}", daemon=True))
 
     def start(self) -> None:
@@ -215,6 +217,7 @@ class Worker:
         slots = _Slots(self._slots, context.progress)
         if not self.backend.aliases_host:
             self._prefetch_orders.put((item, slots))
+        self._bind_host(context.version)
         bound = -1
         last_op = {program.ops[op_id].microbatch: op_id for op_id in item.ops if program.ops[op_id].visit >= 0}
         for op_id in item.ops:
@@ -222,6 +225,8 @@ class Worker:
             if op.visit < 0:
                 continue  # a stage without layers
             visit = program.visits[op.visit]
+            if visit.ops[0] == op_id:
+                self._check_versions(visit.layers, context.version)
             if not self.backend.aliases_host:
                 if visit.ops[0] == op_id:
                     result.where = f"weights for {describe(op, context)}"
@@ -304,7 +309,7 @@ class Worker:
                 fault("download", step=context.step, worker=self.index)
                 event = self.backend.download(fold.flat, flat)
                 if end == len(context.microbatches):
-                    context.square_sums[fold.layer] = square_sum(flat)
+                    context.gradient_complete(fold.layer, square_sum(flat), partial(self.backend.finish, event))
                 fold.finish_visit(end, event)
         slot.free = self.backend.record()
         slots.leave(visit.slot)
@@ -319,9 +324,28 @@ class Worker:
         layout = self._store.layouts[layer]
         self.runner.parameters[layer] = [parameters[place.name] for place in layout.trainable]
 
-    def _bind_host(self) -> None:
-        for layer in range(1, len(self._store.layouts)):
-            self._use(layer, self._parameters(layer, self._store.buffers[layer]))
+    def _bind_host(self, version: int) -> None:
+        """Point what is read from host memory at the weights of `version`: the embed layer, aliased layers."""
+        store, model = self._store, self.runner.model
+        last = len(store.layouts) if self.backend.aliases_host else 1
+        slot = version % (1 + store.staleness)
+        if slot == self._host_version:
+            return
+        if slot not in self._on_host:
+            embed = model.embed_parameters(store.views_at(version))
+            self._on_host[slot] = [embed, *(store.parameters(layer, version) for layer in range(1, last))]
+        self._host_version = slot
+        model.bind_embed(self._on_host[slot][0])
+        for layer in range(1, last):
+            self._use(layer, self._on_host[slot][layer])
+
+    def _check_versions(self, layers: StageRange, version: int) -> None:
+        """Assert that the host has a visit's layers at the version that the step reads."""
+        for layer in layer_range(layers):
+            self._store.check_version(layer, version)
+        if layers[0] == 0:  # its table may lie in the head's buffer
+            for name in self.runner.model.embed_names:
+                self._store.check_version(self._store.layer_of(name), version)
 
     def _bind(self, layer: int, slot: Slot, offset: int) -> None:
         key = (slot.index, offset, layer)
@@ -358,9 +382,10 @@ class Worker:
             offset = 0
             for layer in layer_range(visit.layers):
                 if layer > 0:
-                    num_bytes = self._store.layouts[layer].num_bytes
-                    copies.append((slot.weights[offset : offset + num_bytes], self._store.buffers[layer]))
-                    offset += round_up(num_bytes, SLOT_ALIGNMENT_BYTES)
+                    for start, piece in self._store.pieces(layer, context.version):
+                        target = offset + start
+                        copies.append((slot.weights[target : target + piece.nbytes], piece))
+                    offset += round_up(self._store.layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES)
             slots.loaded(visit_id, self._upload(context, copies, [slot.free]))
 
     def _upload(

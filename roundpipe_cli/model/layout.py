@@ -88,9 +88,14 @@ class LayerLayout:
     def num_parameters(self) -> int:
         return sum(place.num_elements for place in self.places)
 
+    @property
+    def trainable_num_bytes(self) -> int:
+        """Bytes of the trainable part of the buffer."""
+        return self.num_trainable_elements * self.trainable_dtype.itemsize
+
     def trainable_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
         """The trainable part of `buffer` as a flat tensor of shape [num_trainable_elements]."""
-        end = self.trainable_offset_bytes + self.num_trainable_elements * self.trainable_dtype.itemsize
+        end = self.trainable_offset_bytes + self.trainable_num_bytes
         return buffer[self.trainable_offset_bytes : end].view(self.trainable_dtype)
 
 

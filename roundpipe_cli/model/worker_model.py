@@ -199,6 +199,21 @@ class WorkerModel:
         for module, attribute, name in self._bindings[layer]:
             module._parameters[attribute] = parameters[name]
 
+    @property
+    def embed_names(self) -> list[str]:
+        """Names of the parameters that the embed layer reads, a tied table included."""
+        return [name for _, _, name in self._bindings[0]]
+
+    def embed_parameters(self, host_views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+        """The embed layer's parameters on the host's weights `host_views`, for `bind_embed`."""
+        leaves = {name for name, _ in self._embed_leaves}
+        return {name: nn.Parameter(host_views[name], requires_grad=name in leaves) for _, _, name in self._bindings[0]}
+
+    def bind_embed(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make the embed layer use `parameters`, from `embed_parameters`."""
+        self.bind(0, parameters)
+        self._embed_leaves = [(name, parameters[name]) for name, _ in self._embed_leaves]
+
     def set_mode(self, *, training: bool, adapters: bool) -> None:
         """Dropout on or off; adapters applied or left out."""
         if (training, adapters) == self._mode:

@@ -38,7 +38,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("weights", "training from the mapped checkpoint file", "auto", refused=("mmap",)),
     NotYet("pipeline.devices", "training on emulated devices", "auto", refused=("emulated",)),
     NotYet("pipeline.recompute", "training without recompute", "stage", refused=("none",)),
-    NotYet("pipeline.optimizer_staleness", "optimizer staleness", 0),
 )
 
 

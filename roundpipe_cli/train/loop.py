@@ -14,13 +14,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import NotFiniteError, StoppedError
 from roundpipe_cli.events import CheckpointSaved, Notice, Paused, Phase, RunFinished, StepFinished, run_clock
-from roundpipe_cli.faults import fault
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.timeline import Timeline
@@ -38,7 +35,8 @@ from roundpipe_cli.train.resume import check_unchanged, run_state
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
-from roundpipe_cli.watchdog import at_work, watching
+from roundpipe_cli.train.updater import Updater
+from roundpipe_cli.watchdog import watching
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -128,6 +126,11 @@ class Trainer:
             num_steps=self.num_steps,
         )
         self.optimizer = HostAdamW(setup.store, weight_decay=recipe.weight_decay)
+        self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores())
+        self._updates_early = (
+            recipe.pipeline.optimizer_staleness == 0 and recipe.max_grad_norm == 0 and recipe.dtype != "float16"
+        )
+        """Whether a layer is updated as soon as its gradient is complete; otherwise the norm of all is needed first."""
         self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
         self._steps_since_overflow = 0
         self._cutter = make_cutter(setup)
@@ -156,10 +159,14 @@ class Trainer:
         scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
         evaluator.start(evaluation)
-        torch.set_num_threads(num_cores())
         started_s = time.monotonic()
         self._started_s = started_s
-        with page_locked(setup, self._tell), engine, metrics_path.open("ab", buffering=0) as metrics:
+        with (
+            page_locked(setup, self._tell),
+            engine,
+            self._updater,
+            metrics_path.open("ab", buffering=0) as metrics,
+        ):
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
@@ -171,8 +178,10 @@ class Trainer:
                     self._one_step(engine, done, metrics)
                     done += 1
                     if evaluator.is_owed(done):
+                        self._updater.wait()
                         evaluator.evaluate(done)
                     self._at_border(done, metrics)
+                self._updater.wait()
         predicted = self._cutter.predicted(recipe.gradient_accumulation_steps)
         self._tell(Phase("writing the result"))
         if self._timelines:
@@ -227,18 +236,29 @@ class Trainer:
         microbatches, num_tokens = make_microbatches(self.setup, batches)
         log_rows(self.setup, step + 1, batches)
         schedule = self._cutter.schedule(len(microbatches))
-        result = engine.run_step(microbatches, schedule, step=step, loss_scale=self._loss_scale)
+        learning_rate = self._learning_rate(step)
+        if self._updates_early:
+            self._updater.begin_early(step, learning_rate)
+        result = engine.run_step(
+            microbatches,
+            schedule,
+            step=step,
+            loss_scale=self._loss_scale,
+            version=self.setup.store.step_version(step),
+            on_gradient=self._updater.gradient_complete if self._updates_early else None,
+        )
+        self._updater.wait()  # at staleness 1 for the update that ran beside this step
         self._cutter.observe(result)
         self._tell(step_timeline(result, step + 1, self._clock))
         if self._timelines is not None:
             self._timelines.append(result.timeline)
-        learning_rate = self._learning_rate(step)
-        with at_work(f"the update of step {step + 1}"):
-            result = _poisoned(result, fault("optimizer", step=step))
-            if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
-                self._update(result.gradient_norm, learning_rate)
-            else:
-                self._not_finite(step, batches, result)
+        result = _poisoned(result, self._updater.poison(step))
+        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+            self._update(step, result.gradient_norm, learning_rate)
+        else:
+            self._not_finite(step, batches, result)
+        if self.recipe.pipeline.optimizer_staleness == 0:
+            self._updater.wait()
         step_s = time.monotonic() - started_s
         event = StepFinished(
             step=step + 1,
@@ -267,11 +287,13 @@ class Trainer:
         except OSError as error:
             raise disk_error(error, self.output_dir / METRICS_NAME, f"the metrics of step {event.step}") from error
 
-    def _update(self, gradient_norm: float, learning_rate: float) -> None:
+    def _update(self, step: int, gradient_norm: float, learning_rate: float) -> None:
+        if self._updates_early:
+            return
         factor = 1.0 / self._loss_scale
         if self.recipe.max_grad_norm > 0:
             factor *= min(1.0, self.recipe.max_grad_norm / (gradient_norm + CLIP_EPSILON))
-        self.optimizer.step(learning_rate, factor)
+        self._updater.begin(step, learning_rate, factor)
         self._steps_since_overflow += 1
         if self.recipe.dtype == "float16" and self._steps_since_overflow % LOSS_SCALE_GROWTH_STEPS == 0:
             self._loss_scale *= 2
@@ -281,6 +303,7 @@ class Trainer:
         if self.recipe.dtype == "float16" and math.isfinite(result.loss) and self._loss_scale > 1:
             self._loss_scale /= 2
             self._steps_since_overflow = 0
+            self._updater.skip(step)
             self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {self._loss_scale:g}"))
             return
         dataset = self.setup.dataset
@@ -307,11 +330,19 @@ class Trainer:
             raise disk_error(error, self.output_dir / METRICS_NAME, "the metrics") from error
         self._saved_step = step
         store = self.setup.store
-        masters = [(name, store.master(name)) for name in sorted(store.trainable_names)]
+        self._updater.wait()
+        names = sorted(store.trainable_names)
+        files = {
+            "masters": [(name, store.master(name)) for name in names],
+            "moments": list(self.optimizer.moments()),
+        }
+        if store.staleness:
+            stale = store.views_at(store.step_version(step))
+            files["weights"] = [(name, stale[name]) for name in names]
         folder = save_checkpoint(
             self.output_dir,
             step,
-            {"masters": masters, "moments": list(self.optimizer.moments())},
+            files,
             {
                 **run_state(self.setup, self._loss_scale, self._seconds()),
                 "num_updates": self.optimizer.num_updates,
@@ -330,6 +361,11 @@ class Trainer:
         masters = checkpoint.tensors("masters")
         for name in sorted(store.trainable_names):
             store.set_parameter(name, masters[name])
+        store.set_version(checkpoint.step)
+        if store.staleness and "weights" in checkpoint.groups:
+            weights, stale = checkpoint.tensors("weights"), store.views_at(store.step_version(checkpoint.step))
+            for name in sorted(store.trainable_names):
+                stale[name].copy_(weights[name])
         self.optimizer.load(checkpoint.tensors("moments"), int(meta["num_updates"]))
         self._loss_scale = float(meta["loss_scale"])
         self._steps_since_overflow = int(meta["steps_since_overflow"])

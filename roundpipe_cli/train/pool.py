@@ -125,7 +125,7 @@ def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
     wanted = setup.devices[0] != "cpu" and setup.recipe.weights != "pageable"
     locked = []
     try:
-        for buffer in [*setup.store.buffers, *setup.store.gradients] if wanted else []:
+        for buffer in setup.store.transferred if wanted else []:
             if not cuda.register_host_buffer(buffer):
                 _refuse_or_tell(setup, tell)
                 break

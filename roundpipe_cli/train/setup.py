@@ -115,7 +115,7 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
-    store = WeightStore(layouts)
+    store = WeightStore(layouts, recipe.pipeline.optimizer_staleness)
     loading_notice = load_weights(source, model, store.set_parameter)
     if loading_notice:
         tell(Notice(loading_notice))

@@ -1,0 +1,193 @@
+"""The thread that updates the weights, so that the next step can compute meanwhile.
+
+staleness 1    step k        | forward, backward: version k-1 |                    | step k+1: version k | ...
+               this thread   | update k-1 -> version k  |                          | update k -> version k+1 |
+
+staleness 0    step k        | forward, backward: version k                   |  wait  | step k+1: version k+1
+               this thread                       | layer N | ... | layer 0     |     early: gradients land, N first
+               this thread                                                     | all |     otherwise
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.faults import fault
+from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.watchdog import at_work
+
+JOIN_TIMEOUT_S = 5.0
+JOIN_AFTER_ERROR_S = 2.0
+"""A thread that hangs is left behind (it is a daemon)."""
+
+
+class Updater:
+    """Carries out updates in the order in which they are handed over; owns its thread inside `with`."""
+
+    def __init__(self, store: WeightStore, optimizer: HostAdamW, *, num_threads: int) -> None:
+        """
+        Args:
+            store: weights and gradients.
+            optimizer: what an update is.
+            num_threads: intra-op threads of the update.
+        """
+        self.before_layer: Callable[[int], None] | None = None
+        """Called in the thread before a layer changes: a checkpoint may still have to copy it."""
+        self._store = store
+        self._optimizer = optimizer
+        self._num_threads = num_threads
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._num_pending = 0
+        self._error: BaseException | None = None
+        self._where = ""
+        self._poison: float | None = None
+        self._early: tuple[int, int, float] | None = None
+        self._thread = threading.Thread(target=self._run, name="optimizer", daemon=True)
+
+    def __enter__(self) -> Updater:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._work.put(None)
+        self._thread.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
+
+    # -- orders --------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, learning_rate: float, gradient_factor: float) -> None:
+        """Update every layer with the gradients of `step`; returns at once."""
+        self._optimizer.num_updates += 1
+        number = self._optimizer.num_updates
+        for layer in self._optimizer.layers:
+            self._give(partial(self._update, step, layer, number, learning_rate, gradient_factor))
+
+    def skip(self, step: int) -> None:
+        """Give every layer its next version without an update; returns at once."""
+        for layer in self._optimizer.layers:
+            self._give(partial(self._skip, step, layer))
+
+    def begin_early(self, step: int, learning_rate: float) -> None:
+        """From now on update each layer when `gradient_complete` names it, with the gradients of `step`."""
+        self._optimizer.num_updates += 1
+        self._early = (step, self._optimizer.num_updates, learning_rate)
+        self._give(lambda: self._pass_fault(step))
+
+    def gradient_complete(self, layer: int, square_sum: Callable[[], float]) -> None:
+        """The step has the whole gradient of `layer` and reads its weights no more. Called by any thread.
+
+        Args:
+            square_sum: waits until the gradient is on the host and gives its sum of squares.
+        """
+        self._give(lambda: self._update_early(layer, square_sum))
+
+    def poison(self, step: int) -> float | None:
+        """What a fault point of the optimizer asks to be put in place of the gradient norm of `step`, usually None.
+
+        Raises:
+            as `wait`.
+        """
+        if self._early is None:
+            self._give(lambda: self._pass_fault(step))
+            self.wait()
+        return self._poison
+
+    def wait(self) -> None:
+        """Block until all that was handed over is done.
+
+        Raises:
+            InternalError: an update failed.
+            ResourceError: out of host memory.
+        """
+        with self._changed:
+            while self._num_pending and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._described(self._error)
+
+    def wait_for(self, layer: int, version: int) -> None:
+        """Block until `layer` has `version`, which was handed over before. For other threads than the owner's.
+
+        Raises:
+            InternalError: it will never have it.
+        """
+        with self._changed:
+            while self._store.version_of(layer) < version and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                raise InternalError("the weights to be saved were never updated", where=self._where)
+
+    def _described(self, error: BaseException) -> RoundpipeError:
+        if isinstance(error, RoundpipeError):
+            return error
+        text = f"{type(error).__name__}: {error}".strip()
+        described: RoundpipeError
+        if isinstance(error, MemoryError):
+            described = ResourceError("out of host memory in the optimizer", where=self._where, found=text)
+        else:
+            described = InternalError(f"the optimizer failed: {text}", where=self._where)
+        described.__cause__ = error
+        return described
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _give(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._num_pending += 1
+        self._work.put(work)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while (work := self._work.get()) is not None:
+            try:
+                if self._error is None:
+                    work()
+            except BaseException as error:  # travels as a value; `wait` raises it
+                self._error = error
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
+
+    def _pass_fault(self, step: int) -> None:
+        self._where = f"the optimizer, step {step + 1}"
+        with at_work(self._where):
+            self._poison = fault("optimizer", step=step)
+
+    def _enter_layer(self, step: int, layer: int) -> None:
+        self._where = f"the optimizer, step {step + 1}, layer {self._store.layouts[layer].name}"
+        if self.before_layer is not None:
+            self.before_layer(layer)
+
+    def _update(self, step: int, layer: int, number: int, learning_rate: float, gradient_factor: float) -> None:
+        self._enter_layer(step, layer)
+        self._change(step, layer, number, learning_rate, gradient_factor)
+
+    def _change(self, step: int, layer: int, number: int, learning_rate: float, gradient_factor: float) -> None:
+        with at_work(self._where):
+            gradient = self._store.gradients_of(step)[layer]
+            self._optimizer.update_layer(layer, gradient, number, learning_rate, gradient_factor)
+
+    def _skip(self, step: int, layer: int) -> None:
+        self._enter_layer(step, layer)
+        with at_work(self._where):
+            self._optimizer.skip_layer(layer)
+
+    def _update_early(self, layer: int, square_sum: Callable[[], float]) -> None:
+        assert self._early is not None
+        step, number, learning_rate = self._early
+        self._enter_layer(step, layer)
+        if not math.isfinite(square_sum()):
+            self._poison = math.nan  # the run will stop; do not spoil more
+        if self._poison is None:
+            self._change(step, layer, number, learning_rate, 1.0)
