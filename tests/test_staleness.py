@@ -19,7 +19,7 @@ import torch
 from roundpipe_cli import faults
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.train.batches import make_microbatches
+from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optimizer import HostAdamW
 from roundpipe_cli.train.pool import make_engine
@@ -117,12 +117,12 @@ class Reference:
 def by_one_worker(setup: Setup, trainer: Trainer, staleness: int, overflow_step: int | None = None) -> Reference:
     """Gradients from one worker that holds one stage each way; the versions are set by hand."""
     reference = Reference(setup, trainer, staleness)
-    store, last = setup.store, len(setup.store.layouts) - 1
+    sampler, store, last = make_sampler(setup), setup.store, len(setup.store.layouts) - 1
     with make_engine(setup) as engine:
         for step in range(NUM_STEPS):
             for name, weights in zip(reference.names, reference.weights_of(step), strict=True):
                 store.views[name].copy_(weights)
-            microbatches, _ = make_microbatches(setup, trainer.sampler.step_rows(step))
+            microbatches, _ = make_microbatches(setup, sampler.next_step())
             schedule = build_schedule(
                 "roundpipe",
                 forward_stages=[(0, -1)],
@@ -192,12 +192,13 @@ def test_plain_pytorch_delayed_loop(method: str, staleness: int, tmp_path: Path,
     reference = Reference(setup, trainer, staleness)
     plain = plain_copy(setup.model, setup.store)
     live = dict(plain.named_parameters())
+    sampler = make_sampler(setup)
     for step in range(NUM_STEPS):
         with torch.no_grad():
             for name, weights in zip(reference.names, reference.weights_of(step), strict=True):
                 live[name].copy_(weights)
         plain.zero_grad()
-        microbatches, _ = make_microbatches(setup, trainer.sampler.step_rows(step))
+        microbatches, _ = make_microbatches(setup, sampler.next_step())
         num_targets = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
         total = 0.0
         for microbatch in microbatches:
