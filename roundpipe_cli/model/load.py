@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.model.source import ModelSource, read_config
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.untrusted import read_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """What a tokenizer is loaded from; a folder needs at least one of them."""

@@ -7,13 +7,13 @@ installed Python package). Nothing of the model is executed: no remote code, no 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.model.untrusted import check_model_folder
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 HUB_TIMEOUT_S = 4.0
@@ -161,46 +161,3 @@ def _hub_model(
     path = Path(folder)
     check_model_folder(path)
     return ModelSource(name, path, None, commit or path.name)
-
-
-def check_model_folder(folder: Path) -> None:
-    """Refuse what cannot be loaded safely, by looking at names and JSON only.
-
-    Raises:
-        RefusedError: no config.json, no safetensors, code in the repository that would have to run.
-    """
-    config = read_config(folder)
-    if "auto_map" in config:
-        raise RefusedError(
-            "the model needs code from its repository, which is never run",
-            where=str(folder / "config.json"),
-            found="auto_map",
-            expected="a model type that the installed transformers knows",
-        )
-    if not list(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
-        raise RefusedError(
-            "the model folder has no safetensors weights",
-            where=str(folder),
-            found=f"{', '.join(pickles[:3])} (pickle files can run code and are never opened)" if pickles else None,
-            expected="*.safetensors",
-            hint="convert the weights with safetensors' own conversion tool in a safe place" if pickles else None,
-        )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as plain data.
-
-    Raises:
-        RefusedError: missing or not JSON.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RefusedError("the model folder has no config.json", where=str(folder)) from error
-    except (OSError, ValueError) as error:
-        raise RefusedError("config.json cannot be read", where=str(path), found=str(error)) from error
-    if not isinstance(config, dict):
-        raise RefusedError("config.json is not a JSON object", where=str(path), found=type(config).__name__)
-    return config

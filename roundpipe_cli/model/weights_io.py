@@ -7,7 +7,6 @@ tensors are laid out otherwise (per-expert files of fused experts) and GGUF file
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections import defaultdict
@@ -22,12 +21,13 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.untrusted import check_file, check_header, find_shards
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
-SHARD_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
 FINITE_CHECK_ELEMENTS = 2**20
-MAX_INDEX_BYTES = 50 * 1024**2
+MOST_TENSORS_PER_WEIGHT = 2048
+"""A fused weight of experts may come as a file per expert and projection; more is no model's."""
 
 
 def base_name(name: str) -> str:
@@ -49,6 +49,9 @@ def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParame
     checked = _Checked(source.name, names, shapes, set_parameter)
     if source.gguf_file is None:
         shards = find_shards(source.folder)
+        for path in shards:
+            check_file(path, None)
+            check_header(path)
         places = _match(shards, model, set(names))
         if places is not None:
             _load_directly(places, model, checked)
@@ -85,45 +88,6 @@ class _Checked:
         self._set(self._names[name], tensor)
 
 
-def find_shards(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, from its index if there is one.
-
-    Raises:
-        RefusedError: an index that is not readable or names something outside the folder.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        single = folder / "model.safetensors"
-        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"larger than {MAX_INDEX_BYTES} bytes")
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({str(shard) for shard in weight_map.values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RefusedError("the index of the weights cannot be read", where=str(index), found=str(error)) from error
-    for shard in shards:
-        path = folder / shard
-        inside = SHARD_NAME.match(shard) and not shard.startswith(".")
-        if not inside or not _stays_inside(path, folder):
-            raise RefusedError(
-                "the index names a file outside the model folder",
-                where=str(index),
-                found=repr(shard),
-                expected="a plain file name that ends in .safetensors",
-            )
-        if not path.is_file():
-            raise RefusedError("a file of the weights is missing", where=str(folder), found=f"no {shard}")
-    return [folder / shard for shard in shards]
-
-
-def _stays_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
-    real, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt", device="cpu")
@@ -136,13 +100,22 @@ def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, t
     prefix = str(getattr(model, "base_model_prefix", "")) + "."
     buffers = {name for name, _ in model.named_buffers()}
     found: dict[str, tuple[Path, str]] = {}
+    num_tensors = 0
     for path in shards:
         with _open(path) as file:
+            num_tensors += len(file.keys())
             for key in file.keys():  # noqa: SIM118 - the handle is no mapping
                 for name in (key, prefix + key, key.removeprefix(prefix)):
                     if name in names or name in buffers:
                         found[name] = (path, key)
                         break
+    if num_tensors > MOST_TENSORS_PER_WEIGHT * len(names):
+        raise RefusedError(
+            "the files hold far more tensors than the architecture has weights",
+            where=str(shards[0].parent),
+            found=str(num_tensors),
+            expected=f"about {len(names)}",
+        )
     tied = _tied_names(model)
     for name in names - found.keys():
         twin = next((other for other in tied.get(name, ()) if other in found), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.torture import damage, holders, kills, stops, workers
+from tests.torture import damage, holders, hostile, kills, stops, workers
 from tests.torture.arena import Arena, Seen
 
 
@@ -42,4 +42,13 @@ PROMISES = (
     Promise("holders", "a second run in one directory: exit 3, names the holder", holders.two_at_once, 3, 50),
     Promise("faults", "a failing part: one error block, right exit code, no hang", workers.failing_parts, 20, 1000),
     Promise("hangs", "a part that hangs: all stacks, exit 1, within 10 s", workers.hanging_parts, 8, 1000),
+    Promise("pickles", "pickles as weights, adapter, tokenizer: exit 2, never opened", hostile.pickled_models, 10, 100),
+    Promise("lures", "lures to run a model's code: exit 2, nothing runs", hostile.remote_code, 10, 100),
+    Promise(
+        "crafted",
+        "crafted safetensors and indexes: exit 2, no read outside, 2 s, 300 MB",
+        hostile.crafted_weights,
+        14,
+        100,
+    ),
 )

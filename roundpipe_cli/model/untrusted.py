@@ -1,0 +1,309 @@
+"""What a model folder may hold: looked at before any library opens a file of it, by names, JSON and headers only.
+
+A model comes from elsewhere. Nothing of it is ever executed, and nothing outside its folder is read for it:
+
+- weights are safetensors, whose header is checked here in full; pickles are not opened at all
+- configurations must not ask for code: no `auto_map`, no kernels by name, no adapter that leads to another model
+- every file is a regular file of the folder, or a blob of the hub's own cache
+- headers and configurations have a size limit, so that reading them takes neither long nor much memory
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_bytes
+
+SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 10 * 1024**2
+MAX_TENSORS = 10**6
+MAX_INDEX_BYTES = 50 * 1024**2
+MAX_CONFIG_BYTES = 10 * 1024**2
+MAX_TOKENIZER_BYTES = 256 * 1024**2
+
+DTYPE_BITS = {
+    **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
+    **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+    **{"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8},
+}
+"""The types of https://github.com/huggingface/safetensors."""
+
+CONFIGS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "processor_config.json", "preprocessor_config.json", "chat_template.json"),
+)
+TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json")
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm")
+"""Implementations that are part of transformers; any other name is a kernel from the hub."""
+
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack", "*.h5", "*.tar", "*.7z", "*.zip")
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse what cannot be loaded safely.
+
+    Raises:
+        RefusedError: no config.json, no safetensors, anything that would run code or lead out of the folder, a damaged
+            header.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise RefusedError(
+            "the folder holds an adapter, not a model",
+            where=str(folder),
+            found="adapter_config.json",
+            expected="the model that the adapter was made for",
+        )
+    for name in (*CONFIGS, *TOKENIZERS, INDEX_NAME):
+        if os.path.lexists(folder / name):
+            check_file(folder / name, MAX_INDEX_BYTES if name == INDEX_NAME else _limit(name))
+    for name in CONFIGS:
+        if name == "config.json" or (folder / name).exists():
+            _check_config(folder / name, read_json(folder / name))
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        pickles = sorted(path.name for suffix in PICKLES for path in folder.glob(suffix))
+        raise RefusedError(
+            "the model folder has no safetensors weights",
+            where=str(folder),
+            found=f"{', '.join(pickles[:3])} (pickle files can run code and are never opened)" if pickles else None,
+            expected="*.safetensors",
+            hint="convert the weights with safetensors' own conversion tool in a safe place" if pickles else None,
+        )
+    for path in dict.fromkeys([*weights, *find_shards(folder)]):
+        check_file(path, None)
+        check_header(path)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as plain data.
+
+    Raises:
+        RefusedError: missing, not JSON, or too large.
+    """
+    if (folder / "config.json").exists():
+        check_file(folder / "config.json", MAX_CONFIG_BYTES)
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        RefusedError: missing or not JSON.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RefusedError(f"the model folder has no {path.name}", where=str(path.parent)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise RefusedError(f"{path.name} cannot be read", where=str(path), found=str(error)[:200]) from error
+    if not isinstance(value, dict):
+        raise RefusedError(f"{path.name} is not a JSON object", where=str(path), found=type(value).__name__)
+    return value
+
+
+def check_file(path: Path, max_bytes: int | None) -> None:
+    """Refuse links that lead out of the folder, what is no regular file, and what is too large.
+
+    Raises:
+        RefusedError: as said.
+    """
+    if not stays_inside(path, path.parent):
+        raise RefusedError(
+            "a file of the model is a link that leads outside the model folder",
+            where=str(path),
+            found=str(Path(os.path.realpath(path))),
+            expected="a file of the folder itself",
+        )
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise RefusedError("a file of the model cannot be read", where=str(path), found=str(error.strerror)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedError("a file of the model is no regular file", where=str(path), expected="a regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise RefusedError(
+            f"{path.name} is too large",
+            where=str(path),
+            found=format_bytes(status.st_size),
+            expected=f"at most {format_bytes(max_bytes)}",
+        )
+
+
+def stays_inside(path: Path, folder: Path) -> bool:
+    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError):  # a link that leads to itself
+        return False
+    blobs = home.parent.parent / "blobs"
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
+
+
+def _limit(name: str) -> int:
+    return MAX_TOKENIZER_BYTES if name in TOKENIZERS else MAX_CONFIG_BYTES
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    for place, key, value in _entries(config, ""):
+        if key == "auto_map" and value:
+            expected = "a model type that the installed transformers knows"
+            raise _asks_for_code("the model needs code from its repository, which is never run", path, place, expected)
+        if key in ("trust_remote_code", "use_kernels", "custom_generate", "kernel_config") and value:
+            raise _asks_for_code(f"the model asks for code: {key}", path, place, f"no {key}")
+        if key.lstrip("_").startswith(("attn_implementation", "experts_implementation")):
+            for name in value.values() if isinstance(value, dict) else [value]:
+                if name is not None and name not in ATTENTIONS:
+                    expected = f"one of {', '.join(ATTENTIONS)}"
+                    text = "the model asks for a kernel from elsewhere, which is never loaded"
+                    raise _asks_for_code(text, path, f"{place}: {str(name)[:80]!r}", expected)
+
+
+def _asks_for_code(what: str, path: Path, found: str, expected: str) -> RefusedError:
+    return RefusedError(what, where=str(path), found=found, expected=expected)
+
+
+def _entries(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
+    """(dotted place, key, value) at every depth; a loop, since depth is the file's choice."""
+    rest = [(place, value)]
+    while rest:
+        place, value = rest.pop()
+        if isinstance(value, dict):
+            for key, item in value.items():
+                inner = f"{place}.{key}" if place else key
+                yield inner, key, item
+                rest.append((inner, item))
+        elif isinstance(value, list):
+            rest.extend((f"{place}[{index}]", item) for index, item in enumerate(value))
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, from its index if there is one.
+
+    Raises:
+        RefusedError: an index that is not readable or names something outside the folder.
+    """
+    index = folder / INDEX_NAME
+    if not index.exists():
+        single = folder / "model.safetensors"
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    check_file(index, MAX_INDEX_BYTES)
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted({str(shard) for shard in weight_map.values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise RefusedError(
+            "the index of the weights cannot be read", where=str(index), found=str(error)[:200]
+        ) from error
+    for shard in shards:
+        path = folder / shard
+        if not SHARD_NAME.match(shard) or not stays_inside(path, folder):
+            raise RefusedError(
+                "the index names a file outside the model folder",
+                where=str(index),
+                found=repr(shard)[:200],
+                expected="a plain file name that ends in .safetensors",
+            )
+        if not path.is_file():
+            raise RefusedError("a file of the weights is missing", where=str(folder), found=f"no {shard}")
+    return [folder / shard for shard in shards]
+
+
+# --- safetensors ----------------------------------------------------------------------------------------------------
+
+
+def check_header(path: Path) -> None:
+    """Check that a safetensors file is what its header says, to the byte.
+
+    Raises:
+        RefusedError: naming the file and the tensor.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > size - 8:
+                raise _damaged(path, f"a header of {length} bytes in {size} bytes", "a whole safetensors file")
+            if length > MAX_HEADER_BYTES:
+                raise _damaged(path, f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES} bytes")
+            raw = file.read(length)
+    except OSError as error:
+        raise _damaged(path, str(error.strerror), "a readable file") from error
+    entries = _parse_header(path, raw)
+    spans = [_check_tensor(path, name, entry) for name, entry in entries.items() if name != "__metadata__"]
+    end = 0
+    for begin, after, name in sorted(spans):
+        if begin != end:
+            raise _damaged(path, f"{name}: begins at byte {begin}", f"byte {end}: no gap, no overlap")
+        end = after
+    if end != size - 8 - length:
+        raise _damaged(path, f"{size - 8 - length} bytes of tensors", f"{end} bytes, as the header says")
+
+
+def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > MAX_TENSORS:
+            raise ValueError(f"{len(pairs)} tensors, more than {MAX_TENSORS}")
+        entries: dict[str, Any] = {}
+        for name, entry in pairs:
+            if name in entries:
+                raise ValueError(f"{name[:80]!r} twice")
+            entries[name] = entry
+        return entries
+
+    def refuse_constant(text: str) -> Any:
+        raise ValueError(f"the number {text}")
+
+    try:
+        if not raw.startswith(b"{"):
+            raise ValueError("no JSON object")
+        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"a header with {str(error)[:120]}", "a safetensors header") from error
+    metadata = entries.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(path, "__metadata__ that is not text", "names and texts")
+    return dict(entries)
+
+
+def _check_tensor(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    """(begin, end, name), both counted from the end of the header."""
+    short = repr(name if len(name) <= 80 else f"{name[:77]}...")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(path, f"{short}: no description of a tensor", "dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _damaged(path, f"{short}: dtype {str(dtype)[:40]!r}", "a type of safetensors")
+    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or len(shape) > 64:
+        raise _damaged(path, f"{short}: shape {str(shape)[:80]}, bytes {str(offsets)[:80]}", "whole numbers from 0")
+    bits = DTYPE_BITS[dtype]
+    for count in shape:
+        bits *= count
+    begin, end = offsets
+    if bits != 8 * (end - begin):
+        expected = f"{bits // 8} bytes" if bits < 2**64 else "more bytes than there are"
+        raise _damaged(path, f"{short}: {end - begin} bytes", f"{expected} for {dtype} {str(shape)[:80]}")
+    return begin, end, short
+
+
+def _whole_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _damaged(path: Path, found: str, expected: str) -> RefusedError:
+    return RefusedError("a file of the weights cannot be read", where=str(path), found=found, expected=expected)
