@@ -39,7 +39,7 @@ def format_count(count: float) -> str:
     """`134515008 -> '135M'`."""
     value = float(count)
     for unit in ("", "K", "M", "B"):
-        if abs(value) < 1000:
+        if abs(value) < 999.5:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}T"

@@ -68,8 +68,9 @@ def metadata_of(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_wheel_carries_recipes_and_their_data(wheel: zipfile.ZipFile) -> None:
-    ours = {path.name for path in (ROOT / "recipes").iterdir() if not path.name.startswith(".")}
-    assert {"quickstart.yaml", "quickstart.jsonl", "qwen3-32b.yaml"} <= ours
+    recipes = ROOT / "recipes"
+    ours = {path.relative_to(recipes).as_posix() for path in recipes.rglob("*") if path.is_file()}
+    assert {"quickstart.yaml", "quickstart.jsonl", "qwen3-32b.yaml", "qwen3/8b_lora_2x24gb.yaml"} <= ours
     for name in ours:
         assert wheel.read(f"{SHIPPED}/{name}") == (ROOT / "recipes" / name).read_bytes()
 

@@ -12,8 +12,9 @@ import pytest
 
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe import schema
-from roundpipe_cli.recipe.load import find_recipe, load_recipe, resolve_path, resolved_yaml, tried_paths
+from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe, plain_data
+from roundpipe_cli.recipe.shipped import find_recipe
 from roundpipe_cli.recipe.supported import NOT_YET, unsupported_problems
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -12,6 +12,7 @@ from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
+from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.cli.usage import UsageError, explain_usage
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ def options(
 app.command()(finetune)
 app.command()(plan)
 app.command()(bench)
+app.add_typer(recipes)
 
 
 def main() -> None:

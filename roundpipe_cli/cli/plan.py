@@ -26,13 +26,16 @@ def plan(
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Another machine: 8x4090, 4x3090+2x4060ti, 2xcustom:memory_gib=24:acc32_tflops=70."),
+        typer.Option(help="Another machine: 8x4090,host_memory_gib=256 or 4x3090+2x4060ti."),
     ] = None,
     solve: Annotated[bool, typer.Option("--solve", help="Also say what would fit, and the cheapest changes.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of one step to this file.")] = None,
 ) -> None:
-    """Say whether a recipe fits, how its layers are cut, and how long it takes. Needs no GPU and no download."""
+    """Say whether a recipe fits, how its layers are cut, and how long it takes. Needs no GPU and no download.
+
+    Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
+    """
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.cli.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
@@ -103,6 +106,8 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
         },
         "assumptions": list(answer.assumptions),
     }
+    if not verdict.fits:
+        document["shipped_recipe"] = _fitting_name(answer)
     if solution is not None:
         document["solve"] = {
             "max_seq_length": solution.max_seq_length,
@@ -110,6 +115,14 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
             "changes": [{"what": change.what, "overrides": list(change.overrides)} for change in solution.changes],
         }
     return document
+
+
+def _fitting_name(answer: Plan) -> str | None:
+    """The shipped recipe that fits where this one does not, as a user types it."""
+    from roundpipe_cli.cli.fitting import fitting_recipe
+
+    fitting = fitting_recipe(answer.question)
+    return fitting.command_name if fitting is not None else None
 
 
 def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
@@ -136,6 +149,9 @@ def _verdict_lines(answer: Plan) -> list[str]:
         lines = [f"It fits: {what}, {how}."]
     else:
         lines = [f"It does not fit: {what}, {how}.", *(f"  {reason}" for reason in answer.verdict.reasons)]
+        fitting = _fitting_name(answer)
+        if fitting is not None:
+            lines.append(f"The nearest recipe of the tool that fits: {fitting}")
     tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
     would = "" if answer.verdict.fits else "If it did fit: "
     lines.append(

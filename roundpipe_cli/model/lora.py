@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ def add_lora(
     target_modules: str | tuple[str, ...],
     dtype: torch.dtype,
     base_name: str,
+    blocks_path: str | None = None,
 ) -> Any:
     """Put LoRA modules into `model` (parameters on the meta device) and leave only them trainable.
 
@@ -33,6 +35,8 @@ def add_lora(
         target_modules: `all-linear`, or names of modules.
         dtype: of the adapter's weights while training; their masters are float32.
         base_name: what the adapter's configuration calls the base model.
+        blocks_path: of the language model's blocks; `all-linear` then leaves out linear layers elsewhere (those of a
+            model that reads pictures too).
 
     Returns:
         the PEFT model around `model`.
@@ -44,7 +48,13 @@ def add_lora(
 
     names = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none", task_type="CAUSAL_LM"
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=names,
+        exclude_modules=_elsewhere(model, blocks_path) if names == "all-linear" and blocks_path else None,
+        bias="none",
+        task_type="CAUSAL_LM",
     )
     try:
         with warnings.catch_warnings():
@@ -63,6 +73,17 @@ def add_lora(
             if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
                 module._parameters[name] = nn.Parameter(parameter.to(dtype))
     return peft_model
+
+
+def _elsewhere(model: nn.Module, blocks_path: str) -> str | None:
+    """A pattern of everything outside the blocks, where linear layers beside the LM head stand there."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    outside = (
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not name.startswith(blocks_path + ".")
+    )
+    return rf"(?!{re.escape(blocks_path)}\.).*" if any(True for _ in outside) else None
 
 
 def refuse_adapters_outside_blocks(model: nn.Module, blocks_path: str) -> None:

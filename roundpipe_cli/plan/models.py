@@ -118,7 +118,7 @@ def shipped_architecture(hub_id: str) -> Architecture | None:
 
 
 def _family(hub_id: str) -> str:
-    return re.sub(r"-(instruct|it|pt|base|chat|instruct-2507|thinking-2507)$", "", hub_id.lower())
+    return re.sub(r"-(instruct|it|pt|base|chat|instruct-2507|thinking-2507)(?=-v[\d.]+$|$)", "", hub_id.lower())
 
 
 def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architecture:

@@ -13,12 +13,12 @@ from typing import Any
 
 import yaml
 
-import roundpipe_cli
-from roundpipe_cli.errors import RecipeError, RefusedError, closest
+from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain, plain_data
+from roundpipe_cli.recipe.shipped import find_recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes, parse_scalar
 from roundpipe_cli.recipe.supported import find_unsupported
 from roundpipe_cli.recipe.together import find_contradictions
@@ -73,52 +73,6 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, check_suppor
     assert isinstance(recipe, Recipe)
     notices += _unused(recipe)
     return LoadedRecipe(recipe, file, file.parent, tuple(notices), plain_data(recipe))
-
-
-def find_recipe(name: Path | str) -> tuple[Path, str | None]:
-    """The recipe file that `name` means, and a notice where a shipped one stands in for it.
-
-    Tried in this order: the path itself; then, for `recipes/NAME.yaml`, `NAME.yaml` and `NAME`, the shipped recipes.
-
-    Raises:
-        RefusedError: no such file, with the places tried and the nearest names.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path, None
-    if path.exists():
-        raise RefusedError(f"{path} is not a recipe file", expected="a YAML file", hint=_list_shipped())
-    shipped = shipped_folder()
-    parts = path.parts
-    if not path.is_absolute() and shipped is not None and (len(parts) == 1 or parts[:1] == ("recipes",)) and parts:
-        for candidate in (parts[-1], f"{parts[-1]}.yaml"):
-            file = shipped / candidate
-            if len(parts) <= 2 and file.suffix in (".yaml", ".yml") and file.is_file():
-                return file, f"{path} is not in the working directory: using the shipped recipe {file}"
-    tried = [str(Path.cwd() / path)] + ([str(shipped)] if shipped else [])
-    here = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    ours = [f"recipes/{file.name}" for file in shipped_recipes()]
-    near = closest(str(path), here + ours)
-    raise RefusedError(
-        f"there is no recipe {path}",
-        found=f"no such file in {' or '.join(tried)}",
-        hint=f"did you mean {near}?" if near else _list_shipped(),
-    )
-
-
-def shipped_folder() -> Path | None:
-    """The folder of the recipes that come with the tool: in the wheel, or the repository's `recipes/`."""
-    package = Path(roundpipe_cli.__file__).resolve().parent
-    for folder in (package / "shipped_recipes", package.parent / "recipes"):
-        if folder.is_dir():
-            return folder
-    return None
-
-
-def shipped_recipes() -> list[Path]:
-    """The recipes that come with the tool, by name."""
-    folder = shipped_folder()
-    return sorted(folder.glob("*.yaml")) if folder else []
 
 
 def tried_paths(text: str, folder: Path) -> tuple[Path, ...]:
@@ -197,8 +151,3 @@ def _unused(recipe: Recipe) -> list[str]:
     if recipe.method == "full" and recipe.lora != LoraConfig():
         return ["lora: not used, since method is full"]
     return []
-
-
-def _list_shipped() -> str | None:
-    names = ", ".join(f"recipes/{file.name}" for file in shipped_recipes())
-    return f"the tool comes with {names}" if names else None

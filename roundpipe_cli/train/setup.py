@@ -171,6 +171,7 @@ def _make_trainable(model: nn.Module, split: Split, recipe: Recipe, source: Mode
         target_modules=recipe.lora.target_modules,
         dtype=dtype,
         base_name=source.name if source.gguf_file is None else str(source.folder),
+        blocks_path=split.blocks_path,
     )
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model

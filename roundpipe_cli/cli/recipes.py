@@ -1,0 +1,195 @@
+"""`roundpipe recipes`: list, show, copy and check recipes. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from roundpipe_cli.recipe.shipped import ShippedRecipe
+
+recipes = typer.Typer(
+    name="recipes",
+    help="List, show, copy and check recipes.\n\nExample: roundpipe recipes cp qwen3-8b mine.yaml",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@recipes.command("ls")
+def list_recipes(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only names with all of these, e.g. qwen3 2x24gb.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """List the recipes that come with the tool, with what `plan` says of each.
+
+    Example: roundpipe recipes ls lora 2x24gb
+    """
+    from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.recipe.shipped import shipped_recipes
+
+    found = [
+        recipe
+        for recipe in shipped_recipes()
+        if all(word.lower() in f"{recipe.name} {recipe.short_name or ''}" for word in words or ())
+    ]
+    if json_:
+        import json
+
+        say_data(json.dumps([recipe_document(recipe) for recipe in found], indent=1))
+        return
+    for line in table(found):
+        say_data(line)
+    if not found:
+        say(f"no recipe has {' and '.join(words or ())} in its name; `roundpipe recipes ls` lists all")
+
+
+@recipes.command("show")
+def show(name: Annotated[str, typer.Argument(help="For instance qwen3-8b or qwen3/8b_lora_2x24gb.")]) -> None:
+    """Print a recipe that comes with the tool.
+
+    Example: roundpipe recipes show qwen3-8b
+    """
+    from roundpipe_cli.cli.output import say_data
+    from roundpipe_cli.recipe.shipped import find_shipped
+
+    say_data(find_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
+
+
+@recipes.command("cp")
+def copy(
+    name: Annotated[str, typer.Argument(help="For instance qwen3-8b or qwen3/8b_lora_2x24gb.")],
+    dest: Annotated[Path, typer.Argument(help="File to write, or a folder.")],
+) -> None:
+    """Copy a recipe that comes with the tool, to be changed. Nothing is overwritten.
+
+    Example: roundpipe recipes cp qwen3-8b mine.yaml
+    """
+    from roundpipe_cli.cli.output import say
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.recipe.shipped import find_shipped
+
+    source = find_shipped(name)
+    target = dest / source.name if dest.is_dir() else dest
+    recipe = load_recipe(source).recipe
+    beside = [one.path for one in recipe.datasets if (source.parent / one.path).is_file()]
+    for old, new in [(source, target), *((source.parent / path, target.parent / path) for path in beside)]:
+        write_new(new, old.read_bytes())
+        say(f"wrote {new}")
+    say(f"next: roundpipe plan {target}")
+
+
+@recipes.command("validate")
+def validate(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Recipe files, or names of shipped ones.")],
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Check recipes without training: every mistake is listed. Exit code 2 if there is one.
+
+    Example: roundpipe recipes validate mine.yaml other.yaml
+    """
+    from roundpipe_cli.cli.output import say, say_data, show_error
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.recipe.load import load_recipe
+
+    documents: list[dict[str, Any]] = []
+    for file in files:
+        notices: tuple[str, ...] = ()
+        error: RefusedError | None = None
+        try:
+            notices = load_recipe(file).notices
+        except RefusedError as refused:
+            error = refused
+        documents.append(_validation(file, notices, error))
+        if json_:
+            continue
+        for notice in notices:
+            say(f"note: {notice}")
+        if error is not None:
+            show_error(error)
+        say_data(f"{file}: {'is a good recipe' if error is None else 'has mistakes'}")
+    if json_:
+        import json
+
+        say_data(json.dumps(documents, indent=1))
+    if not all(document["valid"] for document in documents):
+        raise typer.Exit(RefusedError.exit_code)
+
+
+def _validation(file: str, notices: tuple[str, ...], error: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    problems = [asdict(problem) for problem in error.problems] if error is not None else []
+    return {"file": file, "valid": error is None, "problems": problems, "notices": list(notices)}
+
+
+def recipe_document(recipe: ShippedRecipe) -> dict[str, Any]:
+    """One entry of `recipes ls --json`. Bytes and seconds."""
+    verdict = recipe.verdict
+    document: dict[str, Any] = {
+        "name": recipe.name,
+        "short_name": recipe.short_name,
+        "path": str(recipe.path),
+        "purpose": recipe.purpose,
+        "hardware": None,
+        "predicted": None,
+    }
+    if verdict is not None:
+        document["hardware"] = verdict.hardware
+        document["predicted"] = {
+            "step_s": verdict.step_s,
+            "tokens_per_s": verdict.tokens_per_s,
+            "device_peak_bytes": int(verdict.device_bytes),
+            "host_bytes": int(verdict.host_bytes),
+            "disk_bytes": int(verdict.disk_bytes),
+        }
+    return document
+
+
+def table(found: list[ShippedRecipe]) -> list[str]:
+    """A line a recipe: name, short name, the machine it is for, predicted speed and memory."""
+    rows = [("NAME", "SHORT NAME", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")] if found else []
+    for recipe in found:
+        verdict = recipe.verdict
+        planned = ("", "", "", "")
+        if verdict is not None:
+            machine, _, host = verdict.hardware.partition(",host_memory_gib=")
+            planned = (
+                f"{machine}, {host} GiB",
+                f"{verdict.tokens_per_s:,.0f}",
+                f"{verdict.device_bytes / 1024**3:.1f} GiB",
+                f"{verdict.host_bytes / 1024**3:.0f} GiB",
+            )
+        rows.append((recipe.name, recipe.short_name or "", *planned))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)] if rows else []
+    return [
+        "  ".join(
+            cell.rjust(width) if column >= 3 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet; folders around it are made.
+
+    Raises:
+        RefusedError: it exists, or cannot be written.
+    """
+    from roundpipe_cli.errors import RefusedError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as stream:
+            stream.write(content)
+    except FileExistsError:
+        raise RefusedError(
+            f"{path} is there already and is not overwritten", hint="name another file, or remove it first"
+        ) from None
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,210 @@
+"""The recipes that come with the tool: where they are, what they are called, and what their headers promise.
+
+They lie in `recipes/` of the repository, which the wheel carries as `roundpipe_cli/shipped_recipes`. The whole name of
+a recipe is its path without `.yaml`: `qwen3/8b_lora_2x24gb`; a link beside the folders gives its short name `qwen3-8b`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import roundpipe_cli
+from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.units import GIB
+
+_VERDICT = re.compile(
+    r"^# roundpipe plan (?P<recipe>\S+) --hardware (?P<hardware>\S+)\n"
+    r"#   (?P<verdict>fits|does not fit): (?P<step_s>[\d.]+) s a step of (?P<tokens>[\d,]+) tokens, "
+    r"(?P<tokens_per_s>[\d,]+) tokens/s, GPU (?P<device>[\d.]+) GiB, host (?P<host>[\d.]+) GiB, "
+    r"disk (?P<disk>[\d.]+) GiB$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderVerdict:
+    """What `roundpipe plan` said when the recipe's header was written."""
+
+    hardware: str
+    """For `--hardware`; host memory included."""
+    fits: bool
+    step_s: float
+    tokens_per_step: int
+    tokens_per_s: float
+    device_bytes: float
+    """Of one worker."""
+    host_bytes: float
+    disk_bytes: float
+
+    def text(self, recipe: str) -> str:
+        """The two lines of the header; `recipe` as the command names it."""
+        return (
+            f"# roundpipe plan {recipe} --hardware {self.hardware}\n"
+            f"#   {'fits' if self.fits else 'does not fit'}: {self.step_s:.3g} s a step of {self.tokens_per_step:,} "
+            f"tokens, {float(f'{self.tokens_per_s:.3g}'):,.0f} tokens/s, GPU {self.device_bytes / GIB:.1f} GiB, "
+            f"host {self.host_bytes / GIB:.1f} GiB, disk {self.disk_bytes / GIB:.1f} GiB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedRecipe:
+    """One recipe of the tool."""
+
+    name: str
+    """`qwen3/8b_lora_2x24gb`."""
+    short_name: str | None
+    """`qwen3-8b`, where it is the one that the short name means."""
+    path: Path
+    purpose: str
+    """First sentence of the header."""
+    verdict: HeaderVerdict | None
+
+    @property
+    def command_name(self) -> str:
+        """What a user types: `recipes/qwen3/8b_lora_2x24gb.yaml`."""
+        return f"recipes/{self.name}.yaml"
+
+
+def shipped_folder() -> Path | None:
+    """The folder of the recipes that come with the tool: in the wheel, or the repository's `recipes/`."""
+    package = Path(roundpipe_cli.__file__).resolve().parent
+    for folder in (package / "shipped_recipes", package.parent / "recipes"):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """The recipes that come with the tool, by name; a short name is no recipe of its own."""
+    folder = shipped_folder()
+    if folder is None:
+        return []
+    texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.yaml"))}
+    shorts = {}  # a wheel holds copies where the repository has links: equal text tells
+    for file, text in texts.items():
+        if file.parent == folder:
+            shorts[text] = file.stem
+    found = []
+    nested = {text for file, text in texts.items() if file.parent != folder}
+    for file, text in texts.items():
+        if file.parent == folder and text in nested:
+            continue
+        name = file.relative_to(folder).with_suffix("").as_posix()
+        short = shorts.get(text) if file.parent != folder else None
+        found.append(ShippedRecipe(name, short, file, purpose_of(text), verdict_of(text)))
+    return found
+
+
+def purpose_of(text: str) -> str:
+    """The first sentence of a recipe's leading comment."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line[2:].strip())
+    return re.split(r"(?<=[\w)])\. (?=[A-Z`])", " ".join(lines))[0].rstrip(".")
+
+
+def verdict_of(text: str) -> HeaderVerdict | None:
+    """The verdict in a recipe's header, if it has one."""
+    found = _VERDICT.search(text)
+    if found is None:
+        return None
+    return HeaderVerdict(
+        hardware=found["hardware"],
+        fits=found["verdict"] == "fits",
+        step_s=float(found["step_s"]),
+        tokens_per_step=int(found["tokens"].replace(",", "")),
+        tokens_per_s=float(found["tokens_per_s"].replace(",", "")),
+        device_bytes=float(found["device"]) * GIB,
+        host_bytes=float(found["host"]) * GIB,
+        disk_bytes=float(found["disk"]) * GIB,
+    )
+
+
+def with_verdict(text: str, recipe: str, verdict: HeaderVerdict) -> str:
+    """`text` with the header's verdict replaced.
+
+    Raises:
+        ValueError: the text has no verdict to replace.
+    """
+    if _VERDICT.search(text) is None:
+        raise ValueError(f"{recipe} has no verdict in its header")
+    return _VERDICT.sub(lambda _: verdict.text(recipe), text, count=1)
+
+
+def find_recipe(name: Path | str) -> tuple[Path, str | None]:
+    """The recipe file that `name` means, and a notice where a shipped one stands in for it.
+
+    Tried in this order: the path itself; then, with or without `recipes/` in front and `.yaml` behind, the names of
+    the shipped recipes.
+
+    Raises:
+        RefusedError: no such file, with the places tried and the nearest names.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path, None
+    if path.exists():
+        raise RefusedError(f"{path} is not a recipe file", expected="a YAML file", hint=SEE_LIST)
+    shipped = shipped_folder()
+    file = _shipped_file(path, shipped) if shipped is not None else None
+    if file is not None:
+        return file, f"{path} is not in the working directory: using the shipped recipe {file}"
+    tried = [str(Path.cwd() / path)] + ([str(shipped)] if shipped else [])
+    raise RefusedError(
+        f"there is no recipe {path}", found=f"no such file in {' or '.join(tried)}", hint=_near(path) or SEE_LIST
+    )
+
+
+SEE_LIST = "`roundpipe recipes ls` lists the recipes that come with the tool"
+
+
+def find_shipped(name: str) -> Path:
+    """The file of the shipped recipe `name`, whatever the working directory holds.
+
+    Raises:
+        RefusedError: no shipped recipe of that name.
+    """
+    shipped = shipped_folder()
+    file = _shipped_file(Path(name), shipped) if shipped is not None else None
+    if file is None:
+        near = closest_name(name.removeprefix("recipes/").removesuffix(".yaml"))
+        hint = f"did you mean {near}?" if near else SEE_LIST
+        raise RefusedError(f"no shipped recipe is called {name}", hint=hint)
+    return file
+
+
+def closest_name(word: str) -> str | None:
+    """The name or short name of a shipped recipe that is nearest to a misspelt one."""
+    recipes = shipped_recipes()
+    names = [recipe.name for recipe in recipes]
+    names += [recipe.short_name for recipe in recipes if recipe.short_name]
+    names += sorted(name for name in {name.rpartition("/")[2] for name in names} if name.lower() == word.lower())
+    return closest(word, names)
+
+
+def _shipped_file(path: Path, shipped: Path) -> Path | None:
+    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
+    if path.is_absolute() or not parts or ".." in parts or len(parts) > 2:
+        return None
+    named = shipped.joinpath(*parts)
+    for file in (named, named.with_name(f"{named.name}.yaml")):
+        if file.suffix in (".yaml", ".yml") and file.is_file():
+            return file
+    return None
+
+
+def _near(path: Path) -> str | None:
+    here = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    ours = [recipe.command_name for recipe in shipped_recipes()]
+    ours += [f"recipes/{recipe.short_name}.yaml" for recipe in shipped_recipes() if recipe.short_name]
+    for candidates in (here, ours):
+        near = closest(str(path), candidates)
+        if near:
+            return f"did you mean {shlex.quote(near)}?"
+    near = closest_name(str(path))
+    return f"did you mean {near}?" if near else None

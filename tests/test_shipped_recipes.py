@@ -1,0 +1,173 @@
+"""Every recipe that comes with the tool: it loads, its header is whole, and `plan` says what the header promises."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli import predict
+from roundpipe_cli.cli.fitting import fitting_recipe
+from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.cli.predict import make_plan
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plan.hardware import parse_hardware
+from roundpipe_cli.plan.models import shipped_architecture
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of, with_verdict
+from scripts.recipe_verdicts import differences, verdict_of_plan
+from tests.e2e import fresh, run
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
+MAX_SEARCHED_LAYERS = 32
+"""With more, a few even cuts stand for the planner's search, which takes seconds each; scripts/recipe_verdicts.py
+compares all of them exactly."""
+ALWAYS_SEARCHED = ("qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb")
+
+
+def test_the_combinations_that_are_promised() -> None:
+    names = " ".join(RECIPES)
+    for model in (
+        *(f"qwen3/{size}_lora" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")),
+        *("llama3.1/8b_lora", "llama3.1/8b_full", "llama3.3/70b_lora", "gemma3/", "mistral/7b", "gpt-oss/20b"),
+        *("gpt-oss/120b", "smollm2/135m", "qwen3/1.7b_full", "qwen3/4b_full", "qwen3/8b_full"),
+        *("_1x16gb", "_1x24gb", "_2x24gb", "_4x24gb", "_8x24gb"),
+    ):
+        assert model in names, model
+    for name in ALWAYS_SEARCHED:
+        verdict = RECIPES[name].verdict
+        assert verdict is not None and verdict.hardware == "2x3090,host_memory_gib=64"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_header(name: str) -> None:
+    """Purpose, launch command, an override, plan's verdict for a machine with its host memory, the knobs."""
+    recipe = RECIPES[name]
+    text = recipe.path.read_text(encoding="utf-8")
+    header = text.split("\n\n")[0]
+    assert all(line.startswith("#") and len(line) <= 120 for line in header.splitlines())
+    assert f"#   roundpipe finetune {recipe.command_name}" in header
+    assert re.search(rf"roundpipe finetune {re.escape(recipe.command_name)} \S+=\S+", header)
+    assert "# What the knobs cost:\n#   " in header
+    verdict = recipe.verdict
+    assert verdict is not None and verdict.fits and verdict.text(recipe.command_name) in header
+    assert "host_memory_gib=" in verdict.hardware
+    machine = parse_hardware(verdict.hardware)
+    if name != "quickstart":
+        count, gib = re.findall(r"_(\d)x(\d+)gb$", name)[0]
+        assert len(machine.devices) == int(count)
+        assert all(device.memory_bytes == int(gib) * 1024**3 for device in machine.devices)
+        assert f"{machine.host_memory_bytes // 1024**3} GB of host memory" in recipe.purpose
+    loaded = load_recipe(recipe.path)
+    assert loaded.notices == ()
+    assert loaded.recipe.model.startswith("package:") or shipped_architecture(loaded.recipe.model) is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES[name]
+    assert recipe.verdict is not None
+    if name not in ALWAYS_SEARCHED:
+        monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", min(MAX_SEARCHED_LAYERS, predict.MAX_SEARCHED_LAYERS))
+    plan = make_plan(load_recipe(recipe.path), recipe.verdict.hardware)
+    document = plan_document(plan, None)
+    assert document["fits"], document["reasons"]
+    now = verdict_of_plan(plan, recipe.verdict.hardware)
+    num_layers = len(document["layers"])
+    if num_layers <= MAX_SEARCHED_LAYERS or num_layers > 72 or name in ALWAYS_SEARCHED:
+        assert differences(recipe.verdict, now) == [], "python scripts/recipe_verdicts.py --write"
+    else:
+        assert now.tokens_per_step == recipe.verdict.tokens_per_step
+        assert now.disk_bytes == pytest.approx(recipe.verdict.disk_bytes, rel=0.02)
+        assert now.host_bytes == pytest.approx(recipe.verdict.host_bytes, rel=0.1)
+        assert 0.6 < now.step_s / recipe.verdict.step_s < 1.2
+
+
+def test_verdict_lines_can_be_read_back_and_replaced() -> None:
+    recipe = RECIPES["qwen3/8b_lora_2x24gb"]
+    assert recipe.verdict is not None
+    text = recipe.verdict.text(recipe.command_name)
+    assert verdict_of(text) == recipe.verdict
+    assert with_verdict(f"a\n{text}\nb", recipe.command_name, recipe.verdict) == f"a\n{text}\nb"
+    with pytest.raises(ValueError, match="no verdict"):
+        with_verdict("model: x", "x", recipe.verdict)
+
+
+def test_short_names_are_links() -> None:
+    """One text, two names: editing one edits both."""
+    shorts = {recipe.short_name: recipe for recipe in RECIPES.values() if recipe.short_name}
+    assert {"qwen3-8b", "qwen3-14b", "qwen3-32b", "llama3.3-70b", "gpt-oss-20b", "smollm2-135m"} <= shorts.keys()
+    for short, recipe in shorts.items():
+        link = ROOT / "recipes" / f"{short}.yaml"
+        assert link.is_symlink() and link.resolve() == recipe.path.resolve()
+        assert f"`recipes/{short}.yaml` is this recipe" in " ".join(recipe.path.read_text().replace("\n#", "").split())
+
+
+def test_names_that_mean_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nested, short = (ROOT / "recipes" / name for name in ("qwen3/8b_lora_2x24gb.yaml", "qwen3-8b.yaml"))
+    for name in ("qwen3/8b_lora_2x24gb", "recipes/qwen3/8b_lora_2x24gb.yaml"):
+        assert find_recipe(name)[0] == nested and find_shipped(name) == nested
+    for name in ("qwen3-8b", "recipes/qwen3-8b.yaml"):
+        assert find_recipe(name)[0] == short and find_shipped(name) == short
+    for name in ("qwen3/../qwen3-8b", "/etc/passwd", "a/b/c", ""):
+        with pytest.raises(RefusedError):
+            find_shipped(name)
+
+
+def test_plan_that_says_no_names_the_recipe_that_fits() -> None:
+    small = "2x3090,host_memory_gib=64"
+    full = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml", ["method=full"]), small)
+    assert plan_document(full, None)["shipped_recipe"] == "recipes/qwen3/8b_lora_2x24gb.yaml"
+    assert "The nearest recipe of the tool that fits: recipes/qwen3/8b_lora_2x24gb.yaml" in plan_text(full, None)
+    large = make_plan(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small)
+    fitting = fitting_recipe(large.question)
+    assert fitting is not None and fitting.name == "qwen3/14b_lora_2x24gb"
+    none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")
+    assert plan_document(none, None)["shipped_recipe"] is None
+    fits = make_plan(load_recipe(ROOT / "recipes/quickstart.yaml"), small)
+    assert "shipped_recipe" not in plan_document(fits, None)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_ls(tmp_path: Path) -> None:
+    listed = fresh(tmp_path, "recipes", "ls").expect(0)
+    assert all(f"\n{name} " in listed.out for name in RECIPES)
+    assert max(map(len, listed.out.splitlines())) <= 100
+    few = json.loads(run(tmp_path, "recipes", "ls", "qwen3", "2x24gb", "--json").expect(0).out)
+    assert {"qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb"} <= {entry["name"] for entry in few}
+    assert all("2x24gb" in entry["name"] and entry["predicted"]["tokens_per_s"] > 0 for entry in few)
+    none = run(tmp_path, "recipes", "ls", "nonsense").expect(0)
+    assert none.out == "" and "no recipe has nonsense in its name" in none.err
+
+
+def test_show_and_cp(tmp_path: Path) -> None:
+    shown = run(tmp_path, "recipes", "show", "qwen3-8b").expect(0)
+    assert shown.out == (ROOT / "recipes/qwen3/8b_lora_2x24gb.yaml").read_text()
+    copied = run(tmp_path, "recipes", "cp", "qwen3-8b", "mine.yaml").expect(0)
+    assert (tmp_path / "mine.yaml").read_text() == shown.out and not (tmp_path / "mine.yaml").is_symlink()
+    assert "roundpipe plan mine.yaml" in copied.err
+    again = run(tmp_path, "recipes", "cp", "qwen3-14b", "mine.yaml").expect(2)
+    assert "not overwritten" in again.err and (tmp_path / "mine.yaml").read_text() == shown.out
+    run(tmp_path, "recipes", "cp", "quickstart", "folder/first.yaml").expect(0)
+    assert (tmp_path / "folder" / "quickstart.jsonl").is_file(), "its data lies beside it"
+    wrong = run(tmp_path, "recipes", "show", "qwen3-9b").expect(2)
+    assert "did you mean qwen3-8b?" in wrong.err
+
+
+def test_validate(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: a\nlora: {rr: 3}\nmax_steps: x\n")
+    good = run(tmp_path, "recipes", "validate", "qwen3-8b", "gemma3/4b_lora_1x16gb").expect(0)
+    assert good.out == "qwen3-8b: is a good recipe\ngemma3/4b_lora_1x16gb: is a good recipe\n"
+    both = run(tmp_path, "recipes", "validate", "bad.yaml", "qwen3-8b", "gone.yaml").expect(2)
+    assert both.out == "bad.yaml: has mistakes\nqwen3-8b: is a good recipe\ngone.yaml: has mistakes\n"
+    assert all(word in both.err for word in ("lora.rr", "max_steps", "datasets", "there is no recipe gone.yaml"))
+    documents = json.loads(run(tmp_path, "recipes", "validate", "bad.yaml", "qwen3-8b", "--json").expect(2).out)
+    assert [document["valid"] for document in documents] == [False, True]
+    assert len(documents[0]["problems"]) == 3
+    assert {"what", "where", "found", "expected", "hint"} == documents[0]["problems"][0].keys()
