@@ -54,7 +54,8 @@ def test_shipped_figures_are_the_published_ones() -> None:
     if not FACTS.is_dir():
         pytest.skip("../shared/facts is not here")
     published = json.loads((FACTS / "models.json").read_text())
-    assert {name.removesuffix(" (text)"): figures for name, figures in published.items()} == shipped_figures()
+    for name, figures in published.items():
+        assert shipped_figures()[name.removesuffix(" (text)")] == figures
 
 
 def test_full_training_is_4x_linear_and_lora_3x() -> None:

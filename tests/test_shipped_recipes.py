@@ -17,6 +17,7 @@ from roundpipe_cli.plan.hardware import parse_hardware
 from roundpipe_cli.plan.models import shipped_architecture
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of, with_verdict
+from roundpipe_cli.units import GIB
 from scripts.recipe_verdicts import differences, verdict_of_plan
 from tests.e2e import fresh, run
 
@@ -78,11 +79,12 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
     now = verdict_of_plan(plan, recipe.verdict.hardware)
     num_layers = len(document["layers"])
     if num_layers <= MAX_SEARCHED_LAYERS or num_layers > 72 or name in ALWAYS_SEARCHED:
-        assert differences(recipe.verdict, now) == [], "python scripts/recipe_verdicts.py --write"
+        off = differences(recipe.verdict, now, tolerance=0.05, device_tolerance=0.5)
+        assert not off, f"{off}: python scripts/recipe_verdicts.py --write"
     else:
         assert now.tokens_per_step == recipe.verdict.tokens_per_step
-        assert now.disk_bytes == pytest.approx(recipe.verdict.disk_bytes, rel=0.02)
-        assert now.host_bytes == pytest.approx(recipe.verdict.host_bytes, rel=0.1)
+        assert now.disk_bytes == pytest.approx(recipe.verdict.disk_bytes, rel=0.02, abs=0.06 * GIB)
+        assert now.host_bytes == pytest.approx(recipe.verdict.host_bytes, rel=0.1, abs=0.06 * GIB)
         assert 0.6 < now.step_s / recipe.verdict.step_s < 1.2
 
 
@@ -130,6 +132,34 @@ def test_plan_that_says_no_names_the_recipe_that_fits() -> None:
     assert plan_document(none, None)["shipped_recipe"] is None
     fits = make_plan(load_recipe(ROOT / "recipes/quickstart.yaml"), small)
     assert "shipped_recipe" not in plan_document(fits, None)
+
+
+def test_all_linear_leaves_out_the_picture_encoder_of_gemma3() -> None:
+    """Its recipes train text by LoRA on all linear layers of the blocks; the hub's models hold an encoder too."""
+    import torch
+    from transformers import Gemma3Config, Gemma3TextConfig
+
+    from roundpipe_cli.model.load import build_skeleton
+    from roundpipe_cli.model.lora import add_lora, refuse_adapters_outside_blocks
+    from roundpipe_cli.model.split import find_blocks
+
+    text = Gemma3TextConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=64, vocab_size=64, sliding_window=8,
+    )  # fmt: skip
+    picture = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    model = build_skeleton(Gemma3Config(text_config=text.to_dict(), vision_config=picture), torch.float32)
+    path = find_blocks(model)
+    add_lora(
+        model, r=2, alpha=4, dropout=0.0, target_modules="all-linear", dtype=torch.float32, base_name="tiny",
+        blocks_path=path,
+    )  # fmt: skip
+    refuse_adapters_outside_blocks(model, path)
+    adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(adapted) == 2 * 7 * 2, "two matrices for each of seven layers in two blocks"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,17 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 OTHER_NAMES = ("train", "tune", "sft", "fit", "run", "lora")
 """What other programs call `finetune`."""
 
+_EXAMPLES = {
+    "roundpipe finetune": "roundpipe finetune recipes/quickstart.yaml",
+    "roundpipe plan": "roundpipe plan recipes/qwen3-8b.yaml --hardware 2x3090",
+    "roundpipe bench": "roundpipe bench recipes/quickstart.yaml --run",
+    "roundpipe convert": "roundpipe convert axolotl.yaml --output mine.yaml",
+    "roundpipe recipes show": "roundpipe recipes show qwen3-8b",
+    "roundpipe recipes cp": "roundpipe recipes cp qwen3-8b mine.yaml",
+    "roundpipe recipes validate": "roundpipe recipes validate mine.yaml",
+}
+"""Shown where an argument is missing."""
+
 
 def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     """The error to show in place of click's.
@@ -28,25 +39,29 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     kind = type(error).__name__
     if kind == "MissingParameter" and error.param is not None and error.param.param_type_name == "argument":
         name = str(error.param.name)
-        return RefusedError(f"{program} needs a {name}", hint=f"{program} recipes/quickstart.yaml")
+        return RefusedError(f"{program} needs a {name}", hint=_EXAMPLES.get(program, f"{program} --help"))
     if kind == "NoSuchOption":
         return _no_such_option(error, program, words)
     commands = getattr(context.command, "commands", None) if context else None
     if commands:
-        return _no_such_command(list(commands), words)
+        inside = program.split()[1:]  # `recipes` of `roundpipe recipes`
+        return _no_such_command(program, list(commands), words[len(inside) :])
     return RefusedError(error.format_message().rstrip("."), hint=f"{program} --help")
 
 
-def _no_such_command(commands: list[str], words: Sequence[str]) -> RefusedError:
+def _no_such_command(program: str, commands: list[str], words: Sequence[str]) -> RefusedError:
     word = next((word for word in words if not word.startswith("-")), "")
     nearest = closest(word, commands)
-    if word.endswith((".yaml", ".yml")):
+    is_top = program == "roundpipe"
+    if is_top and word.endswith((".yaml", ".yml")):
         hint = f"roundpipe finetune {word}"
-    elif nearest or word in OTHER_NAMES:
-        hint = f"did you mean roundpipe {nearest or 'finetune'}?"
+    elif nearest or (is_top and word in OTHER_NAMES):
+        hint = f"did you mean {program} {nearest or 'finetune'}?"
     else:
-        hint = "roundpipe --help"
-    return RefusedError(f"there is no command {word}", expected=", ".join(commands), hint=hint)
+        hint = f"{program} --help"
+    return RefusedError(
+        f"there is no command {f'{program} {word}'.removeprefix('roundpipe ')}", expected=", ".join(commands), hint=hint
+    )
 
 
 def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedError:
