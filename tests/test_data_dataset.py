@@ -221,7 +221,7 @@ MESSAGES_BAD: list[tuple[object, str]] = [
     ({"messages": [{"role": "user", "content": "only me"}]}, "`messages` has nothing to train on"),
     ({"messages": [{"role": "assistant", "content": ""}]}, "`messages` has nothing to train on"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-     "`messages[0].tool_calls` is not supported yet"),
+     "`messages[0].tool_calls` is not a list of objects"),
     ([1], "the row is not an object"),
 ]  # fmt: skip
 GOOD_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}

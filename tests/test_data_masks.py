@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.encode import encode_batch
+from roundpipe_cli.data.formats import Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 
@@ -108,7 +109,7 @@ def reference_mask(tokenizer: Any, input_ids: list[int], pieces: Marked) -> list
 
 
 def check(tokenizer: Any, template: str, turns: Turns, pieces: Marked) -> None:
-    rendered = ChatTemplate(tokenizer, template).render_trained(turns)
+    rendered = ChatTemplate(tokenizer, template).render_trained(Conversation(tuple(turns)))
     encoded = encode_batch(tokenizer, [rendered], plain=False)[0]
     assert not isinstance(encoded, BadRowError)
     assert encoded.trained.tolist() == reference_mask(tokenizer, encoded.input_ids.tolist(), pieces)
@@ -237,7 +238,7 @@ def test_template_without_generation_prompt_does_not_train_the_header(smollm: An
 def test_template_that_changes_the_words_is_refused(smollm: Any) -> None:
     template = ChatTemplate(smollm, WITHOUT_PROMPT.replace("m.content", "m.content | upper"))
     with pytest.raises(BadRowError, match="cannot tell what the assistant said") as caught:
-        template.render_trained(say("Hi", "you"))
+        template.render_trained(Conversation(tuple(say("Hi", "you"))))
     assert "{% generation %}" in (caught.value.fault.expected or "")
 
 

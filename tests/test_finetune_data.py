@@ -23,7 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def workspace(folder: Path, model: Path, **changes: Any) -> Path:
-    make_workspace(folder, model, max_seq_length=128, num_train_epochs=3, save_steps=4, **changes)
+    make_workspace(
+        folder, model, max_seq_length=128, num_train_epochs=3, save_steps=4, pipeline__devices=["cpu"], **changes
+    )
     write_rows(folder / "rows.jsonl", NUM_ROWS)
     return folder
 
@@ -88,3 +90,23 @@ def test_weights_decide_how_often_rows_come(tmp_path: Path, model: Path) -> None
     assert "mixed by weight: an epoch has 90 rows of rows.jsonl (75 %, each row 1.50 times)" in done.err
     counts = Counter(row < NUM_ROWS for _, rows in row_log(folder) for row in rows)
     assert counts == {True: 270, False: 90}
+
+
+def test_a_template_of_the_recipe_is_used_and_saved_with_the_result(tmp_path: Path, model: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = workspace(tmp_path / "work", model, chat_template="mine.jinja", max_steps=1)
+    (folder / "mine.jinja").write_text(template)
+    finetune(folder).expect(0)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(str(folder / "out")).chat_template == template
+    other = workspace(tmp_path / "text", model, chat_template=template, max_steps=1)
+    finetune(other).expect(0)
+    assert numbers(other / "out") == numbers(folder / "out"), "a file or its text"
+    for text, words in [("{{ 9 ** (9 ** 9) }}", "takes too long"), ("missing.jinja", "chat template not found")]:
+        refused = workspace(tmp_path / words.split()[-1], model, chat_template=text)
+        assert words in finetune(refused).expect(2).err
+        assert not (refused / "out" / "metrics.jsonl").exists()

@@ -283,7 +283,6 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
 
 REFUSED_NOW = {
     "load_in_4bit": "true",
-    "chat_template": "x.jinja",
     "optim": "adafactor",
     "report_to": "[wandb]",
     "on_oom": "adapt",

@@ -11,18 +11,22 @@ and each of the three must begin with the one above. Where that fails (templates
 follow, or that move the system prompt about) the turn is rendered again with a placeholder in place of its content,
 and what stands at that place in the real text is compared with the content. What neither way can tell is refused.
 
-Templates are programs from elsewhere: they run in transformers' ImmutableSandboxedEnvironment, and are at most 64 KiB.
+Templates are programs from elsewhere: they run in transformers' ImmutableSandboxedEnvironment, are at most 64 KiB, and
+`rendering.py` runs them in a child process under limits of time and memory. `strftime_now` tells them a fixed date, so
+that rows do not change from one day to the next.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.data.formats import Message
+from roundpipe_cli.data.formats import Conversation, Exchange, Message
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.errors import RefusedError
 
@@ -33,8 +37,15 @@ MAX_TEMPLATE_BYTES = 64 * 1024
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"
 
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+"""The date that templates are told, the one that Llama 3's fall back on."""
+
 Span = tuple[int, int]
 """Half-open range of characters."""
+
+
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of tools, as a chat template is given them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +111,27 @@ class ChatTemplate:
         controls = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
         self._has_marks = GENERATION_MARK.search(text) is not None
+        self.writes_date = "strftime_now" in text
         self._check_syntax()
         self._has_generation_prompt = self._probe_generation_prompt()
         self.end_of_turn = self._probe_end_of_turn()
         """The special token behind every turn of the assistant, as text; None where the template writes none."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
         """
         Raises:
             BadRowError: the template raised, or did what the sandbox forbids.
         """
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.text
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=self.text,
             )
+        except MemoryError:
+            raise
         except Exception as error:
             # A template is a program: besides jinja2's errors it can raise any of Python's.
             raise BadRowError(
@@ -123,26 +141,49 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def render_trained(self, messages: Sequence[Message]) -> Rendered:
+    def render_trained(self, conversation: Conversation | Exchange) -> Rendered:
         """The text of a conversation and the spans of the assistant's turns.
 
         Raises:
-            BadRowError: the template refuses the conversation, or the turns cannot be told apart in its text.
+            BadRowError: the template refuses the conversation, leaves tools out, or the turns cannot be told apart in
+                its text.
         """
-        if self._has_marks:
-            text, marked = self._render_marked(messages)
-            return Rendered(text, tuple(self._to_end_of_turn(text, span) for span in marked))
-        text = self.render(messages)
+        messages, tools = conversation.messages, conversation.tools
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        return Rendered(text, tuple(self._turn_span(messages, index, text) for index in turns))
+        if self._has_marks:
+            text, spans = self._render_marked(messages, tools)
+            spans = [self._to_end_of_turn(text, span) for span in spans]
+        else:
+            text = self.render(messages, tools)
+            spans = [self._turn_span(messages, tools, index, text) for index in turns]
+        _check_tools(conversation, text)
+        if conversation.untrained:
+            if len(spans) != len(turns):
+                raise BadRowError(
+                    "cannot tell which turns of the assistant the row says not to train",
+                    found=f"{len(turns)} turns, {len(spans)} marked by the chat template",
+                )
+            spans = [span for index, span in zip(turns, spans, strict=True) if index not in conversation.untrained]
+        return Rendered(text, tuple(spans))
+
+    def render_all_trained(self, conversation: Conversation | Exchange) -> Rendered:
+        """The text of a conversation, all of it trained.
+
+        Raises:
+            BadRowError: the template refuses the conversation, or leaves tools out.
+        """
+        text = self.render(conversation.messages, conversation.tools)
+        _check_tools(conversation, text)
+        return Rendered(text, ((0, len(text)),))
 
     def holds_control_token(self, messages: Sequence[Message]) -> bool:
         """Whether a message spells a special token, which the tokenizer cannot tell from a real one."""
         pattern = self._control_tokens
         return pattern is not None and any(pattern.search(message["content"]) for message in messages)
 
-    def _turn_span(self, messages: Sequence[Message], index: int, text: str) -> Span:
-        span = self._span_by_prefix(messages, index, text) or self._span_by_placeholder(messages, index, text)
+    def _turn_span(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
+        span = self._span_by_prefix(messages, tools, index, text)
+        span = span or self._span_by_placeholder(messages, tools, index, text)
         if span is None:
             raise BadRowError(
                 "cannot tell what the assistant said in the text that the chat template makes",
@@ -151,11 +192,11 @@ class ChatTemplate:
             )
         return span
 
-    def _span_by_prefix(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+    def _span_by_prefix(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span | None:
         if not self._has_generation_prompt:
             return None
-        before = self._try_render(messages[:index], add_generation_prompt=True)
-        through = text if index == len(messages) - 1 else self._try_render(messages[: index + 1])
+        before = self._try_render(messages[:index], tools, add_generation_prompt=True)
+        through = text if index == len(messages) - 1 else self._try_render(messages[: index + 1], tools)
         if before is None or through is None or not text.startswith(through) or not through.startswith(before):
             return None
         answer = messages[index]["content"].rsplit(END_OF_THOUGHT, 1)[-1]  # thoughts may be laid out anew
@@ -165,13 +206,13 @@ class ChatTemplate:
         ends_in_special = len(trimmed) > len(before) and trimmed.endswith(self._specials)
         return len(before), len(trimmed) if ends_in_special else len(through)
 
-    def _span_by_placeholder(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+    def _span_by_placeholder(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span | None:
         placeholder = "Placeholder0"
         while placeholder in text:
             placeholder += "0"
         replaced = [*messages]
         replaced[index] = {**messages[index], "content": placeholder}
-        around = (self._try_render(replaced) or "").split(placeholder)
+        around = (self._try_render(replaced, tools) or "").split(placeholder)
         if len(around) != 2 or len(text) < len(around[0]) + len(around[1]):
             return None
         if not text.startswith(around[0]) or not text.endswith(around[1]):
@@ -181,6 +222,9 @@ class ChatTemplate:
         # A template may trim the content, or drop the thoughts in front of it; what is left is the content's end.
         if bool(said) != bool(content) or not content.endswith(said):
             return None
+        if "tool_calls" in messages[index]:  # they stand behind the content
+            found = text.find(self.end_of_turn, end) if self.end_of_turn is not None else -1
+            return (start, found + len(self.end_of_turn or "")) if found >= 0 else None
         return self._to_end_of_turn(text, (start, end))
 
     def _to_end_of_turn(self, text: str, span: Span) -> Span:
@@ -193,16 +237,19 @@ class ChatTemplate:
                 end += token_start + len(self.end_of_turn)
         return start, end
 
-    def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def _render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
+                tools=list(tools) or None,
                 chat_template=self.text,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
+        except MemoryError:
+            raise
         except Exception as error:
             raise BadRowError(
                 "the chat template refuses this conversation", found=printable(f"{type(error).__name__}: {error}")
@@ -210,15 +257,25 @@ class ChatTemplate:
         texts, spans = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
 
-    def _try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+    def _try_render(
+        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = False
+    ) -> str | None:
+        if not messages and add_generation_prompt:
+            return None  # transformers takes no empty conversation
         try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except BadRowError:
             return None
 
     def _check_syntax(self) -> None:
         from jinja2 import TemplateSyntaxError
+        from transformers.utils import chat_template_utils
 
+        if self.writes_date:
+            with contextlib.suppress(TemplateSyntaxError):
+                # transformers keeps compiled templates; this is the one that it will render.
+                compiled: Any = chat_template_utils._compile_jinja_template(self.text)
+                compiled.environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
         try:
             self.render([{"role": "user", "content": "x"}])
         except BadRowError as error:
@@ -244,3 +301,21 @@ class ChatTemplate:
             return None
         tail = text.rsplit(answer, 1)[1].lstrip()
         return next((special for special in reversed(self._specials) if special and tail.startswith(special)), None)
+
+
+def _check_tools(conversation: Conversation | Exchange, text: str) -> None:
+    """Templates that know nothing of tools leave them out without a word.
+
+    Raises:
+        BadRowError: a tool or a call of one is not in `text`.
+    """
+    calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+    for what, entries in (("tools", conversation.tools), ("tool calls", calls)):
+        for entry in entries:
+            name = entry.get("function", entry).get("name")
+            if isinstance(name, str) and name not in text:
+                raise BadRowError(
+                    f"the chat template leaves the {what} of this conversation out",
+                    found=f"no {printable(name, 40)} in its text",
+                    expected="a template with tools, given as `chat_template: FILE`",
+                )

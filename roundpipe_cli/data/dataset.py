@@ -1,33 +1,47 @@
-"""From the recipe's datasets to token ids and labels in memory, with a report of what became of every row."""
+"""From the recipe's datasets to token ids and labels on disk, with a report of what became of every row.
+
+    files -> rows -> chunks -> child processes (parse, render, tokenise, mask) -> shard per source -> mapped into memory
+
+Only a few chunks are in memory at a time. A shard whose key is in the cache is taken as it is.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar, overload
+from itertools import chain
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.chat import ChatTemplate, Rendered, find_template
-from roundpipe_cli.data.encode import IGNORED_LABEL, Encoded, encode_batch
-from roundpipe_cli.data.formats import Content, Conversation, Exchange, RowFormat, decide_format
+from roundpipe_cli.data.chat import TEMPLATE_DATE, find_template
+from roundpipe_cli.data.chunks import ChunkResult, TemplateFacts
+from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.formats import RowFormat, decide_format
+from roundpipe_cli.data.keys import digest_tokenizer, shard_key
+from roundpipe_cli.data.processes import Chunk, EncoderPool
 from roundpipe_cli.data.report import MAX_LISTED, DataReport, SourceReport, listed
-from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault, fault_problem
+from roundpipe_cli.data.rows import RawRow, fault_problem
 from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.shards import Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK_ROWS = 1000
-"""Rows tokenised at once: enough to keep all cores busy, few enough to bound the strings in memory."""
+CHUNK_ROWS = 500
+"""Rows of one chunk at most."""
+CHUNK_CHARACTERS = 2_000_000
+"""Of the rows of one chunk, about: bounds the memory that chunks need."""
 UNTRAINED_WARN_SHARE = 0.01
+TELL_EVERY_S = 5.0
 
-Item = TypeVar("Item")
+Tell = Callable[[str], None]
+"""Is told how far a source has come, a line at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +57,24 @@ class Row:
 
 
 class TokenizedRows(Sequence[Row]):
-    """Rows of different lengths in three flat arrays."""
+    """The kept rows of all sources, read from their mapped shards."""
 
-    def __init__(
-        self, row_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], encoded: Sequence[Encoded]
-    ) -> None:
-        self.row_ids = row_ids
-        """Ascending, shape [rows]."""
-        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self._input_ids = np.concatenate([row.input_ids for row in encoded])
-        trained = np.concatenate([row.trained for row in encoded])
-        self._labels = np.where(trained, self._input_ids, np.int32(IGNORED_LABEL))
-        self._input_ids.flags.writeable = self._labels.flags.writeable = False
+    def __init__(self, shards: Sequence[Shard], positions: npt.NDArray[np.int64] | None = None) -> None:
+        """
+        Args:
+            positions: of the rows that there are, ascending; None: all rows of the shards.
+        """
+        self._shards = tuple(shards)
+        self._positions = positions
+        lengths: npt.NDArray[np.int64] = np.concatenate([shard.lengths for shard in shards])
+        self.lengths = lengths if positions is None else lengths[positions]
+        """Tokens of each row."""
+        self._first_rows = np.cumsum([0, *(len(shard.lengths) for shard in shards)])
+        self._first_ids = np.cumsum([0, *(shard.report.rows_read for shard in shards)])
+        self._starts = [np.cumsum(shard.lengths) - shard.lengths for shard in shards]
 
     def __len__(self) -> int:
-        return len(self.row_ids)
+        return len(self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -66,30 +83,48 @@ class TokenizedRows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        start, stop = int(self._starts[position]), int(self._starts[position + 1])
-        return Row(int(self.row_ids[position]), self._input_ids[start:stop], self._labels[start:stop])
+        source, place = self._find(index)
+        shard = self._shards[source]
+        start = int(self._starts[source][place])
+        stop = start + int(shard.lengths[place])
+        input_ids = shard.input_ids[start:stop]
+        labels = np.where(shard.trained[start:stop], input_ids, np.int32(IGNORED_LABEL))
+        labels.flags.writeable = False
+        return Row(int(self._first_ids[source] + shard.places[place, 0]), input_ids, labels)
 
     def select(self, positions: npt.NDArray[np.int64]) -> TokenizedRows:
         """The rows at these ascending positions, as rows of their own."""
-        chosen = [self[int(position)] for position in positions]
-        encoded = [Encoded(row.input_ids, row.labels != IGNORED_LABEL) for row in chosen]
-        return TokenizedRows(self.row_ids[positions], self.lengths[positions], encoded)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row."""
-        return np.diff(self._starts)
+        return TokenizedRows(self._shards, positions if self._positions is None else self._positions[positions])
 
     def content_hash(self) -> str:
-        """SHA-256 over lengths, ids and labels: equal exactly if every batch would be."""
-        digest = hashlib.sha256(b"roundpipe rows 1")
-        digest.update(self._starts.astype("<i8").tobytes())
-        digest.update(self._input_ids.astype("<i4").tobytes())
-        digest.update(self._labels.astype("<i4").tobytes())
+        """SHA-256 over the tokens and labels of every row: equal exactly if every batch would be."""
+        digest = hashlib.sha256("".join(shard.digest for shard in self._shards).encode())
+        if self._positions is not None:
+            digest.update(self._positions.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    def origin(self, row_id: int) -> tuple[int, int]:
+        """(source, number in there) of a kept row.
+
+        Raises:
+            KeyError: no kept row has this id.
+        """
+        source = int(np.searchsorted(self._first_ids, row_id, side="right")) - 1
+        if 0 <= source < len(self._shards):
+            places = self._shards[source].places
+            place = int(np.searchsorted(places[:, 0], row_id - self._first_ids[source]))
+            if place < len(places) and places[place, 0] == row_id - self._first_ids[source]:
+                return source, int(places[place, 1])
+        raise KeyError(row_id)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        if self._positions is not None:
+            position = int(self._positions[position])
+        source = int(np.searchsorted(self._first_rows, position, side="right")) - 1
+        return source, position - int(self._first_rows[source])
 
 
 @dataclass(frozen=True)
@@ -99,16 +134,16 @@ class TokenizedDataset:
     rows: TokenizedRows
     report: DataReport
     content_hash: str
+    """Over the tokens and labels of every row: the same exactly if every batch would be."""
     notices: tuple[str, ...]
     """Decisions and losses that the user should read, one line each."""
     chat_template: str | None
     """The template in force, to be saved beside the adapter."""
     sources: tuple[Source, ...]
-    origins: npt.NDArray[np.int64]
-    """[rows, 2]: for each kept row the index of its source and its number in there."""
-
     rows_by_spec: tuple[int, ...]
     """Kept rows of each entry of the recipe's `datasets`; a glob is several sources and one entry."""
+    num_cached: int
+    """Sources whose tokens were taken from the cache."""
 
     def where(self, row_id: int) -> str:
         """`data/train.jsonl:17` of a kept row.
@@ -116,90 +151,149 @@ class TokenizedDataset:
         Raises:
             KeyError: no kept row has this id.
         """
-        position = int(np.searchsorted(self.rows.row_ids, row_id))
-        if position == len(self.rows) or self.rows.row_ids[position] != row_id:
-            raise KeyError(row_id)
-        source, number = self.origins[position]
-        return self.sources[int(source)].where(int(number))
+        source, number = self.rows.origin(row_id)
+        return self.sources[source].where(number)
 
 
-def build_dataset(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> TokenizedDataset:
+def build_dataset(
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    tell: Tell | None = None,
+    num_workers: int | None = None,
+) -> TokenizedDataset:
     """Read, check, render, tokenise and mask all rows, in the order of the recipe and of the files.
 
+    Args:
+        tell: is told of the progress every few seconds.
+        num_workers: processes at most; None: as many as there are cores. The result does not depend on it.
+
     Raises:
-        RefusedError: a dataset is missing, empty or of no known type; a chat template is needed and missing; rows are
-            bad and `on_bad_row` is error; rows are too long and `long_rows` is error; no row is left.
+        RefusedError: a dataset is missing, empty or of no known type; a chat template is needed and missing, not valid,
+            or beyond its limits; rows are bad and `on_bad_row` is error; rows are too long and `long_rows` is error;
+            no row is left.
+        ResourceError: the disk is full, or a process was killed.
     """
-    builder = _Builder(settings, tokenizer)
-    for spec in settings.datasets:
-        before = builder.num_kept
-        for source in find_sources(spec, settings.folder, settings.offline):
-            builder.add(source)
-        builder.rows_by_spec.append(builder.num_kept - before)
+    with EncoderPool(settings, tokenizer, num_workers) as pool:
+        builder = _Builder(settings, tokenizer, pool, tell)
+        for spec in settings.datasets:
+            before = builder.num_kept
+            for source in find_sources(spec, settings.folder, settings.offline):
+                builder.add(source)
+            builder.rows_by_spec.append(builder.num_kept - before)
     return builder.finish()
 
 
 class _Builder:
-    """Collects the rows of one source after the other."""
+    """Collects one source after the other."""
 
-    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, pool: EncoderPool, tell: Tell | None
+    ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
-        text = find_template(tokenizer, settings.chat_template, settings.folder)
-        self._template = ChatTemplate(tokenizer, text) if text is not None else None
+        self._pool = pool
+        self._tell = tell
+        self._told_s = time.monotonic()
+        self._template = find_template(tokenizer, settings.chat_template, settings.folder)
+        self._tokenizer_digest = digest_tokenizer(tokenizer)
         self._sources: list[Source] = []
-        self._reports: list[SourceReport] = []
-        self._notices: list[str] = []
-        self._encoded: list[Encoded] = []
-        self._row_ids: list[int] = []
-        self._origins: list[tuple[int, int]] = []
-        self._num_read = 0
+        self._shards: list[Shard] = []
+        self._num_cached = 0
+        self._facts: TemplateFacts | None = None
         self.rows_by_spec: list[int] = []
 
     @property
     def num_kept(self) -> int:
-        return len(self._row_ids)
+        return sum(shard.report.rows_kept for shard in self._shards)
 
     def add(self, source: Source) -> None:
         """
         Raises:
             RefusedError: no row in it, or none of its rows can ever be used (see `build_dataset`).
         """
-        report = SourceReport(source.name)
         self._sources.append(source)
-        self._reports.append(report)
-        row_format: RowFormat | None = None
-        for chunk in _chunks(source.rows(), CHUNK_ROWS):
-            if row_format is None:
-                row_format = self._decide(source, report, chunk)
-            self._add_chunk(source, report, row_format, chunk)
-        if report.rows_read == 0:
+        key = shard_key(source, self._settings, self._tokenizer_digest, self._template)
+        shard = load_shard(key) if key is not None else None
+        if shard is not None:
+            self._num_cached += 1
+        else:
+            shard = self._make_shard(source, key)
+        self._shards.append(shard)
+
+    def _make_shard(self, source: Source, key: str | None) -> Shard:
+        report = SourceReport(source.name)
+        notices: list[str] = []
+        chunks = _chunks(source.rows())
+        first = next(chunks, None)
+        if first is None:
             raise RefusedError(
                 "the dataset is empty",
                 where=source.name,
                 found=f"no rows in split `{source.spec.split}`",
                 expected="at least one row",
             )
+        self._facts = self._facts or self._pool.facts()
+        with ShardWriter(key) as writer:
+            for numbers, result in self._encoded(source, report, notices, first, chunks):
+                self._count(report, numbers, result)
+                writer.add(result, report.rows_read - len(numbers), numbers)
+                self._tell_progress(source, report)
+            if report.bad_rows and self._settings.on_bad_row == "error":
+                writer.leave_out_of_cache()
+            return writer.finish(report, tuple(notices))
 
-    def _decide(self, source: Source, report: SourceReport, chunk: Sequence[RawRow]) -> RowFormat | None:
-        layouts = list(dict.fromkeys(tuple(row.columns) for row in chunk if row.fault is None))
+    def _encoded(
+        self,
+        source: Source,
+        report: SourceReport,
+        notices: list[str],
+        first: list[RawRow],
+        rest: Iterator[list[RawRow]],
+    ) -> Iterator[tuple[npt.NDArray[np.int64], ChunkResult]]:
+        """(numbers of the rows, result) of each chunk."""
+        given: list[npt.NDArray[np.int64]] = []
+
+        def chunks() -> Iterator[Chunk]:
+            row_format: RowFormat | None = None
+            for rows in chain([first], rest):
+                if row_format is None:
+                    row_format = self._decide(source, report, notices, rows)
+                given.append(np.array([row.number for row in rows], dtype=np.int64))
+                # Once a row is bad, the rest is read only to count what is wrong with it.
+                yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
+
+        for result in self._pool.encode(chunks()):
+            yield given.pop(0), result
+
+    def _decide(
+        self, source: Source, report: SourceReport, notices: list[str], rows: Sequence[RawRow]
+    ) -> RowFormat | None:
+        layouts = list(dict.fromkeys(tuple(row.columns) for row in rows if row.fault is None))
         if not layouts:
             return None
         row_format = decide_format(source.spec, layouts, source.name)
         report.type = row_format.type
         if row_format.notice is not None:
-            self._notices.append(row_format.notice)
-        if self._template is None:
-            self._do_without_template(source, row_format)
+            notices.append(row_format.notice)
+        facts = self._facts  # asked for before the children got work
+        if facts is None:
+            self._do_without_template(source, row_format, notices)
         elif row_format.type == "text":
             self._check_eos(source, row_format)
-        elif self._template.end_of_turn is None:
-            self._notices.append(
-                "the chat template ends the assistant's turns without a special token: the model may not learn to stop"
-            )
+        else:
+            if facts.end_of_turn is None:
+                notices.append(
+                    "the chat template ends the assistant's turns without a special token: the model may not learn to "
+                    "stop"
+                )
+            if facts.writes_date:
+                notices.append(
+                    f"the chat template writes today's date: it is told {TEMPLATE_DATE:%d %B %Y} always, so that rows "
+                    "do not change from day to day"
+                )
         return row_format
 
-    def _do_without_template(self, source: Source, row_format: RowFormat) -> None:
+    def _do_without_template(self, source: Source, row_format: RowFormat, notices: list[str]) -> None:
         if row_format.type in ("chat", "sharegpt"):
             raise RefusedError(
                 "this dataset needs a chat template, and the tokenizer has none",
@@ -211,7 +305,7 @@ class _Builder:
         self._check_eos(source, row_format)
         if row_format.type != "text":
             layout = "the Alpaca prompt" if row_format.type == "alpaca" else "prompt and completion as they stand"
-            self._notices.append(
+            notices.append(
                 f"{source.name}: the tokenizer has no chat template; rows are {layout}, joined without a blank, and EOS"
             )
 
@@ -225,75 +319,35 @@ class _Builder:
                 hint='add to the model\'s tokenizer_config.json: `"eos_token": "</s>"`, with the model\'s own token',
             )
 
-    def _add_chunk(
-        self, source: Source, report: SourceReport, row_format: RowFormat | None, chunk: Sequence[RawRow]
-    ) -> None:
-        kept: list[tuple[int, int, Rendered]] = []
-        for raw in chunk:
-            row_id, self._num_read = self._num_read, self._num_read + 1
-            report.rows_read += 1
-            try:
-                if raw.fault is not None or row_format is None:
-                    raise _bad_row(raw.fault)
-                content = row_format.parse(raw.columns)
-                kept.append((row_id, raw.number, self._render(content)))
-                if self._holds_control_token(content):
-                    report.control_token_rows.append(raw.number)
-            except BadRowError as error:
-                report.bad_rows.append((raw.number, error.fault))
-        if report.bad_rows and self._settings.on_bad_row == "error":
-            return  # the rest is read only to count what is wrong with it
-        plain = row_format is not None and (row_format.type == "text" or self._template is None)
-        results = encode_batch(self._tokenizer, [rendered for _, _, rendered in kept], plain=plain)
-        for (row_id, number, _), result in zip(kept, results, strict=True):
-            if isinstance(result, BadRowError):
-                report.bad_rows.append((number, result.fault))
-            else:
-                self._keep(report, row_id, number, result)
+    def _count(self, report: SourceReport, numbers: npt.NDArray[np.int64], result: ChunkResult) -> None:
+        names: list[int] = numbers.tolist()
+        report.rows_read += len(names)
+        report.bad_rows += [(names[place], fault) for place, fault in result.faults]
+        report.control_token_rows += [names[place] for place in result.control_tokens]
+        is_long = result.full_lengths > self._settings.max_seq_length
+        is_kept = result.lengths > 0
+        is_untrained = ~is_kept & (~is_long if self._settings.long_rows != "truncate" else True)
+        report.too_long_rows += numbers[result.places[is_long]].tolist()
+        report.untrained_rows += numbers[result.places[is_untrained]].tolist()
+        report.rows_kept += int(np.count_nonzero(is_kept))
+        report.trained_tokens += int(result.num_trained[is_kept].sum())
+        report.total_tokens += int(result.lengths.sum())
+        report.longest_row_tokens = max(report.longest_row_tokens, int(result.full_lengths.max(initial=0)))
 
-    def _render(self, content: Content) -> Rendered:
-        train_all = self._settings.train_on_inputs
-        if isinstance(content, (Conversation, Exchange)) and self._template is not None:
-            if train_all:
-                text = self._template.render(content.messages)
-                return Rendered(text, ((0, len(text)),))
-            return self._template.render_trained(content.messages)
-        if isinstance(content, Exchange):
-            text = content.plain_prompt + content.completion
-            return Rendered(text, ((0 if train_all else len(content.plain_prompt), len(text)),))
-        assert not isinstance(content, Conversation), "refused when the format was decided"
-        return Rendered(content.text, ((0, len(content.text)),))
-
-    def _holds_control_token(self, content: Content) -> bool:
-        if self._template is None or not isinstance(content, (Conversation, Exchange)):
-            return False
-        return self._template.holds_control_token(content.messages)
-
-    def _keep(self, report: SourceReport, row_id: int, number: int, row: Encoded) -> None:
-        limit = self._settings.max_seq_length
-        report.longest_row_tokens = max(report.longest_row_tokens, len(row.input_ids))
-        if len(row.input_ids) > limit:
-            report.too_long_rows.append(number)
-            if self._settings.long_rows != "truncate":
-                return
-            row = Encoded(row.input_ids[:limit].copy(), row.trained[:limit].copy())
-        num_trained = int(np.count_nonzero(row.trained[1:]))
-        if num_trained == 0:
-            report.untrained_rows.append(number)
-            return
-        report.rows_kept += 1
-        report.trained_tokens += num_trained
-        report.total_tokens += len(row.input_ids)
-        self._encoded.append(row)
-        self._row_ids.append(row_id)
-        self._origins.append((len(self._sources) - 1, number))
+    def _tell_progress(self, source: Source, report: SourceReport) -> None:
+        now_s = time.monotonic()
+        if self._tell is not None and now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            share = source.progress.share()
+            percent = f", {100 * share:.0f} %" if share is not None else ""
+            self._tell(f"tokenising {source.name}: {report.rows_read} rows{percent}")
 
     def finish(self) -> TokenizedDataset:
         """
         Raises:
             RefusedError: see `build_dataset`.
         """
-        report = DataReport(tuple(self._reports), self._settings.long_rows)
+        report = DataReport(tuple(shard.report for shard in self._shards), self._settings.long_rows)
         if report.rows_bad and self._settings.on_bad_row == "error":
             raise self._bad_rows_error(report)
         if report.rows_too_long and self._settings.long_rows == "error":
@@ -306,20 +360,17 @@ class _Builder:
                 expected="at least one row with a trained token",
                 hint=self._empty_hint(report),
             )
-        lengths = np.array([len(row.input_ids) for row in self._encoded], dtype=np.int64)
-        rows = TokenizedRows(np.array(self._row_ids, dtype=np.int64), lengths, self._encoded)
-        notices = tuple(dict.fromkeys([*self._notices, *self._loss_notices(report)]))
-        template = self._template.text if self._template is not None else None
-        origins = np.array(self._origins, dtype=np.int64)
+        notices = [text for shard in self._shards for text in shard.notices]
+        rows = TokenizedRows(self._shards)
         return TokenizedDataset(
             rows,
             report,
             rows.content_hash(),
-            notices,
-            template,
+            tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
+            self._template,
             tuple(self._sources),
-            origins,
             tuple(self.rows_by_spec),
+            self._num_cached,
         )
 
     def _empty_hint(self, report: DataReport) -> str | None:
@@ -336,7 +387,7 @@ class _Builder:
         )
         faults = [
             fault_problem(fault, source.where(number))
-            for source, counted in zip(self._sources, self._reports, strict=True)
+            for source, counted in zip(self._sources, report.sources, strict=True)
             for number, fault in counted.bad_rows[:MAX_LISTED]
         ]
         error.problems = (*error.problems, *faults[:MAX_LISTED])
@@ -346,19 +397,19 @@ class _Builder:
         longest = max(source.longest_row_tokens for source in report.sources)
         return RefusedError(
             f"{report.rows_too_long} of {report.rows_read} rows are longer than {self._settings.max_seq_length} tokens",
-            where=listed(self._long_places()),
+            where=listed(self._long_places(report)),
             found=f"up to {longest} tokens",
             expected="max_seq_length tokens at most, since the recipe says `long_rows: error`",
             hint=f"max_seq_length={longest}, or long_rows=truncate, or long_rows=drop",
         )
 
-    def _long_places(self) -> list[str]:
-        pairs = zip(self._sources, self._reports, strict=True)
-        return [source.where(number) for source, report in pairs for number in report.too_long_rows]
+    def _long_places(self, report: DataReport) -> list[str]:
+        pairs = zip(self._sources, report.sources, strict=True)
+        return [source.where(number) for source, counted in pairs for number in counted.too_long_rows]
 
     def _loss_notices(self, report: DataReport) -> Iterator[str]:
         """One line for each way in which rows were lost or shortened."""
-        pairs = list(zip(self._sources, self._reports, strict=True))
+        pairs = list(zip(self._sources, report.sources, strict=True))
         if report.rows_bad:
             places = [f"{source.where(n)} ({fault.what})" for source, counted in pairs for n, fault in counted.bad_rows]
             yield f"{report.rows_bad} of {report.rows_read} rows skipped as unusable: {listed(places)}"
@@ -370,7 +421,7 @@ class _Builder:
             )
         if report.rows_too_long:
             done = f"cut to {self._settings.max_seq_length} tokens" if report.rows_truncated else "dropped as too long"
-            yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(self._long_places())}"
+            yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(self._long_places(report))}"
         if report.rows_untrained:
             places = [source.where(number) for source, counted in pairs for number in counted.untrained_rows]
             warning = "warning: " if report.rows_untrained > UNTRAINED_WARN_SHARE * report.rows_read else ""
@@ -380,13 +431,23 @@ class _Builder:
             )
 
 
-def _bad_row(fault: RowFault | None) -> BadRowError:
-    if fault is None:
-        return BadRowError("the row cannot be read")
-    return BadRowError(fault.what, found=fault.found, expected=fault.expected)
-
-
-def _chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
+def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    chunk: list[RawRow] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += _num_characters(row.columns)
+        if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
         yield chunk
+
+
+def _num_characters(value: object) -> int:
+    """About how much text a row's columns hold."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, (list, tuple)) else 0

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from roundpipe_cli.data.chat import Rendered, Span
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.watchdog import at_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,14 +44,7 @@ def encode_batch(
     """
     if not rendered:  # the tokenizers take no empty batch
         return []
-    with at_work("tokenising rows"):
-        fault("tokenize")
-        return _encode_rows(tokenizer, rendered, plain=plain)
-
-
-def _encode_rows(
-    tokenizer: PreTrainedTokenizerBase, rendered: Sequence[Rendered], *, plain: bool
-) -> list[Encoded | BadRowError]:
+    fault("tokenize")
     if not getattr(tokenizer, "is_fast", False):
         return [_encode_slow(tokenizer, row, plain=plain) for row in rendered]
     batch: Any = tokenizer(

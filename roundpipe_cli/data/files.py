@@ -9,16 +9,51 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
+import io
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
 from roundpipe_cli.data.rows import RawRow, RowFault, describe, printable
 from roundpipe_cli.errors import RefusedError
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
+BLOCK_BYTES = 1024**2
 MAX_CSV_FIELD_CHARACTERS = 2**31 - 1
+
+
+@dataclass
+class ReadProgress:
+    """How far a file has been read."""
+
+    num_bytes: int = 0
+    """Size of the file."""
+    raw: IO[bytes] | None = None
+    """The open file; for .gz the compressed one."""
+    known_share: float | None = None
+
+    def share(self) -> float | None:
+        """From 0 to 1; None where it cannot be told."""
+        if self.known_share is not None or self.raw is None or self.raw.closed or not self.num_bytes:
+            return self.known_share
+        return min(1.0, self.raw.tell() / self.num_bytes)
+
+
+def digest_file(path: Path) -> str:
+    """SHA-256 of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def known_suffix(path: Path) -> str | None:
@@ -27,22 +62,26 @@ def known_suffix(path: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def read_file(path: Path) -> Iterator[RawRow]:
+def read_file(path: Path, progress: ReadProgress | None = None) -> Iterator[RawRow]:
     """The rows of one local file.
 
     Raises:
         RefusedError: the file cannot be opened or is broken as a whole.
     """
     suffix = known_suffix(path)
+    progress = progress or ReadProgress()
     try:
+        progress.num_bytes = path.stat().st_size
         if suffix in (".jsonl", ".ndjson"):
-            yield from _read_jsonl(path)
+            yield from _read_jsonl(path, progress)
         elif suffix == ".json":
-            yield from _read_json(path)
+            yield from _read_json(path, progress)
         elif suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, delimiter="\t" if suffix == ".tsv" else ",")
+            yield from _read_csv(path, "\t" if suffix == ".tsv" else ",", progress)
         elif suffix == ".parquet":
-            yield from _read_parquet(path)
+            yield from _read_parquet(path, progress)
+        elif suffix == ".txt":
+            yield from _read_text(path, progress)
         else:
             raise RefusedError(
                 "no reader for this kind of file", where=str(path), expected="a file named *" + ", *".join(SUFFIXES)
@@ -52,8 +91,16 @@ def read_file(path: Path) -> Iterator[RawRow]:
         raise RefusedError(f"cannot read the dataset: {printable(reason)}", where=str(path)) from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
+@contextmanager
+def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
+    with path.open("rb") as raw:
+        progress.raw = raw
+        if path.name.lower().endswith(".gz"):
+            with gzip.open(raw, "rb") as unpacked:
+                yield cast("IO[bytes]", unpacked)
+        else:
+            yield raw
+    progress.known_share = 1.0
 
 
 def _refuse_utf16(head: bytes, path: Path) -> None:
@@ -67,8 +114,8 @@ def _refuse_utf16(head: bytes, path: Path) -> None:
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[RawRow]:
-    with _open(path) as file:
+def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
+    with _open(path, progress) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
                 _refuse_utf16(line, path)
@@ -95,9 +142,9 @@ def _as_row(value: object, number: int) -> RawRow:
     return RawRow(number, {}, RowFault("the row is not an object", describe(value), 'an object: {"text": "..."}'))
 
 
-def _read_json(path: Path) -> Iterator[RawRow]:
+def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     """A JSON list of rows, or JSON lines under the name `.json`."""
-    with _open(path) as file:
+    with _open(path, progress) as file:
         content = file.read()
     _refuse_utf16(content, path)
     # Broken bytes survive as lone surrogates here, so that they spoil one row and not the file.
@@ -111,12 +158,12 @@ def _read_json(path: Path) -> Iterator[RawRow]:
             json.loads(first_line)
         except ValueError:
             raise _broken_json(path, text, start, "this is neither a list of rows nor one row a line") from None
-        yield from _read_jsonl(path)
+        yield from _read_jsonl(path, progress)
         return
-    yield from _read_json_list(path, text, start)
+    yield from _read_json_list(path, text, start, progress)
 
 
-def _read_json_list(path: Path, text: str, start: int) -> Iterator[RawRow]:
+def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -> Iterator[RawRow]:
     decoder = json.JSONDecoder()
     position = _skip_space(text, start + 1)
     line, counted = 1, 0  # `line` is the line of character `counted`
@@ -129,6 +176,7 @@ def _read_json_list(path: Path, text: str, start: int) -> Iterator[RawRow]:
                 raise _broken_json(path, text, error.pos, error.msg) from None
             except (ValueError, RecursionError) as error:
                 raise _broken_json(path, text, position, printable(str(error))) from None
+            progress.known_share = end / len(text)
             yield _checked_utf8(_as_row(value, line), text[position:end])
             position = _skip_space(text, end)
             mark = text[position : position + 1]
@@ -170,13 +218,13 @@ def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedE
     )
 
 
-def _read_csv(path: Path, delimiter: str) -> Iterator[RawRow]:
+def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_CSV_FIELD_CHARACTERS)  # the module's own limit of 131,072 is shorter than real documents
-    with _open(path) as binary:
-        first = binary.read(4)
-    _refuse_utf16(first, path)
-    opener = gzip.open if path.name.lower().endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with (
+        _open(path, progress) as binary,
+        io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file,
+    ):
+        _refuse_utf16(cast("io.BufferedReader", binary).peek(4)[:4], path)
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         header = next(reader, None)
         if header is None:
@@ -204,7 +252,34 @@ def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     return RawRow(number, dict(zip(header, values, strict=True)))
 
 
-def _read_parquet(path: Path) -> Iterator[RawRow]:
+def _read_text(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
+    """Plain text: each paragraph (lines up to an empty one) is a row with the column `text`."""
+    with _open(path, progress) as file:
+        paragraph: list[bytes] = []
+        number = 1
+        for line_number, line in enumerate(file, start=1):
+            if line_number == 1:
+                _refuse_utf16(line, path)
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                number = number if paragraph else line_number
+                paragraph.append(line)
+            elif paragraph:
+                yield _paragraph(paragraph, number)
+                paragraph = []
+        if paragraph:
+            yield _paragraph(paragraph, number)
+
+
+def _paragraph(lines: list[bytes], number: int) -> RawRow:
+    try:
+        text = b"".join(lines).decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return RawRow(number, {}, RowFault("the paragraph is not valid UTF-8"))
+    return RawRow(number, {"text": text.rstrip("\n")})
+
+
+def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -214,6 +289,7 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
             for batch in table.iter_batches(batch_size=1024):
                 for columns in batch.to_pylist():
                     number += 1
+                    progress.known_share = number / table.metadata.num_rows
                     yield RawRow(number, columns)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise RefusedError(

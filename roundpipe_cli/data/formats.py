@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from roundpipe_cli.data.rows import BadRowError, check_text, column_names, describe, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
 
 RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text"]
-Message = dict[str, str]
-"""`{"role": ..., "content": ...}`."""
+Message = dict[str, Any]
+"""`{"role": ..., "content": ...}`, both text. With tools also `tool_calls`, `name` and `tool_call_id`; with thoughts
+`reasoning_content`. Nothing else reaches a chat template."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 FIELDS: dict[RowType, tuple[str, ...]] = {
     "chat": ("messages",),
@@ -46,6 +58,10 @@ class Conversation:
     """Messages that only a chat template turns into text; the assistant's are trained."""
 
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of the tools that the assistant may call."""
+    untrained: frozenset[int] = frozenset()
+    """Turns of the assistant that the row says not to train (`train: false`, or `weight: 0`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,8 @@ class Exchange:
     plain_prompt: str
     """What stands before the completion without a template."""
     completion: str
+    tools: ClassVar[tuple[dict[str, Any], ...]] = ()
+    untrained: ClassVar[frozenset[int]] = frozenset()
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -89,9 +107,14 @@ class RowFormat:
             BadRowError: a field is missing, of the wrong type, empty or no text.
         """
         if self.type == "chat":
-            return Conversation(_chat_messages(self._field(row, "messages"), self.columns["messages"]))
+            return _chat_conversation(self._field(row, "messages"), self.columns["messages"], row.get("tools"))
         if self.type == "sharegpt":
-            return Conversation(_sharegpt_messages(self._field(row, "conversations"), self.columns["conversations"]))
+            column = self.columns["conversations"]
+            messages = _sharegpt_messages(self._field(row, "conversations"), column)
+            system = row.get("system")
+            if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": _checked_text(system, "`system`", filled=False)})
+            return Conversation(_with_assistant(messages, column), _tools(row.get("tools")))
         if self.type == "alpaca":
             return self._alpaca(row)
         if self.type == "prompt_completion":
@@ -142,22 +165,103 @@ def _list_of_objects(value: object, column: str) -> Sequence[Mapping[str, object
     return value
 
 
-def _chat_messages(value: object, column: str) -> tuple[Message, ...]:
-    messages = []
+def _chat_conversation(value: object, column: str, tools: object) -> Conversation:
+    messages, untrained = [], []
     for index, item in enumerate(_list_of_objects(value, column)):
         role, field = item.get("role"), f"`{column}[{index}]"
         if role not in ROLES:
             known = "one of " + ", ".join(ROLES)
             raise BadRowError(f"{field}.role` is unknown", found=_shown_role(role), expected=known)
-        if item.get("tool_calls"):
-            raise BadRowError(f"{field}.tool_calls` is not supported yet", expected="messages with role and content")
-        content = _checked_text(item.get("content"), f"{field}.content`", filled=False)
-        messages.append({"role": str(role), "content": content})
-    return _with_assistant(messages, column)
+        calls = _tool_calls(item.get("tool_calls"), field)
+        content = "" if calls and item.get("content") is None else _content(item.get("content"), field)
+        message: Message = {"role": str(role), "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        for key in ("name", "tool_call_id"):
+            if item.get(key) is not None:
+                message[key] = _checked_text(item[key], f"{field}.{key}`", filled=False)
+        thought = next((item[key] for key in THOUGHT_KEYS if item.get(key) is not None), None)
+        if thought is not None:
+            message["reasoning_content"] = _checked_text(thought, f"{field}.reasoning_content`", filled=False)
+        if item.get("train") is False or (item.get("weight") == 0 and item.get("weight") is not None):
+            untrained.append(index)
+        messages.append(message)
+    return Conversation(_with_assistant(messages, column), _tools(tools), frozenset(untrained))
 
 
-def _sharegpt_messages(value: object, column: str) -> tuple[Message, ...]:
-    messages = []
+def _content(value: object, field: str) -> str:
+    """Text, or the texts of a list of parts put end to end."""
+    if not isinstance(value, (list, tuple)):
+        return _checked_text(value, f"{field}.content`", filled=False)
+    texts = []
+    for part in value:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            found = f"a part of type {_shown_role(part.get('type'))}" if isinstance(part, Mapping) else describe(part)
+            raise BadRowError(f"{field}.content` has a part that is not text", found=found, expected="text parts")
+        texts.append(_checked_text(part.get("text"), f"{field}.content`", filled=False))
+    return "".join(texts)
+
+
+def _tool_calls(value: object, field: str) -> list[dict[str, Any]]:
+    """Tool calls in the form that chat templates read: arguments as an object, not as the text of one."""
+    field = f"{field}.tool_calls`"
+    if value is None:
+        return []
+    calls = []
+    for call in _checked_list(value, field):
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRowError(f"{field} has a call without a name", found=describe(call), expected="function.name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, f"{field}: the arguments")
+        if not isinstance(arguments, Mapping):
+            raise BadRowError(f"{field}: the arguments are no object", found=describe(arguments), expected="an object")
+        made = {"type": "function", "function": {"name": function["name"], "arguments": _plain(arguments, field)}}
+        if isinstance(call.get("id"), str):
+            made["id"] = call["id"]
+        calls.append(made)
+    return calls
+
+
+def _tools(value: object) -> tuple[dict[str, Any], ...]:
+    """The column `tools`: a list of schemas, or the JSON text of one."""
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        value = _parsed(value, "`tools`")
+    return tuple(_plain(tool, "`tools`") for tool in _checked_list(value, "`tools`"))
+
+
+def _parsed(text: str, field: str) -> object:
+    check_text(text, field)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error))) from None
+
+
+def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
+        raise BadRowError(f"{field} is not a list of objects", found=describe(value), expected="a list of objects")
+    return value
+
+
+def _plain(value: object, field: str) -> Any:
+    """Objects and lists of JSON, without the keys that a table format filled with null in rows that lack them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, field) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, field) for item in value]
+    if isinstance(value, str):
+        check_text(value, field)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise BadRowError(f"{field} holds something that is not JSON", found=describe(value))
+    return value
+
+
+def _sharegpt_messages(value: object, column: str) -> list[Message]:
+    messages: list[Message] = []
     for index, item in enumerate(_list_of_objects(value, column)):
         speaker, field = item.get("from"), f"`{column}[{index}]"
         role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
@@ -166,11 +270,11 @@ def _sharegpt_messages(value: object, column: str) -> tuple[Message, ...]:
             raise BadRowError(f"{field}.from` is unknown", found=_shown_role(speaker), expected=known)
         content = _checked_text(item.get("value"), f"{field}.value`", filled=False)
         messages.append({"role": role, "content": content})
-    return _with_assistant(messages, column)
+    return messages
 
 
 def _with_assistant(messages: list[Message], column: str) -> tuple[Message, ...]:
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+    if not any(message["role"] == "assistant" and _says_something(message) for message in messages):
         roles = ", ".join(message["role"] for message in messages)
         raise BadRowError(
             f"`{column}` has nothing to train on",
@@ -178,6 +282,10 @@ def _with_assistant(messages: list[Message], column: str) -> tuple[Message, ...]
             expected="at least one message of the assistant that is not empty",
         )
     return tuple(messages)
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def _shown_role(role: object) -> str:

@@ -49,6 +49,5 @@ def _part(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> Tokeni
         dataset,
         rows=rows,
         content_hash=rows.content_hash(),
-        origins=dataset.origins[positions],
         rows_by_spec=tuple(int(count) for count in by_spec),
     )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.data.rows import RawRow, printable
+from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError
 
@@ -18,8 +18,8 @@ PROBE_TIMEOUT_S = 10.0
 """How long the hub may take to answer the first question; `datasets` alone would retry for 23 s without a network."""
 
 
-def read_hub(spec: DatasetSpec, offline: bool) -> Iterator[RawRow]:
-    """The rows of a hub dataset (or of a local folder), numbered from 1 within the slice.
+def load_table(spec: DatasetSpec, offline: bool) -> Any:
+    """The rows of a hub dataset (or of a local folder), as the memory-mapped table that `datasets` makes of them.
 
     Raises:
         RefusedError: missing, private, unreachable and not cached, or without the split or configuration.
@@ -30,12 +30,10 @@ def read_hub(spec: DatasetSpec, offline: bool) -> Iterator[RawRow]:
     use_cache_only = offline or (not is_folder and not _hub_answers(spec))
     try:
         with _no_network(use_cache_only):
-            table: Any = datasets.load_dataset(spec.path, spec.name, split=spec.split)
+            return datasets.load_dataset(spec.path, spec.name, split=spec.split)
     except Exception as error:
         # `datasets` raises a dozen unrelated types here (ValueError for a split, OSError, DatasetsError, pyarrow's).
         raise _refusal(spec, error, use_cache_only, offline) from error
-    for number, columns in enumerate(table, start=1):
-        yield RawRow(number, columns)
 
 
 def _hub_answers(spec: DatasetSpec) -> bool:

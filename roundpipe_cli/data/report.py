@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
 
 from roundpipe_cli.data.formats import RowType
 from roundpipe_cli.data.rows import RowFault
@@ -33,6 +34,19 @@ class SourceReport:
     total_tokens: int = 0
     longest_row_tokens: int = 0
     """Before any cut."""
+
+    def to_json(self) -> dict[str, Any]:
+        """In the types of JSON; `from_json` takes it back."""
+        return {**asdict(self), "bad_rows": [[number, *astuple(fault)] for number, fault in self.bad_rows]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SourceReport:
+        """
+        Raises:
+            TypeError, ValueError: not what `to_json` makes.
+        """
+        bad_rows = [(int(number), RowFault(*texts)) for number, *texts in data["bad_rows"]]
+        return cls(**{**data, "bad_rows": bad_rows})
 
 
 @dataclass(frozen=True)

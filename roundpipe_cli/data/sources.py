@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from roundpipe_cli.data.files import SUFFIXES, known_suffix, read_file
+from roundpipe_cli.data.files import SUFFIXES, ReadProgress, digest_file, known_suffix, read_file
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError
@@ -66,7 +67,7 @@ def parse_split(text: str) -> Split:
     return Split(match["name"], match["start"], match["stop"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """Rows of one file, or of one hub dataset or folder that `datasets` reads."""
 
@@ -75,13 +76,51 @@ class Source:
     file: Path | None
     spec: DatasetSpec
     offline: bool
+    progress: ReadProgress = field(default_factory=ReadProgress)
+    """How far `rows` has come."""
+    _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:
+        """
+        Raises:
+            RefusedError: missing, unreadable, or changed while it was read.
+        """
         if self.file is not None:
-            return _local_rows(self.file, parse_split(self.spec.split))
-        from roundpipe_cli.data.hub import read_hub
+            return self._file_rows(self.file)
+        return self._table_rows()
 
-        return read_hub(self.spec, self.offline)
+    def fingerprint(self) -> str | None:
+        """Tells one content from another; None where that cannot be known.
+
+        Raises:
+            RefusedError: the source is missing or cannot be read.
+        """
+        if self.file is None:
+            text = getattr(self._loaded_table(), "_fingerprint", None)  # as the `datasets` library's own caches
+            return f"table {text}" if isinstance(text, str) else None
+        try:
+            return f"{known_suffix(self.file)} {self.file.suffix} {digest_file(self.file)}"
+        except OSError as error:
+            raise RefusedError(f"cannot read the dataset: {error.strerror}", where=self.name) from error
+
+    def _file_rows(self, file: Path) -> Iterator[RawRow]:
+        before = _stamp(file)
+        yield from _local_rows(file, parse_split(self.spec.split), self.progress)
+        if _stamp(file) != before:
+            raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
+
+    def _table_rows(self) -> Iterator[RawRow]:
+        table = self._loaded_table()
+        for number, columns in enumerate(table, start=1):
+            self.progress.known_share = number / len(table)
+            yield RawRow(number, columns)
+
+    def _loaded_table(self) -> Any:
+        if self._table is None:
+            from roundpipe_cli.data.hub import load_table
+
+            self._table = load_table(self.spec, self.offline)
+        return self._table
 
     def where(self, number: int) -> str:
         """`data/train.jsonl:17`, or `row 17` where there are no lines."""
@@ -126,7 +165,7 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
 
 
 def _with_path(spec: DatasetSpec, path: Path) -> DatasetSpec:
-    return DatasetSpec(str(path), spec.type, spec.split, spec.name, spec.columns)
+    return replace(spec, path=str(path))
 
 
 def _candidates(path: str, folder: Path | None) -> list[Path]:
@@ -156,11 +195,19 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
     return Source(shown, path, spec, offline)
 
 
-def _local_rows(path: Path, split: Split) -> Iterator[RawRow]:
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _local_rows(path: Path, split: Split, progress: ReadProgress) -> Iterator[RawRow]:
     if split.bounds == (None, None):
-        return read_file(path)
+        return read_file(path, progress)
     if split.needs_length:
         start, stop = split.range(sum(1 for _ in read_file(path)))
     else:
         start, stop = int(split.start or 0), int(split.stop) if split.stop else None  # type: ignore[assignment]
-    return islice(read_file(path), start, stop)
+    return islice(read_file(path, progress), start, stop)

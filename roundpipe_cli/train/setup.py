@@ -104,7 +104,9 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
     tell(Phase("tokenising the data"))
     tokenizer = load_tokenizer(source)
-    dataset = build_dataset(data_settings(loaded, offline), tokenizer)
+    dataset = build_dataset(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
+    if dataset.chat_template is not None:
+        tokenizer.chat_template = dataset.chat_template  # saved with the result
     for text in dataset.notices:
         tell(Notice(text))
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))

@@ -1,0 +1,201 @@
+"""What becomes of a chunk of rows: parsed, rendered, tokenised, masked and cut. Runs in a child process.
+
+Nothing here knows of files or other chunks, so that any process can do any chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_cli.data.chat import ChatTemplate, Rendered, find_template
+from roundpipe_cli.data.encode import Encoded, encode_batch
+from roundpipe_cli.data.formats import Content, Conversation, Exchange, RowFormat
+from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault
+from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.errors import RefusedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_ROW_CHARACTERS = 16 * 1024**2
+"""Of one row's text. The offsets of that many tokens need more than a gigabyte."""
+BATCH_CHARACTERS = 1024**2
+"""Tokenised at once."""
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What the parent needs to know of the template in force."""
+
+    end_of_turn: str | None
+    writes_date: bool
+
+
+@dataclass
+class ChunkResult:
+    """The rows of one chunk. Places count from 0 within the chunk; rows without one of the faults are all there."""
+
+    places: npt.NDArray[np.int64]
+    """Of the rows that were tokenised, ascending, shape [rows]."""
+    full_lengths: npt.NDArray[np.int64]
+    """Tokens before any cut, [rows]."""
+    lengths: npt.NDArray[np.int64]
+    """Tokens that are kept, [rows]; 0 for a row that is left out as too long or without a trained token."""
+    num_trained: npt.NDArray[np.int64]
+    """Labels that count in the loss, [rows]."""
+    input_ids: npt.NDArray[np.int32]
+    """Of the rows of `lengths` above 0, end to end."""
+    trained: npt.NDArray[np.bool_]
+    faults: list[tuple[int, RowFault]] = field(default_factory=list)
+    """(place, what is wrong), ascending."""
+    control_tokens: list[int] = field(default_factory=list)
+    """Places of conversations that spell a special token."""
+
+
+class RowEncoder:
+    """Turns chunks of rows into tokens."""
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """
+        Args:
+            limited: what the template runs in.
+
+        Raises:
+            RefusedError: the template is not valid.
+        """
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._limited = limited
+        text = find_template(tokenizer, settings.chat_template, settings.folder)
+        self._template: ChatTemplate | None = None
+        if text is not None:
+            with self._within_limits():
+                self._template = ChatTemplate(tokenizer, text)
+
+    def facts(self) -> TemplateFacts | None:
+        """None without a template."""
+        template = self._template
+        return None if template is None else TemplateFacts(template.end_of_turn, template.writes_date)
+
+    def encode(self, row_format: RowFormat | None, rows: Sequence[RawRow], *, count_only: bool = False) -> ChunkResult:
+        """Tokenise `rows`.
+
+        Args:
+            row_format: None where no row so far could be read.
+            count_only: only look for bad rows.
+
+        Raises:
+            RefusedError: the template needs too much memory.
+        """
+        places: list[int] = []
+        rendered: list[Rendered] = []
+        faults: list[tuple[int, RowFault]] = []
+        control_tokens = []
+        for place, raw in enumerate(rows):
+            try:
+                if raw.fault is not None or row_format is None:
+                    fault = raw.fault or RowFault("the row cannot be read")
+                    raise BadRowError(fault.what, found=fault.found, expected=fault.expected)
+                content = row_format.parse(raw.columns)
+                rendered.append(self._render(content))
+                places.append(place)
+                if self._holds_control_token(content):
+                    control_tokens.append(place)
+            except BadRowError as error:
+                faults.append((place, error.fault))
+        kept: list[tuple[int, Encoded]] = []
+        plain = row_format is not None and (row_format.type == "text" or self._template is None)
+        for place, result in zip(places, [] if count_only else self._tokenise(rendered, plain), strict=not count_only):
+            if isinstance(result, BadRowError):
+                faults.append((place, result.fault))
+            else:
+                kept.append((place, result))
+        return self._result(kept, sorted(faults, key=lambda item: item[0]), control_tokens)
+
+    def _tokenise(self, rendered: Sequence[Rendered], plain: bool) -> Iterator[Encoded | BadRowError]:
+        start = 0
+        while start < len(rendered):
+            stop, characters = start, 0
+            while stop < len(rendered) and (stop == start or characters + len(rendered[stop].text) <= BATCH_CHARACTERS):
+                characters += len(rendered[stop].text)
+                stop += 1
+            yield from encode_batch(self._tokenizer, rendered[start:stop], plain=plain)
+            start = stop
+
+    def _result(
+        self, kept: Sequence[tuple[int, Encoded]], faults: list[tuple[int, RowFault]], control_tokens: list[int]
+    ) -> ChunkResult:
+        limit, cuts = self._settings.max_seq_length, self._settings.long_rows == "truncate"
+        ids, trained, lengths, counts = [], [], [], []
+        for _, row in kept:
+            length = len(row.input_ids)
+            length = length if length <= limit else limit if cuts else 0
+            num_trained = int(np.count_nonzero(row.trained[1:length]))
+            if num_trained == 0:
+                length = 0
+            ids.append(row.input_ids[:length])
+            trained.append(row.trained[:length])
+            lengths.append(length)
+            counts.append(num_trained)
+        return ChunkResult(
+            places=np.array([place for place, _ in kept], dtype=np.int64),
+            full_lengths=np.array([len(row.input_ids) for _, row in kept], dtype=np.int64),
+            lengths=np.array(lengths, dtype=np.int64),
+            num_trained=np.array(counts, dtype=np.int64),
+            input_ids=np.concatenate([np.empty(0, dtype=np.int32), *ids]),
+            trained=np.concatenate([np.empty(0, dtype=np.bool_), *trained]),
+            faults=faults,
+            control_tokens=control_tokens,
+        )
+
+    def _render(self, content: Content) -> Rendered:
+        train_all = self._settings.train_on_inputs
+        if isinstance(content, (Conversation, Exchange)) and self._template is not None:
+            template = self._template
+            with self._within_limits():
+                rendered = (template.render_all_trained if train_all else template.render_trained)(content)
+        elif isinstance(content, Exchange):
+            text = content.plain_prompt + content.completion
+            rendered = Rendered(text, ((0 if train_all else len(content.plain_prompt), len(text)),))
+        else:
+            assert not isinstance(content, Conversation), "refused when the format was decided"
+            rendered = Rendered(content.text, ((0, len(content.text)),))
+        if len(rendered.text) > MAX_ROW_CHARACTERS:
+            raise BadRowError(
+                "the row is too large",
+                found=f"{len(rendered.text)} characters",
+                expected=f"at most {MAX_ROW_CHARACTERS}",
+            )
+        return rendered
+
+    @contextmanager
+    def _within_limits(self) -> Iterator[None]:
+        """
+        Raises:
+            RefusedError: out of memory.
+        """
+        try:
+            with self._limited():
+                yield
+        except MemoryError:
+            raise RefusedError(
+                "the chat template needs too much memory",
+                where="chat_template",
+                hint="chat_template: path/to/template.jinja",
+            ) from None
+
+    def _holds_control_token(self, content: Content) -> bool:
+        if self._template is None or not isinstance(content, (Conversation, Exchange)):
+            return False
+        return self._template.holds_control_token(content.messages)

@@ -1,0 +1,67 @@
+"""What the tokens of a source depend on, as one key: another value of any of it makes another key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundpipe_cli import __version__
+from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.sources import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+
+
+def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, template: str | None) -> str | None:
+    """Name of the source's shard in the cache; None where its content cannot be told from its name.
+
+    Raises:
+        RefusedError: a hub dataset cannot be loaded.
+    """
+    content = source.fingerprint()
+    if content is None:
+        return None
+    spec = source.spec
+    parts: Mapping[str, Any] = {
+        "tool": __version__,
+        "code": code_digest(),
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "content": content,
+        "name": source.name,
+        "spec": [spec.type, spec.split, spec.name, sorted(spec.columns.items())],
+        "tokenizer": tokenizer_digest,
+        "template": template,
+        "max_seq_length": settings.max_seq_length,
+        "long_rows": settings.long_rows,
+        "train_on_inputs": settings.train_on_inputs,
+        "on_bad_row": settings.on_bad_row,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over all that decides which tokens a text has."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
+    if backend is not None:
+        content = backend.to_str()
+    else:
+        names = sorted(tokenizer.get_vocab().items())
+        content = json.dumps([type(tokenizer).__name__, names, getattr(tokenizer, "init_kwargs", {})], default=str)
+    special = json.dumps(sorted(tokenizer.special_tokens_map.items()), default=str)
+    added = json.dumps(sorted(str(item) for item in tokenizer.added_tokens_decoder.items()))
+    return hashlib.sha256(f"{type(tokenizer).__name__}\n{content}\n{special}\n{added}".encode()).hexdigest()
+
+
+def code_digest() -> str:
+    """SHA-256 over the sources of this room: what an older version of them made is not taken for their own."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,264 @@
+"""Child processes that render and tokenise: several cores, and no chat template ever runs in our own process.
+
+A template is a program from elsewhere (RELIABILITY S15). It runs in jinja2's sandbox, in a child without open files,
+with `MAX_RENDER_S` of processor time for a conversation and `MAX_MEMORY_BYTES` on top of what the child began with:
+
+    soft limit   SIGVTALRM, raises inside the template      hard limit   SIGPROF, ends the child (it was in C code)
+
+Children are forked, so that they need not load anything; they end with their parent, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from roundpipe_cli.data.chunks import ChunkResult, RowEncoder, TemplateFacts
+from roundpipe_cli.data.formats import RowFormat
+from roundpipe_cli.data.rows import RawRow
+from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.watchdog import at_work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_RENDER_S = 2.0
+"""Processor time for one conversation, all its renderings together."""
+MAX_MEMORY_BYTES = 2 * 1024**3
+"""Address space that a child may take."""
+MAX_WORKERS = 16
+CHUNKS_AHEAD = 4
+"""Finished chunks, times workers, that may wait for a slower one before them."""
+PR_SET_PDEATHSIG = 1
+
+Chunk = tuple[RowFormat | None, list[RawRow], bool]
+"""Format, rows, and whether they are only counted: the arguments of `RowEncoder.encode`."""
+
+
+class _OutOfTime(BaseException):
+    """Raised inside a template. Not an Exception: nothing on the way may take it for an error of the row."""
+
+
+@dataclass
+class _Child:
+    process: BaseProcess
+    connection: Connection
+    chunk: int | None = None
+    """Index of the chunk that it works on; None: idle."""
+
+
+class EncoderPool:
+    """Child processes with a `RowEncoder` each. Use it inside `with`; the first child starts when it is needed."""
+
+    def __init__(
+        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None
+    ) -> None:
+        """
+        Args:
+            num_workers: children at most; None: as many as this process has cores.
+        """
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._max_children = num_workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        self._children: list[_Child] = []
+
+    def __enter__(self) -> EncoderPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            child.process.join()
+            child.connection.close()
+        self._children.clear()
+
+    def facts(self) -> TemplateFacts | None:
+        """Of the chat template in force.
+
+        Raises:
+            RefusedError: it is not valid, or too slow, or too large.
+        """
+        child = self._children[0] if self._children else self._start()
+        child.connection.send(None)
+        return cast("TemplateFacts | None", self._receive(child))
+
+    def encode(self, chunks: Iterable[Chunk]) -> Iterator[ChunkResult]:
+        """The result of each chunk, in their order; the next chunks are read while children work.
+
+        Raises:
+            RefusedError: the chat template went beyond its limits.
+            ResourceError: a child was killed, probably for want of memory.
+            InternalError: a child failed.
+        """
+        results: dict[int, ChunkResult] = {}
+        num_given = num_done = 0
+        for chunk in chunks:
+            child = self._idle_child(results)
+            child.connection.send(chunk)
+            child.chunk, num_given = num_given, num_given + 1
+            while num_given - num_done > CHUNKS_AHEAD * self._max_children and num_done not in results:
+                self._wait(results)
+            while num_done in results:
+                yield results.pop(num_done)
+                num_done += 1
+        while num_done < num_given:
+            while num_done not in results:
+                self._wait(results)
+            yield results.pop(num_done)
+            num_done += 1
+
+    def _idle_child(self, results: dict[int, ChunkResult]) -> _Child:
+        while True:
+            for child in self._children:
+                if child.chunk is None:
+                    return child
+            if len(self._children) < self._max_children:
+                return self._start()
+            self._wait(results)
+
+    def _wait(self, results: dict[int, ChunkResult]) -> None:
+        """Take in the results of at least one child."""
+        busy = {child.connection: child for child in self._children if child.chunk is not None}
+        for connection in self._ready(list(busy)):
+            child = busy[cast("Connection", connection)]
+            result = self._receive(child)
+            assert child.chunk is not None
+            results[child.chunk], child.chunk = cast("ChunkResult", result), None
+
+    def _ready(self, connections: Sequence[Connection]) -> list[Any]:
+        with at_work("tokenising rows"):  # the watchdog ends a run whose children are stuck
+            return list(wait(connections))
+
+    def _receive(self, child: _Child) -> object:
+        self._ready([child.connection])
+        try:
+            reply = child.connection.recv()
+        except (EOFError, ConnectionError):
+            child.process.join()
+            raise _died(child.process.exitcode) from None
+        if isinstance(reply, RoundpipeError):
+            raise reply
+        return reply
+
+    def _start(self) -> _Child:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, self._settings, self._tokenizer, os.getpid()), name="roundpipe-tokenise"
+        )
+        process.start()
+        theirs.close()
+        child = _Child(process, ours)
+        self._children.append(child)
+        return child
+
+
+def _slow_template() -> RefusedError:
+    return RefusedError(
+        "the chat template takes too long",
+        where="chat_template",
+        found=f"more than {MAX_RENDER_S:g} s of processor time for one conversation",
+        hint="chat_template: path/to/template.jinja",
+    )
+
+
+def _died(exit_code: int | None) -> RoundpipeError:
+    number = -(exit_code or 0)
+    if number == signal.SIGPROF:
+        return _slow_template()
+    if number <= 0:
+        return InternalError(f"a tokenising process left with exit code {exit_code}", where="datasets")
+    name = signal.Signals(number).name if number in {item.value for item in signal.Signals} else f"signal {number}"
+    return ResourceError(
+        f"a tokenising process was ended by {name}",
+        where="datasets",
+        found="the system ends processes this way when memory runs out"
+        if number == signal.SIGKILL
+        else "this can happen where memory runs out",
+        hint="close other programs, or look for rows of many megabytes",
+    )
+
+
+# --- in the child ---------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, parent_pid: int) -> None:
+    """Answer requests until the parent closes the connection or is gone."""
+    _leave_parent(connection)
+    if os.getppid() != parent_pid:  # it was gone before the kernel was asked to end us with it
+        return
+    encoder: RowEncoder | None = None
+    with suppress(EOFError, ConnectionError):
+        while True:
+            request = connection.recv()
+            reply: object
+            try:
+                encoder = encoder or RowEncoder(settings, tokenizer, _limited)
+                reply = encoder.facts() if request is None else encoder.encode(*request[:2], count_only=request[2])
+            except RoundpipeError as error:
+                reply = error
+            except _OutOfTime:
+                reply = _slow_template()
+            except MemoryError:
+                reply = ResourceError(
+                    "a tokenising process is out of memory",
+                    where="datasets",
+                    found=f"more than {MAX_MEMORY_BYTES} bytes for one chunk of rows",
+                    hint="look for rows of many megabytes",
+                )
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"tokenising failed: {type(error).__name__}: {error}"
+                reply = InternalError(text, where="datasets", found=f"at {place.filename}:{place.lineno}")
+            connection.send(reply)
+
+
+def _leave_parent(connection: Connection) -> None:
+    """Drop what a forked process should not have of its parent: signal handlers, open files, unlimited memory."""
+    faulthandler.disable()  # the parent says what became of us
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to the whole group of a terminal; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    keep = connection.fileno()
+    os.closerange(3, keep)
+    os.closerange(keep + 1, max(keep + 1, min(os.sysconf("SC_OPEN_MAX"), 65536)))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process each; and threads do not survive a fork
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGVTALRM, _out_of_time)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+def _out_of_time(*_: object) -> None:
+    raise _OutOfTime
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_RENDER_S)
+    signal.setitimer(signal.ITIMER_PROF, 1.5 * MAX_RENDER_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,221 @@
+"""The tokens of one source on disk: written once, chunk by chunk, and mapped into memory from then on.
+
+    <cache>/tokens/<key>/
+      input_ids.bin   int32, all kept rows end to end        rows.bin      int64 [rows, 2]: place in the source, number
+      trained.bin     one byte a token                       lengths.bin   int64 [rows]
+      shard.json      written last: sizes, digest, report
+
+A shard is written in a folder of its own and renamed when it is complete and durable, so that neither a killed run nor
+two runs at once leave half of one behind. Whatever cannot be used is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.data.chunks import ChunkResult
+from roundpipe_cli.data.report import SourceReport
+from roundpipe_cli.errors import ResourceError
+
+FOLDER = "tokens"
+SHARD_NAME = "shard.json"
+ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
+TEMPORARY = ".tmp-"
+KEPT_S = 30 * 24 * 3600.0
+"""A shard that no run has used for so long is removed."""
+ABANDONED_S = 24 * 3600.0
+"""A shard that was not finished in so long never will be."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The kept rows of one source."""
+
+    input_ids: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    places: npt.NDArray[np.int64]
+    """[rows, 2]: place among all rows of the source, from 0, ascending, and the row's number in there."""
+    lengths: npt.NDArray[np.int64]
+    digest: str
+    """SHA-256 over lengths, ids and trained: equal exactly if every row is."""
+    report: SourceReport
+    notices: tuple[str, ...]
+    """Decisions about this source that the user should read."""
+
+
+class ShardWriter:
+    """Takes chunks in order; `finish` makes a `Shard` of them. Use it inside `with`: unfinished, it leaves nothing."""
+
+    def __init__(self, key: str | None) -> None:
+        """
+        Args:
+            key: name in the cache; None keeps the shard out of the cache, for this process only.
+        """
+        self._key = key
+        self._folder = _new_folder(key is not None)
+        self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
+        self._digests = {name: hashlib.sha256(name.encode()) for name in ARRAYS if name != "rows.bin"}
+        self.num_rows = 0
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add(self, chunk: ChunkResult, first_place: int, numbers: npt.NDArray[np.int64]) -> None:
+        """Append a chunk whose first row has the place `first_place`; `numbers` [rows of the chunk] name its rows.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        kept = chunk.lengths > 0
+        places = chunk.places[kept]
+        self.num_rows += len(places)
+        rows = np.stack([first_place + places, numbers[places]], axis=1)
+        arrays = {
+            "input_ids.bin": chunk.input_ids,
+            "trained.bin": chunk.trained,
+            "rows.bin": rows,
+            "lengths.bin": chunk.lengths[kept],
+        }
+        for name, array in arrays.items():
+            data = np.ascontiguousarray(array, dtype=ARRAYS[name]).tobytes()
+            self._write(name, data)
+            if name in self._digests:
+                self._digests[name].update(data)
+
+    def leave_out_of_cache(self) -> None:
+        """Keep the shard for this process only."""
+        self._key = None
+
+    def _write(self, name: str, data: bytes) -> None:
+        try:
+            self._files[name].write(data)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write the tokens: {error.strerror}",
+                where=str(self._folder),
+                hint="make room there, or name another folder in the environment variable ROUNDPIPE_CACHE",
+            ) from error
+
+    def finish(self, report: SourceReport, notices: tuple[str, ...]) -> Shard:
+        """The shard; in the cache too, if it was given a key and the cache can be written.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        for name, file in self._files.items():
+            self._write(name, b"")
+            try:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            except OSError as error:
+                raise ResourceError(f"cannot write the tokens: {error.strerror}", where=str(self._folder)) from error
+        digest = hashlib.sha256("".join(item.hexdigest() for item in self._digests.values()).encode()).hexdigest()
+        document = {
+            "digest": digest,
+            "sizes": {name: (self._folder / name).stat().st_size for name in ARRAYS},
+            "report": report.to_json(),
+            "notices": list(notices),
+        }
+        (self._folder / SHARD_NAME).write_text(json.dumps(document), encoding="utf-8")
+        shard = _open(self._folder)  # mapped: it outlives the folder's name, and the folder
+        if self._key is not None:
+            with suppress(OSError):
+                _sync(self._folder / SHARD_NAME)
+                self._folder.rename(cache_folder(FOLDER) / self._key)  # fails where another run was faster
+                _sync(cache_folder(FOLDER))
+                _prune(cache_folder(FOLDER))
+        return shard
+
+
+def load_shard(key: str) -> Shard | None:
+    """The shard of that key, or None if it is not there, or not whole."""
+    folder = cache_folder(FOLDER) / key
+    try:
+        shard = _open(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        shutil.rmtree(folder, ignore_errors=True)  # what is not whole would stand in the way of its successor
+        return None
+    with suppress(OSError):
+        os.utime(folder)  # it was used
+    return shard
+
+
+def _open(folder: Path) -> Shard:
+    """
+    Raises:
+        OSError, ValueError, KeyError, TypeError: not there, or not whole.
+    """
+    document: dict[str, Any] = json.loads((folder / SHARD_NAME).read_bytes())
+    arrays: dict[str, Any] = {}
+    for name, dtype in ARRAYS.items():
+        path = folder / name
+        if path.stat().st_size != document["sizes"][name]:
+            raise ValueError(f"{path} has another size than when it was written")
+        # As a plain array: slices of numpy's memmap class are slow.
+        mapped = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, dtype)
+        mapped.flags.writeable = False
+        arrays[name] = mapped
+    lengths, rows = arrays["lengths.bin"], arrays["rows.bin"].reshape(-1, 2)
+    num_tokens = len(arrays["input_ids.bin"])
+    if len(lengths) != len(rows) or int(lengths.sum()) != num_tokens or len(arrays["trained.bin"]) != num_tokens:
+        raise ValueError(f"{folder}: arrays that do not fit each other")
+    report = SourceReport.from_json(document["report"])
+    notices = tuple(str(text) for text in document["notices"])
+    return Shard(
+        arrays["input_ids.bin"],
+        arrays["trained.bin"],
+        rows,
+        np.array(lengths),
+        str(document["digest"]),
+        report,
+        notices,
+    )
+
+
+def _new_folder(in_cache: bool) -> Path:
+    if in_cache:
+        try:
+            folder = cache_folder(FOLDER)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+        except OSError:  # read-only, no home: without a cache, then
+            pass
+    return Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(folder: Path) -> None:
+    """Remove shards that nobody used for long and what killed runs left; only folders that are ours."""
+    now = time.time()
+    for entry in folder.iterdir():
+        age_s = now - entry.stat().st_mtime
+        is_shard = (entry / SHARD_NAME).is_file()
+        if (is_shard and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY) and age_s > ABANDONED_S):
+            shutil.rmtree(entry, ignore_errors=True)
