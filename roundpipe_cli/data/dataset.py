@@ -92,6 +92,13 @@ class TokenizedRows(Sequence[Row]):
         labels.flags.writeable = False
         return Row(int(self._first_ids[source] + shard.places[place, 0]), input_ids, labels)
 
+    @property
+    def row_ids(self) -> npt.NDArray[np.int64]:
+        """Of each row, ascending, shape [rows]."""
+        firsts = zip(self._first_ids, self._shards, strict=False)
+        ids: npt.NDArray[np.int64] = np.concatenate([first + shard.places[:, 0] for first, shard in firsts])
+        return ids if self._positions is None else ids[self._positions]
+
     def select(self, positions: npt.NDArray[np.int64]) -> TokenizedRows:
         """The rows at these ascending positions, as rows of their own."""
         return TokenizedRows(self._shards, positions if self._positions is None else self._positions[positions])
