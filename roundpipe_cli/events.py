@@ -67,7 +67,7 @@ class WorkSeen:
 
     time_s: float
     step: int
-    """From 1."""
+    """From 1; 0 between two steps."""
     spans: tuple[Span, ...]
     """Finished pieces, on the run's clock."""
     running: tuple[Span, ...]

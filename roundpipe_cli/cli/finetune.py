@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.output import say, say_at_once, say_data
+from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import (
     CheckpointSaved,
@@ -49,10 +49,11 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
+    from roundpipe_cli.cli.display import Display, training_keys
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    with StopSignals(say_at_once) as signals:
+    with StopSignals() as signals:
         loaded = load_recipe(recipe, overrides or ())
         for text in loaded.notices:
             say(f"note: {text}")
@@ -66,15 +67,19 @@ def finetune(
         quiet_libraries()
         from roundpipe_cli.train.loop import finetune as train
 
-        train(
-            loaded,
-            resume=resume,
-            offline=offline,
-            allow_changed=allow_changed or (),
-            tell=LinePrinter(loaded.recipe.logging_steps),
-            signals=signals,
-            trace=trace,
-        )
+        plain = LinePrinter(loaded.recipe.logging_steps)
+        with Display(plain, dashboard=not no_dashboard, keys=training_keys(signals)) as display:
+            signals.announce = display.announce
+            train(
+                loaded,
+                resume=resume,
+                offline=offline,
+                allow_changed=allow_changed or (),
+                tell=display,
+                signals=signals,
+                trace=trace,
+                live=display.is_dashboard,
+            )
 
 
 def _refuse_loose_equals(overrides: Sequence[str]) -> None:

@@ -23,12 +23,9 @@ class _StopNow(KeyboardInterrupt):
 class StopSignals:
     """While active, a signal leaves the `with` block at once as `StoppedError`; after `guard()` it is only noted."""
 
-    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
-        """
-        Args:
-            announce: told that a signal was noted; called inside the signal's handler, so it must not use buffers.
-        """
-        self._announce = announce
+    def __init__(self) -> None:
+        self.announce: Callable[[str], None] | None = None
+        """Told that a signal was noted; called inside the signal's handler, so it must not use buffers."""
         self._requested: signal.Signals | None = None
         self._guarded = False
         self._save = False
@@ -75,9 +72,9 @@ class StopSignals:
             text = f"stopped by {received.name} before the first finished step: no checkpoint was written"
         elif self._requested is None:
             self._requested = received
-            if self._announce is not None:
+            if self.announce is not None:
                 again = "; once more stops at once, without a checkpoint" if received == signal.SIGINT else ""
-                self._announce(f"{received.name}: stopping after this step, with a checkpoint{again}")
+                self.announce(f"{received.name}: stopping after this step, with a checkpoint{again}")
             return
         elif received == signal.SIGINT:
             text = "stopped at once by a second SIGINT; the last checkpoint is as it was"

@@ -117,6 +117,7 @@ class Telemetry:
     def _look(self) -> None:
         look = self._watcher.look(self._engine.step_in_work)
         if look is None:
+            self._tell(WorkSeen(self._clock(), 0, (), ()))
             return
         offset_s = self._clock() - time.perf_counter() + look.started_s
         done = tuple(_span(item, offset_s) for item in look.done)

@@ -1,0 +1,136 @@
+"""What `finetune` and `bench --run` show: plain lines, or a dashboard while the workers run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from roundpipe_cli.cli.output import say_at_once
+from roundpipe_cli.events import CheckpointSaved, Event, Notice, RunFinished, RunStarted, StepFinished, run_clock
+
+if TYPE_CHECKING:
+    from roundpipe_cli.dashboard.live import Key, LiveDashboard
+    from roundpipe_cli.dashboard.state import RunState
+    from roundpipe_cli.train.signals import StopSignals
+
+Tell = Callable[[Event], None]
+MAX_NOTICES = 30
+"""Told again as plain lines when the dashboard has gone."""
+
+
+def is_terminal() -> bool:
+    """Whether both outputs are a terminal that can be painted on, and ours to paint on now."""
+    if os.environ.get("TERM", "") in ("", "dumb"):
+        return False
+    try:
+        return os.isatty(1) and os.isatty(2) and os.tcgetpgrp(1) == os.getpgrp()
+    except OSError:
+        return False
+
+
+class Display:
+    """Told of events; as a context manager, so that the terminal is given back whatever happens."""
+
+    def __init__(self, plain: Tell, *, dashboard: bool, keys: Mapping[str, Key] | None = None) -> None:
+        """
+        Args:
+            plain: shows an event as a line, before and after the dashboard, or all the time.
+            dashboard: show one while the workers run, if this is a terminal.
+            keys: what keys do.
+        """
+        self._plain = plain
+        self.is_dashboard = dashboard and is_terminal()
+        self._keys = keys or {}
+        self._live: LiveDashboard | None = None
+        self._early: list[Event] = []
+        self._late: list[Event] = []
+        self._last: dict[type[Event], Event] = {}
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, event: Event) -> None:
+        live = self._live
+        if live is None and self.is_dashboard and isinstance(event, RunStarted):
+            live = self._open()
+        if live is None:
+            self._plain(event)
+            if self.is_dashboard:
+                self._early.append(event)
+            return
+        live.tell(event)
+        if isinstance(event, Notice):
+            self._late = [*self._late[1 - MAX_NOTICES :], event]
+        elif isinstance(event, (CheckpointSaved, StepFinished, RunFinished)):
+            self._last[type(event)] = event
+
+    def announce(self, text: str) -> None:
+        """Say something inside a signal's handler."""
+        if self._live is not None:
+            self._live.tell(Notice(text))
+        else:
+            say_at_once(text)
+
+    def close(self) -> None:
+        """Give the terminal back and say as plain lines what should stay on it."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        self.is_dashboard = False
+        live.stop()
+        for event in (*self._late, *self._last.values()):
+            self._plain(event)
+
+    def _open(self) -> LiveDashboard | None:
+        from rich.console import Console
+
+        from roundpipe_cli.dashboard.live import LiveDashboard
+        from roundpipe_cli.dashboard.terminal import Terminal
+
+        live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys)
+        for event in self._early:
+            live.tell(event)
+        self._early.clear()
+        self._live = live
+        live.start()
+        return live
+
+
+def training_keys(signals: StopSignals) -> dict[str, Key]:
+    """Pause after the step, save now, quit with a checkpoint: asked for as a signal would."""
+    from roundpipe_cli.dashboard.live import Key
+
+    def pause(state: RunState) -> str:
+        signals.paused = not signals.paused
+        if signals.paused:
+            return "pausing after this step; p again goes on"
+        return "" if state.paused else "not pausing"
+
+    def save(state: RunState) -> str:
+        signals.ask_to_save()
+        return "saving now" if state.paused else "saving after this step"
+
+    return {"p": Key("pause", pause), "s": Key("save", save), "q": quit_key(signals)}
+
+
+def quit_key(signals: StopSignals | None = None) -> Key:
+    """As Ctrl-C once; pressed again it does nothing."""
+    from roundpipe_cli.dashboard.live import Key
+
+    def leave(state: RunState) -> str:
+        if signals is None or signals.requested is None:
+            with contextlib.suppress(OSError):
+                os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    return Key("quit", leave)

@@ -1,0 +1,93 @@
+"""The lane of a worker: what it did in each short slice of the last seconds, as characters.
+
+forward        recompute and backward           idle
+FFFFFFFFFF.....RRBBBRRBBBRRBBB..................~~~FFFF        (without colour; ~ waits for an upload)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.events import Span
+
+IDLE, WAIT = ".", "~"
+NICE_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+
+
+def window_s(step_s: float | None) -> float:
+    """How many seconds a lane shows: about one and a half steps, a round number."""
+    wanted = 1.5 * (step_s or 5.0)
+    return next((seconds for seconds in NICE_S[1:] if seconds >= wanted), NICE_S[-1])
+
+
+def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: int) -> str:
+    """One letter per slice: what took the most of it; slice k of the world lasts from k to k + 1 times `slice_s`.
+
+    Slices are bound to the clock and not to the present, so that a moving lane does not flicker.
+
+    Args:
+        spans: of one worker, on the run's clock.
+        num_slices: how many.
+        end_index: of the world's slice after the last one shown.
+    """
+    first = end_index - num_slices
+    compute: list[dict[str, float]] = [{} for _ in range(num_slices)]
+    uploads = [0.0] * num_slices
+    for span in spans:
+        if span.end_s <= first * slice_s or span.lane not in ("compute", "up"):
+            continue
+        start, end = span.start_s / slice_s - first, span.end_s / slice_s - first
+        for index in range(max(0, math.floor(start)), min(num_slices, math.ceil(end))):
+            share = min(end, index + 1) - max(start, index)
+            if span.lane == "up":
+                uploads[index] += share
+            else:
+                compute[index][span.kind] = compute[index].get(span.kind, 0.0) + share
+    return "".join(_letter(shares, upload) for shares, upload in zip(compute, uploads, strict=True))
+
+
+def _letter(shares: dict[str, float], upload: float) -> str:
+    idle = 1.0 - sum(shares.values())
+    if shares:
+        letter = max(shares, key=lambda kind: shares[kind])
+        if shares[letter] >= idle:
+            return letter
+    return WAIT if upload > 0.5 * idle else IDLE
+
+
+def lane(spans: Sequence[Span], end_s: float, seconds: float, width: int, theme: Theme) -> Text:
+    """The last `seconds` before `end_s` of one worker in `width` characters; with colour each of them shows two slices."""
+    if width <= 0:
+        return Text()
+    if not theme.has_colour:
+        slice_s = seconds / width
+        return Text(slices(spans, width, slice_s, math.floor(end_s / slice_s)))
+    slice_s = seconds / width / 2
+    end_index = math.floor(end_s / slice_s / 2) * 2
+    letters = slices(spans, 2 * width, slice_s, end_index)
+    text = Text()
+    start = 0
+    pairs = [letters[index : index + 2] for index in range(0, 2 * width, 2)]
+    for index in range(1, width + 1):  # runs of equal characters are one piece: fewer bytes for the terminal
+        if index == width or pairs[index] != pairs[start]:
+            character, style = _block(pairs[start], theme)
+            text.append(character * (index - start), style)
+            start = index
+    return text
+
+
+def _block(pair: str, theme: Theme) -> tuple[str, str]:
+    """Character and style of two slices."""
+    left, right = pair[0], pair[1]
+    glyphs, colours = theme.glyphs, theme.kinds
+    if left in colours and right in colours:
+        return (glyphs.full, colours[left]) if left == right else (glyphs.left, f"{colours[left]} on {colours[right]}")
+    if left in colours:
+        return glyphs.left, colours[left]
+    if right in colours:
+        return glyphs.right, colours[right]
+    return (glyphs.wait, theme.wait) if WAIT in pair else (glyphs.idle, theme.faint)

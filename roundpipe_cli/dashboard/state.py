@@ -1,0 +1,262 @@
+"""A run as its events tell it: an immutable snapshot, and the fold that makes the next one. No clock, no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.events import (
+    CheckpointSaved,
+    DeviceSample,
+    EvaluationFinished,
+    Event,
+    Notice,
+    Paused,
+    Phase,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    Sample,
+    Span,
+    StepFinished,
+    StepTimeline,
+    WorkSeen,
+)
+from roundpipe_cli.units import format_seconds
+
+KEPT_SPANS_S = 120.0
+"""Work older than this is forgotten."""
+MAX_SPANS = 4000
+"""Per worker."""
+MAX_POINTS = 1024
+"""Of a curve: beyond them, neighbours are merged."""
+MAX_MESSAGES = 100
+SAME_MOMENT_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean weighted by seconds, built up step by step."""
+
+    weighted_sum: float = 0.0
+    seconds: float = 0.0
+
+    def with_value(self, value: float, seconds: float) -> Mean:
+        return Mean(self.weighted_sum + value * seconds, self.seconds + seconds)
+
+    @property
+    def value(self) -> float:
+        return self.weighted_sum / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by step. Long ones are thinned out evenly, by the mean of neighbours."""
+
+    points: tuple[tuple[float, float], ...] = ()
+    """(step, value), ascending."""
+    stride: int = 1
+    """Steps that one point stands for."""
+    pending: tuple[tuple[float, float], ...] = ()
+    """Fewer than `stride` values, to be merged into a point."""
+
+    def with_value(self, step: float, value: float) -> Curve:
+        if not math.isfinite(value):
+            return self
+        pending = (*self.pending, (step, value))
+        if len(pending) < self.stride:
+            return replace(self, pending=pending)
+        points = (*self.points, _merged(pending))
+        if len(points) <= MAX_POINTS:
+            return Curve(points, self.stride)
+        pairs = zip(points[::2], points[1::2], strict=False)
+        odd = points[-1:] if len(points) % 2 else ()
+        return Curve((*(_merged(pair) for pair in pairs), *odd), 2 * self.stride)
+
+    @property
+    def all_points(self) -> tuple[tuple[float, float], ...]:
+        """The points, and one for what is pending."""
+        return (*self.points, _merged(self.pending)) if self.pending else self.points
+
+
+def _merged(points: tuple[tuple[float, float], ...]) -> tuple[float, float]:
+    count = len(points)
+    return sum(step for step, _ in points) / count, sum(value for _, value in points) / count
+
+
+@dataclass(frozen=True)
+class Message:
+    """A line for the user."""
+
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """One worker."""
+
+    device: str
+    spans: tuple[Span, ...] = ()
+    """What it did lately, on the run's clock; compute and links."""
+    running: Span | None = None
+    utilization: float | None = None
+    """Of the last step."""
+    mean_utilization: Mean = Mean()
+    sample: DeviceSample = DeviceSample()
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that a screen needs."""
+
+    run: RunStarted | None = None
+    workers: tuple[WorkerState, ...] = ()
+    step: StepFinished | None = None
+    mean_bubble: Mean = Mean()
+    losses: Curve = Curve()
+    speeds: Curve = Curve()
+    """Tokens per second by step."""
+    evaluations: tuple[tuple[float, float], ...] = ()
+    """(step, loss)."""
+    timeline: StepTimeline | None = None
+    """Of the last step."""
+    sample: Sample | None = None
+    messages: tuple[Message, ...] = ()
+    phase: str = ""
+    paused: bool = False
+    stopped: str = ""
+    finished: RunFinished | None = None
+    seen_s: float = 0.0
+    """Up to when it is known what workers did, on the run's clock."""
+    num_dropped: int = 0
+    """Events that came faster than they could be shown."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished is not None or bool(self.stopped)
+
+    @property
+    def bubble_ratio(self) -> float | None:
+        """Of the last step."""
+        return self.step.bubble_ratio if self.step else None
+
+
+def fold(state: RunState, event: Event, now_s: float) -> RunState:
+    """The state after `event`, which came at `now_s` of the run's clock."""
+    if isinstance(event, WorkSeen):
+        return _work_seen(state, event)
+    if isinstance(event, StepTimeline):
+        return _step_timeline(state, event)
+    if isinstance(event, StepFinished):
+        return _step_finished(state, event)
+    if isinstance(event, Sample):
+        workers = tuple(
+            replace(worker, sample=sample) for worker, sample in zip(state.workers, event.devices, strict=False)
+        )
+        return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
+    if isinstance(event, RunStarted):
+        workers = tuple(WorkerState(device) for device in event.devices)
+        return replace(state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="")
+    if isinstance(event, EvaluationFinished):
+        if math.isfinite(event.loss):
+            state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
+        best = ", the best so far" if event.best else ""
+        return _said(state, now_s, f"evaluation after step {event.step}: loss {event.loss:.4f}{best}")
+    if isinstance(event, RunFinished):
+        return replace(state, finished=event, phase="", paused=False)
+    if isinstance(event, RunStopped):
+        return _said(replace(state, stopped=event.text, phase="", paused=False), now_s, event.text)
+    return _words(state, event, now_s)
+
+
+def fold_all(events: Iterable[tuple[float, Event]], state: RunState | None = None) -> RunState:
+    """The state after (time, event) pairs in order."""
+    state = state or RunState()
+    for time_s, event in events:
+        state = fold(state, event, time_s)
+    return state
+
+
+def _words(state: RunState, event: Event, now_s: float) -> RunState:
+    if isinstance(event, Notice):
+        return _said(state, now_s, event.text)
+    if isinstance(event, Phase):
+        return replace(state, phase=event.text)
+    if isinstance(event, CheckpointSaved):
+        folder = event.folder.rstrip("/").rpartition("/")[2]
+        return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
+    assert isinstance(event, Paused), event
+    text = f"paused after step {event.step}" if event.paused else "going on"
+    return _said(replace(state, paused=event.paused), now_s, text)
+
+
+def _said(state: RunState, now_s: float, text: str) -> RunState:
+    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], Message(now_s, text)))
+
+
+def _work_seen(state: RunState, event: WorkSeen) -> RunState:
+    running = {span.worker: span for span in event.running}
+    by_worker: dict[int, list[Span]] = {}
+    for span in event.spans:
+        by_worker.setdefault(span.worker, []).append(span)
+    workers = tuple(
+        replace(
+            worker,
+            spans=_recent((*worker.spans, *by_worker.get(index, ())), event.time_s),
+            running=running.get(index),
+        )
+        for index, worker in enumerate(state.workers)
+    )
+    return replace(state, workers=workers, seen_s=max(state.seen_s, event.time_s), phase="")
+
+
+def _step_timeline(state: RunState, event: StepTimeline) -> RunState:
+    """The step's spans as measured take the place of what was seen of them while it ran."""
+    by_worker: dict[int, list[Span]] = {}
+    end_s = event.start_s
+    for span in event.spans:
+        moved = replace(span, start_s=span.start_s + event.start_s, end_s=span.end_s + event.start_s)
+        by_worker.setdefault(span.worker, []).append(moved)
+        end_s = max(end_s, moved.end_s)
+    workers = []
+    for index, worker in enumerate(state.workers):
+        before = tuple(span for span in worker.spans if span.start_s < event.start_s - SAME_MOMENT_S)
+        workers.append(
+            replace(worker, spans=_recent((*before, *by_worker.get(index, ())), end_s), running=None),
+        )
+    return replace(state, workers=tuple(workers), timeline=event, seen_s=max(state.seen_s, end_s), phase="")
+
+
+def _recent(spans: tuple[Span, ...], now_s: float) -> tuple[Span, ...]:
+    spans = spans[-MAX_SPANS:]
+    if spans and spans[0].end_s < now_s - KEPT_SPANS_S:
+        return tuple(span for span in spans if span.end_s >= now_s - KEPT_SPANS_S)
+    return spans
+
+
+def _step_finished(state: RunState, event: StepFinished) -> RunState:
+    timeline = state.timeline
+    if timeline is not None and timeline.step == event.step:
+        seconds = makespan_s(timeline)
+    else:  # the timeline was dropped, or is not recorded
+        seconds = event.step_s
+    workers = tuple(
+        replace(worker, utilization=share, mean_utilization=worker.mean_utilization.with_value(share, seconds))
+        for worker, share in zip(state.workers, event.utilization, strict=False)
+    )
+    return replace(
+        state,
+        step=event,
+        workers=workers + state.workers[len(workers) :],
+        mean_bubble=state.mean_bubble.with_value(event.bubble_ratio, seconds),
+        losses=state.losses.with_value(event.step, event.loss),
+        speeds=state.speeds.with_value(event.step, event.tokens_per_s),
+        phase="",
+    )
+
+
+def makespan_s(timeline: StepTimeline) -> float:
+    """Seconds from the step's start to the end of its last work."""
+    return max((span.end_s for span in timeline.spans if span.lane != "host"), default=0.0)

@@ -1,0 +1,196 @@
+"""A screen from a state: a pure function of state, time and size.
+
+header and progress           2 lines
+workers                       framed where there is room, down to a line each
+curve | figures               what is left
+messages                      2 lines and more
+keys and legend               1 line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from roundpipe_cli.dashboard.chart import chart
+from roundpipe_cli.dashboard.figures import figures
+from roundpipe_cli.dashboard.lane import window_s
+from roundpipe_cli.dashboard.layout import beside, fit, framed, plain, spread
+from roundpipe_cli.dashboard.state import RunState
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.workers import workers_block
+from roundpipe_cli.units import format_seconds
+
+MIN_WIDTH, MIN_HEIGHT = 40, 10
+"""Below these only the header is shown."""
+FIGURES_WIDTH = 32
+MIN_CURVE_HEIGHT = 7
+"""With its frame."""
+MIN_MESSAGES = 2
+NARROW = 66
+
+
+def screen(
+    state: RunState, now_s: float, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]] = ()
+) -> list[Text]:
+    """Exactly `height` lines of exactly `width` columns.
+
+    Args:
+        state: what is known.
+        now_s: of the run's clock.
+        keys: (key, what it does), shown at the bottom.
+    """
+    head = [header(state, now_s, width, theme), progress(state, now_s, width, theme)]
+    if width < MIN_WIDTH or height < MIN_HEIGHT:
+        return _exactly(head, width, height, theme)
+    foot = [footer(keys, width, theme)]
+    room = height - len(head) - len(foot)
+    workers = workers_block(
+        state.workers,
+        state.seen_s,
+        window_s(state.step.step_s if state.step else None),
+        width,
+        room - MIN_MESSAGES,
+        theme,
+    )
+    room -= len(workers)
+    messages_room = max(MIN_MESSAGES, min(len(state.messages) + 1, room // 3))
+    curve_height = room - messages_room
+    if curve_height >= MIN_CURVE_HEIGHT:
+        middle = curve_and_figures(state, now_s, width, curve_height, theme)
+    else:
+        middle = _short_figures(state, now_s, width, min(2, room), theme)
+    said = messages(state, width, room - len(middle), theme)
+    blank = [Text()] * (room - len(middle) - len(said))
+    return _exactly([*head, *workers, *middle, *said, *blank, *foot], width, height, theme)
+
+
+def _exactly(lines: Sequence[Text], width: int, height: int, theme: Theme) -> list[Text]:
+    lines = [*lines, *[Text()] * height][:height]
+    return [fit(line, width, theme) for line in lines]
+
+
+def header(state: RunState, now_s: float, width: int, theme: Theme) -> Text:
+    """The program, what it trains, and how it goes."""
+    run = state.run
+    left = Text.assemble((" roundpipe ", "bold"))
+    between = f" {theme.glyphs.between} "
+    if run is not None:
+        left.append(" " + between.join(plain(part) for part in (run.title, run.settings, _pool(run.devices)) if part))
+    word, colour = _status(state, theme)
+    elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
+    right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
+    return spread(left, right, width, theme)
+
+
+def _pool(devices: tuple[str, ...]) -> str:
+    kinds = {device.partition(":")[0] for device in devices}
+    kind = kinds.pop() if len(kinds) == 1 else "devices"
+    return f"{len(devices)} x {kind}"
+
+
+def _status(state: RunState, theme: Theme) -> tuple[str, str]:
+    if state.finished is not None:
+        return "finished", theme.good
+    if state.stopped:
+        return "stopped", theme.bad
+    if state.paused:
+        return "paused", theme.warn
+    if state.phase:
+        return plain(state.phase), theme.accent
+    if state.step is None:
+        return "first step", theme.accent
+    return ("measuring" if state.run and state.run.goal == "speed" else "training"), theme.good
+
+
+def progress(state: RunState, now_s: float, width: int, theme: Theme) -> Text:
+    """`step 12/100 ━━━━━━━────── 12 %  eta 3m10s`."""
+    run, step = state.run, state.step
+    if run is None:
+        return Text(f" {plain(state.phase) or 'waiting for the run'} {theme.glyphs.ellipsis}", style=theme.faint)
+    done = step.step if step else run.first_step
+    total = max(1, step.num_steps if step else run.num_steps)
+    count = f" step {done}/{total} "
+    eta = f" {100 * done / total:3.0f} % "
+    if step is not None and not state.is_over and done < total:
+        eta += f" eta {format_seconds(round(step.eta_s)) if step.eta_s >= 1 else '0 s'} "
+    room = max(0, width - len(count) - len(eta))
+    filled = round(room * done / total)
+    return Text.assemble(
+        (count, "bold"),
+        (theme.glyphs.done * filled, theme.good),
+        (theme.glyphs.rest * (room - filled), theme.faint),
+        eta,
+    )
+
+
+def curve_and_figures(state: RunState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
+    """The loss (or speed) curve and, at its right, the figures of the last step."""
+    speed = state.run is not None and state.run.goal == "speed"
+    points = (state.speeds if speed else state.losses).all_points
+    title = Text.assemble(("tokens/s" if speed else "loss", "bold"))
+    if not speed and state.step is not None:
+        title.append(f" {state.step.loss:.4f}")
+    if not speed and state.evaluations:
+        title.append(f"  {theme.glyphs.point}", theme.wait).append(f" evaluation {state.evaluations[-1][1]:.4f}")
+    side = FIGURES_WIDTH if width < 110 else max(FIGURES_WIDTH, min(46, width // 4))
+    if width < NARROW:
+        side = 0
+    curve_width = width - side
+    lines = chart(points, () if speed else state.evaluations, curve_width - 4, height - 2, theme)
+    curve = framed(title, "", lines, curve_width, theme)
+    if not side:
+        return curve
+    rows = figures(state, height - 2, side - 4, theme)
+    block = framed(Text("this step", style="bold"), "", [*rows, *[Text()] * (height - 2 - len(rows))], side, theme)
+    return beside([curve, block], [curve_width, side], theme)
+
+
+def _short_figures(state: RunState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
+    """The most important figures in one line or two, where there is no room for a curve."""
+    rows = figures(state, 6, 24, theme)
+    per_line = max(1, (width - 2) // 26)
+    lines = []
+    for start in range(0, len(rows), per_line):
+        part = rows[start : start + per_line]
+        lines.append(Text.assemble("  ", beside([[row] for row in part], [26] * len(part), theme)[0]))
+    return lines[:height]
+
+
+def messages(state: RunState, width: int, height: int, theme: Theme) -> list[Text]:
+    """The newest messages, oldest first, with the time since the start."""
+    started_s = state.run.time_s if state.run else 0.0
+    lines = []
+    if state.num_dropped and height > 1:
+        lines.append(Text(f" {state.num_dropped} events were not shown: the terminal is slow", style=theme.warn))
+    for message in state.messages[-max(0, height - len(lines)) :] if height > 0 else ():
+        since = format_seconds(round(message.time_s - started_s)) if message.time_s >= started_s + 1 else ""
+        lines.append(Text.assemble((f" {since:>7}  ", theme.faint), plain(message.text)))
+    return lines[:height]
+
+
+def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme) -> Text:
+    """The keys, and what the colours of a lane mean."""
+    left = Text(" ")
+    for key, meaning in keys:
+        left.append(key, "bold").append(f" {meaning}   ")
+    right = legend(theme)
+    if left.cell_len + right.cell_len + 1 > width:
+        right = legend(theme, short=True)
+    return spread(left, right, width, theme)
+
+
+def legend(theme: Theme, *, short: bool = False) -> Text:
+    """What each character or colour of a lane means."""
+    names = {"F": "forward", "R": "recompute", "B": "backward"}
+    text = Text()
+    for letter, name in names.items():
+        shown = "" if short and not theme.has_colour else f" {name[:3] if short else name}"
+        if theme.has_colour:
+            text.append(theme.glyphs.full, theme.kinds[letter]).append(f"{shown}  ")
+        else:
+            text.append(letter, "bold").append(f"{shown}  ")
+    wait, idle = (theme.glyphs.wait, theme.glyphs.idle) if theme.has_colour else ("~", ".")
+    text.append(wait, theme.wait if theme.has_colour else "").append(" wait  " if short else " upload wait  ")
+    return text.append(idle, theme.faint).append(" idle ")

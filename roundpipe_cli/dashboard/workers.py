@@ -1,0 +1,152 @@
+"""The workers' part of a screen: the roomiest of several looks that fits.
+
+framed      title, lane (of several lines where there is room), figures, bottom
+two lines   lane, figures
+one line    name, lane, busy share, memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from roundpipe_cli.dashboard.lane import lane
+from roundpipe_cli.dashboard.layout import beside, fit, framed, plain
+from roundpipe_cli.dashboard.state import WorkerState
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.units import GIB
+
+RESERVED_LINES = 9
+"""Of the room that is left, for curve and messages; a look that takes them is chosen only if none leaves them."""
+MIN_COLUMN = 58
+
+
+@dataclass(frozen=True)
+class _Scene:
+    workers: Sequence[WorkerState]
+    end_s: float
+    """Of the lanes, on the run's clock."""
+    seconds: float
+    theme: Theme
+
+
+_Look = Callable[[_Scene, int, int], list[Text]]
+
+
+def workers_block(
+    workers: Sequence[WorkerState], end_s: float, seconds: float, width: int, height: int, theme: Theme
+) -> list[Text]:
+    """At most `height` lines; workers that have no room at all are counted in the last line.
+
+    Args:
+        end_s: up to when it is known what workers did, on the run's clock.
+        seconds: that a lane shows.
+    """
+    if not workers or height <= 0:
+        return []
+    scene = _Scene(workers, end_s, seconds, theme)
+    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if theme.has_colour else (1,))]
+    looks += [(2, _two_lines), (1, _one_line)]
+    columns = [1] if width < 2 * MIN_COLUMN else [1, 2] if width < 4 * MIN_COLUMN else [1, 2, 4]
+    candidates = [(lines, look, count) for lines, look in looks for count in columns if not (count > 1 and lines == 6)]
+    reserved = RESERVED_LINES if height >= 18 else 0
+    for room in (height - reserved, height):
+        for lines, look, count in candidates:
+            if lines * -(-len(workers) // count) <= room:
+                return _grid(scene, look, count, width)
+    shown = max(0, height - 1) * columns[-1]
+    some = _Scene(workers[:shown], end_s, seconds, theme)
+    rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=theme.faint)
+    return [*_grid(some, _one_line, columns[-1], width), rest]
+
+
+def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
+    widths = [width // count + (index < width % count) for index in range(count)]
+    lines: list[Text] = []
+    for start in range(0, len(scene.workers), count):
+        members = range(start, min(start + count, len(scene.workers)))
+        blocks = [look(scene, index, widths[index - start]) for index in members]
+        lines += beside(blocks, widths[: len(blocks)], scene.theme)
+    return lines
+
+
+def _lane(scene: _Scene, worker: WorkerState, width: int) -> Text:
+    spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
+    return lane(spans, scene.end_s, scene.seconds, width, scene.theme)
+
+
+def _framed(num_lanes: int) -> _Look:
+    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+        worker, theme = scene.workers[index], scene.theme
+        title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {plain(worker.device)}")
+        body = [*[_lane(scene, worker, width - 4)] * num_lanes, _figures(worker, width - 4, theme)]
+        return framed(title, f"last {scene.seconds:.0f} s", body, width, theme)
+
+    return look
+
+
+def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
+    worker, theme = scene.workers[index], scene.theme
+    name = Text.assemble((f" {index} ", "bold"), f"{plain(worker.device)} ")
+    indent = max(10, name.cell_len)
+    return [
+        Text.assemble(fit(name, indent, theme), _lane(scene, worker, width - indent - 1)),
+        Text.assemble(" " * indent, _figures(worker, width - indent - 1, theme)),
+    ]
+
+
+def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
+    worker, theme = scene.workers[index], scene.theme
+    name = Text.assemble((f" {index} ", "bold"), f"{plain(worker.device)} ")
+    indent = max(10, name.cell_len)
+    tail = Text(f" {_percent(worker.utilization)}")
+    sample = worker.sample
+    if sample.used_bytes is not None and sample.total_bytes:
+        tail.append(f" {sample.used_bytes / GIB:5.1f}/{sample.total_bytes / GIB:.0f}G")
+    tail.append(" ")
+    return [Text.assemble(fit(name, indent, theme), _lane(scene, worker, width - indent - tail.cell_len), tail)]
+
+
+def _percent(share: float | None) -> str:
+    return f"{100 * share:3.0f} %" if share is not None else "  - %"
+
+
+def _figures(worker: WorkerState, width: int, theme: Theme) -> Text:
+    """Utilization, bubble and what the device tells; the rest is left out where it has no room."""
+    now, mean = worker.utilization, worker.mean_utilization.value
+    parts = []
+    if now is not None:
+        busy = Text.assemble("busy ", (_percent(now).strip(), "bold"), (f" mean {_percent(mean).strip()}", theme.faint))
+        parts.append(busy)
+    else:
+        parts.append(Text("first step", style=theme.faint))
+    sample = worker.sample
+    if sample.used_bytes is not None and sample.total_bytes:
+        parts.append(Text(f"{sample.used_bytes / GIB:.1f} of {sample.total_bytes / GIB:.0f} GiB"))
+    if sample.upload_bytes_per_s is not None:
+        rates = f"{theme.glyphs.up}{sample.upload_bytes_per_s / 1e9:.1f}"
+        if sample.download_bytes_per_s is not None:
+            rates += f" {theme.glyphs.down}{sample.download_bytes_per_s / 1e9:.1f}"
+        parts.append(Text(f"{rates} GB/s"))
+    if sample.temperature_c is not None:
+        parts.append(Text(f"{sample.temperature_c:.0f}{theme.glyphs.degree}"))
+    if sample.power_w is not None:
+        parts.append(Text(f"{sample.power_w:.0f} W"))
+    if now is not None:
+        bubble = Text.assemble("bubble ", (_percent(1 - now).strip(), "bold"))
+        parts.append(bubble.append(f" mean {_percent(1 - mean).strip()}", theme.faint))
+    return _joined(parts, width)
+
+
+def _joined(parts: Sequence[Text], width: int) -> Text:
+    """As many of the parts as fit, three columns apart where there is room, otherwise two or one."""
+    for gap in (3, 2, 1):
+        if sum(part.cell_len + gap for part in parts) - gap <= width:
+            return Text(" " * gap).join(parts)
+    line = Text()
+    for part in parts:
+        if line.cell_len + 1 + part.cell_len <= width:
+            line.append(" " if line.cell_len else "").append_text(part)
+    return line
