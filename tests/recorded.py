@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 from roundpipe_cli.events import (
     CheckpointSaved,
@@ -17,37 +19,29 @@ from roundpipe_cli.events import (
     StepTimeline,
     WorkSeen,
 )
-from roundpipe_cli.plan.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, makespan_s, utilization
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.timeline import Interval, Timeline, bubble_ratio, makespan_s, utilization
 
 START_S = 1_800_000_000.0
 UPDATE_S = 0.4
 """Between the end of a step's work and the start of the next."""
 
 
-def simulated_step(num_workers: int, num_microbatches: int = 8) -> Timeline:
-    """One step of an eight-block model, transfers included."""
-    block = LayerCost("block", 0.05, 0.10, True, param_bytes=400_000_000, grad_bytes=200_000_000)
-    head = LayerCost("head", 0.08, 0.16, False, param_bytes=300_000_000)
-    costs = CostModel("recorded", (LayerCost("embed", 0.0, 0.0, False), *[block] * 8, head))
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=((0, 2), (3, 4), (5, 6)),
-        backward_stages=((7, 9), (5, 6), (3, 4), (0, 2)),
-        num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        costs=costs,
+def recorded_step(num_workers: int) -> Timeline:
+    """One step of Qwen3-8B's size with uploads, as the simulator once saw it."""
+    recorded = json.loads((Path(__file__).parent / "golden" / "steps.json").read_text())[str(num_workers)]
+    intervals = (
+        Interval(worker, lane, Kind(kind), stage, microbatch, start_us / 1e6, end_us / 1e6)
+        for worker, lane, kind, stage, microbatch, start_us, end_us in recorded
     )
-    return simulate(schedule, costs)
+    return Timeline(num_workers, tuple(intervals))
 
 
 def recorded_run(
     num_workers: int, num_done: int = 40, num_steps: int = 100, gpu: bool = True
 ) -> list[tuple[float, Event]]:
     """(time, event) of a run that is in the middle of its step `num_done` + 1."""
-    timeline = simulated_step(num_workers)
+    timeline = recorded_step(num_workers)
     spans = tuple(
         Span(i.worker, i.lane, i.kind.value, i.stage, i.microbatch, round(i.start_s, 6), round(i.end_s, 6))
         for i in timeline.intervals

@@ -14,6 +14,7 @@ from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
 from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.cli.usage import UsageError, explain_usage
+from roundpipe_cli.cli.watch import watch
 
 app = typer.Typer(
     name="roundpipe",
@@ -45,6 +46,7 @@ def options(
 app.command()(finetune)
 app.command()(plan)
 app.command()(bench)
+app.command()(watch)
 app.add_typer(recipes)
 
 

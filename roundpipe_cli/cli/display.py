@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from roundpipe_cli.cli.output import say_at_once
+from roundpipe_cli.cli.output import say, say_at_once
 from roundpipe_cli.events import CheckpointSaved, Event, Notice, RunFinished, RunStarted, StepFinished, run_clock
 
 if TYPE_CHECKING:
@@ -104,6 +105,31 @@ class Display:
         self._live = live
         live.start()
         return live
+
+
+def show_end(output_dir: Path) -> None:
+    """Predicted against measured, and the page of a finished run."""
+    from rich.console import Console
+
+    from roundpipe_cli.cli.watch import write_page
+    from roundpipe_cli.dashboard.comparison import comparison, comparison_table
+    from roundpipe_cli.dashboard.html import read_report
+    from roundpipe_cli.errors import RoundpipeError
+
+    page = output_dir / "report.html"
+    finished = output_dir / "report.json"
+    if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
+        return  # the run was finished already
+    report = read_report(output_dir)
+    if comparison(report):
+        console = Console(width=80)
+        with console.capture() as captured:
+            console.print(comparison_table(report))
+        say(captured.get().rstrip())
+    try:
+        write_page(output_dir, page)
+    except RoundpipeError as error:  # the result itself is there
+        say(f"note: no report.html: {error}")
 
 
 def training_keys(signals: StopSignals) -> dict[str, Key]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,7 +51,8 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
-    from roundpipe_cli.cli.display import Display, training_keys
+    from roundpipe_cli.cli.display import Display, show_end, training_keys
+    from roundpipe_cli.cli.planned import planned_bytes
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
@@ -79,7 +82,9 @@ def finetune(
                 signals=signals,
                 trace=trace,
                 live=display.is_dashboard,
+                planned=functools.partial(planned_bytes, loaded),
             )
+        show_end(Path(loaded.recipe.output_dir).expanduser())
 
 
 def _refuse_loose_equals(overrides: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from roundpipe_cli.units import GIB, format_seconds
 
 def figures(state: RunState, height: int, width: int, theme: Theme) -> list[Text]:
     """At most `height` lines of `width` columns: a name and a value each."""
-    rows = [*_step_rows(state), *_machine_rows(state, theme)]
+    rows = [*_step_rows(state), *_machine_rows(state)]
     return [_row(name, value, note, width, theme) for name, value, note in rows[:height]]
 
 
@@ -38,7 +38,7 @@ def _step_rows(state: RunState) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _machine_rows(state: RunState, theme: Theme) -> list[tuple[str, str, str]]:
+def _machine_rows(state: RunState) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     sample, step = state.sample, state.step
     if sample is not None:
@@ -48,13 +48,12 @@ def _machine_rows(state: RunState, theme: Theme) -> list[tuple[str, str, str]]:
     rates = [worker.sample.upload_bytes_per_s for worker in state.workers]
     if step is not None and step.upload_bytes and all(rate is None for rate in rates):
         rows.append(("upload", f"{step.upload_bytes / step.step_s / 1e9:.1f}", " GB/s"))
-    if sample is not None and sample.queues:
-        waiting = f" {theme.glyphs.between} ".join(f"{name} {count}" for name, count in sample.queues)
-        rows.append(("queued", waiting, ""))
     if step is not None and step.device_peak_bytes and all(w.sample.used_bytes is None for w in state.workers):
         rows.append(("device peak", f"{step.device_peak_bytes / GIB:.2f}", " GiB"))
     if step is not None:
         rows.append(("tokens", _grouped(step.tokens), " this step"))
+    if sample is not None:
+        rows += [(f"queue of {name}", str(count), "") for name, count in sample.queues]
     return rows
 
 

@@ -59,28 +59,40 @@ def _letter(shares: dict[str, float], upload: float) -> str:
     return WAIT if upload > 0.5 * idle else IDLE
 
 
-def lane(spans: Sequence[Span], end_s: float, seconds: float, width: int, theme: Theme) -> Text:
-    """The last `seconds` before `end_s` of one worker in `width` characters; with colour each of them shows two slices."""
+def lane(
+    spans: Sequence[Span], end_s: float, seconds: float, width: int, theme: Theme, num_lines: int = 1
+) -> list[Text]:
+    """The last `seconds` before `end_s` of one worker in `width` characters, with colour two slices in each.
+
+    Args:
+        num_lines: equal ones, but for the thin line where the worker is idle.
+    """
     if width <= 0:
-        return Text()
+        return [Text()] * num_lines
     if not theme.has_colour:
         slice_s = seconds / width
-        return Text(slices(spans, width, slice_s, math.floor(end_s / slice_s)))
+        return [Text(slices(spans, width, slice_s, math.floor(end_s / slice_s)))] * num_lines
     slice_s = seconds / width / 2
     end_index = math.floor(end_s / slice_s / 2) * 2
     letters = slices(spans, 2 * width, slice_s, end_index)
+    idle = [" "] * num_lines
+    idle[num_lines // 2] = theme.glyphs.idle_of_two if num_lines == 2 else theme.glyphs.idle
+    return [_line(letters, width, idle[line], theme) for line in range(num_lines)]
+
+
+def _line(letters: str, width: int, idle: str, theme: Theme) -> Text:
     text = Text()
     start = 0
     pairs = [letters[index : index + 2] for index in range(0, 2 * width, 2)]
     for index in range(1, width + 1):  # runs of equal characters are one piece: fewer bytes for the terminal
         if index == width or pairs[index] != pairs[start]:
-            character, style = _block(pairs[start], theme)
+            character, style = _block(pairs[start], idle, theme)
             text.append(character * (index - start), style)
             start = index
     return text
 
 
-def _block(pair: str, theme: Theme) -> tuple[str, str]:
+def _block(pair: str, idle: str, theme: Theme) -> tuple[str, str]:
     """Character and style of two slices."""
     left, right = pair[0], pair[1]
     glyphs, colours = theme.glyphs, theme.kinds
@@ -90,4 +102,4 @@ def _block(pair: str, theme: Theme) -> tuple[str, str]:
         return glyphs.left, colours[left]
     if right in colours:
         return glyphs.right, colours[right]
-    return (glyphs.wait, theme.wait) if WAIT in pair else (glyphs.idle, theme.faint)
+    return (glyphs.wait, theme.wait) if WAIT in pair else (idle, theme.faint)

@@ -107,6 +107,11 @@ class LiveDashboard:
         else:
             self._queue.append(event)
 
+    def begin_anew(self, state: RunState) -> None:
+        """What was known is no longer true."""
+        self._queue.clear()
+        self.state = state
+
     def start(self) -> None:
         """Take the terminal. Ctrl-Z gives it back until the run goes on, where this is called in the main thread."""
         if threading.current_thread() is threading.main_thread():

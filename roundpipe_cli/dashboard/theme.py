@@ -19,6 +19,8 @@ class Glyphs:
     right: str = "▐"
     wait: str = "▒"
     idle: str = "─"
+    idle_of_two: str = "▔"
+    """In the lower of two lines, so that it is in the middle of both."""
     done: str = "━"
     rest: str = "─"
     point: str = "◆"
@@ -39,6 +41,7 @@ ASCII = Glyphs(
     right="#",
     wait="~",
     idle=".",
+    idle_of_two=".",
     done="=",
     rest="-",
     point="o",

@@ -72,16 +72,16 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
     return lines
 
 
-def _lane(scene: _Scene, worker: WorkerState, width: int) -> Text:
+def _lane(scene: _Scene, worker: WorkerState, width: int, num_lines: int = 1) -> list[Text]:
     spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
-    return lane(spans, scene.end_s, scene.seconds, width, scene.theme)
+    return lane(spans, scene.end_s, scene.seconds, width, scene.theme, num_lines)
 
 
 def _framed(num_lanes: int) -> _Look:
     def look(scene: _Scene, index: int, width: int) -> list[Text]:
         worker, theme = scene.workers[index], scene.theme
         title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {plain(worker.device)}")
-        body = [*[_lane(scene, worker, width - 4)] * num_lanes, _figures(worker, width - 4, theme)]
+        body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
         return framed(title, f"last {scene.seconds:.0f} s", body, width, theme)
 
     return look
@@ -92,7 +92,7 @@ def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
     name = Text.assemble((f" {index} ", "bold"), f"{plain(worker.device)} ")
     indent = max(10, name.cell_len)
     return [
-        Text.assemble(fit(name, indent, theme), _lane(scene, worker, width - indent - 1)),
+        Text.assemble(fit(name, indent, theme), *_lane(scene, worker, width - indent - 1)),
         Text.assemble(" " * indent, _figures(worker, width - indent - 1, theme)),
     ]
 
@@ -106,7 +106,7 @@ def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
     if sample.used_bytes is not None and sample.total_bytes:
         tail.append(f" {sample.used_bytes / GIB:5.1f}/{sample.total_bytes / GIB:.0f}G")
     tail.append(" ")
-    return [Text.assemble(fit(name, indent, theme), _lane(scene, worker, width - indent - tail.cell_len), tail)]
+    return [Text.assemble(fit(name, indent, theme), *_lane(scene, worker, width - indent - tail.cell_len), tail)]
 
 
 def _percent(share: float | None) -> str:

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from roundpipe_cli.errors import NotFiniteError, StoppedError
 from roundpipe_cli.events import CheckpointSaved, Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
@@ -37,6 +38,8 @@ from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.updater import Updater
 from roundpipe_cli.watchdog import watching
+
+Planned = Callable[[Schedule], Mapping[str, float]]
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -59,6 +62,7 @@ def finetune(
     signals: StopSignals,
     trace: bool = False,
     live: bool = False,
+    planned: Planned | None = None,
 ) -> None:
     """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
 
@@ -70,6 +74,7 @@ def finetune(
         signals: active; asks for a stop.
         trace: write what the workers did in the last steps to trace.json.
         live: tell several times a second what the workers do.
+        planned: says for the report what was predicted of a schedule, besides its times.
 
     Raises:
         RoundpipeError: with the documented exit code.
@@ -90,7 +95,7 @@ def finetune(
             setup = prepare(loaded, offline=offline, tell=tell)
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, allow_changed)
-            trainer = Trainer(setup, output_dir, signals, tell, trace, live)
+            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
             trainer.run(checkpoint)
 
@@ -106,6 +111,7 @@ class Trainer:
         tell: Tell,
         trace: bool = False,
         live: bool = False,
+        planned: Planned | None = None,
     ) -> None:
         recipe = setup.recipe
         self.setup = setup
@@ -114,6 +120,8 @@ class Trainer:
         self._signals = signals
         self._tell = tell
         self._live = live
+        self._planned = planned
+        self._pipeline_s: list[float] = []
         self._clock = run_clock()
         self.sampler = make_sampler(setup)
         for text in describe_order(setup, self.sampler):
@@ -153,7 +161,7 @@ class Trainer:
             self._train(first_step, metrics_path, checkpoint.meta.get("evaluation") if checkpoint else None)
 
     def _train(self, first_step: int, metrics_path: Path, evaluation: Mapping[str, Any] | None) -> None:
-        recipe, setup = self.recipe, self.setup
+        setup = self.setup
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
         scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
@@ -182,15 +190,25 @@ class Trainer:
                         evaluator.evaluate(done)
                     self._at_border(done, metrics)
                 self._updater.wait()
-        predicted = self._cutter.predicted(recipe.gradient_accumulation_steps)
+        predicted = self._predicted()
         self._tell(Phase("writing the result"))
         if self._timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
         save_result(setup, self.output_dir, evaluator.best_folder)
         seconds = self._seconds()
-        report = make_report(setup, self._rows, done, seconds, predicted)
+        report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s)
         write_report(self.output_dir, report | {"evaluation": evaluator.report()})
         self._tell(RunFinished(str(self.output_dir), done, seconds))
+
+    def _predicted(self) -> dict[str, float]:
+        """What was known of a full step before it was measured."""
+        num_microbatches = self.recipe.gradient_accumulation_steps
+        figures = dict(self._cutter.predicted(num_microbatches) or {})
+        if figures and self._rows:
+            figures["tokens_per_s"] = statistics.median(row.tokens for row in self._rows) / figures["step_s"]
+        if self._planned is not None:
+            figures.update(self._planned(self._cutter.schedule(num_microbatches)))
+        return figures
 
     def _seconds(self) -> float:
         return self._earlier_s + time.monotonic() - self._started_s
@@ -249,6 +267,7 @@ class Trainer:
         )
         self._updater.wait()  # at staleness 1 for the update that ran beside this step
         self._cutter.observe(result)
+        self._pipeline_s.append(result.step_s)
         self._tell(step_timeline(result, step + 1, self._clock))
         if self._timelines is not None:
             self._timelines.append(result.timeline)

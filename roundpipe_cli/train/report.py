@@ -22,12 +22,15 @@ def make_report(
     rows: Sequence[StepFinished],
     num_steps: int,
     seconds: float,
-    predicted: Mapping[str, float] | None,
+    predicted: Mapping[str, float],
+    pipeline_s: Sequence[float],
 ) -> dict[str, Any]:
     """The report of a run; times and bytes are of the steps since the last resume.
 
     Args:
-        predicted: the simulator's figures for a full step, from the costs measured in the first steps.
+        predicted: the simulator's figures for a full step, from the costs measured in the first steps, and what
+            `plan` says of memory; may be empty.
+        pipeline_s: seconds of forward and backward of each step.
     """
     import transformers
 
@@ -56,10 +59,11 @@ def make_report(
             "last": losses[-1] if losses else None,
             f"mean_of_last_{LAST_STEPS}": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
         },
-        "predicted": None if predicted is None else dict(predicted),
+        "predicted": dict(predicted) or None,
         "measured": {
             "steps": len(rows),
             "step_s": _median([row.step_s for row in rows]),
+            "pipeline_s": _median(pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
             "bubble_ratio": _median([row.bubble_ratio for row in rows]),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),

@@ -1,0 +1,28 @@
+"""What `plan` says of the very cut that a run used, for the comparison at its end."""
+
+from __future__ import annotations
+
+from roundpipe_cli.cli.predict import ask
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plan.verdict import judge
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.schedule.actions import Schedule
+
+
+def planned_bytes(loaded: LoadedRecipe, schedule: Schedule) -> dict[str, float]:
+    """Predicted device and host bytes; empty for a model or devices that `plan` has no figures for."""
+    try:
+        question = ask(loaded)
+    except RefusedError:
+        return {}
+    if not question.hardware.is_here:
+        return {}
+    verdict = judge(
+        question.architecture,
+        question.settings,
+        question.hardware,
+        question.analytic,
+        schedule.forward_stages,
+        schedule.backward_stages,
+    )
+    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}

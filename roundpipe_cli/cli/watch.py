@@ -1,0 +1,188 @@
+"""`roundpipe watch`: follow a run from its files, in another terminal or after its end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from roundpipe_cli.cli.output import say, say_data
+
+if TYPE_CHECKING:
+    from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
+    from roundpipe_cli.dashboard.state import RunState
+
+POLL_S = 0.25
+GRACE_S = 2.0
+"""A run that ends writes its last lines just after it has let go of its lock."""
+
+
+def watch(
+    output_dir: Annotated[str, typer.Argument(help="Output directory of a run, e.g. outputs/first.")],
+    json_output: Annotated[bool, typer.Option("--json", help="One line of JSON per step.")] = False,
+    follow: Annotated[bool, typer.Option(help="Wait for more until the run is over.")] = True,
+    no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write the run so far as a page and leave.")
+    ] = None,
+) -> None:
+    """Follow a running or finished run from its files.
+
+    Example: roundpipe watch outputs/first
+    """
+    from roundpipe_cli.cli.display import is_terminal
+    from roundpipe_cli.dashboard.replay import RunFiles
+
+    folder = Path(output_dir).expanduser()
+    files = RunFiles(folder)
+    if html is not None:
+        write_page(folder, Path(html).expanduser())
+        say(f"written: {html}")
+    elif json_output:
+        _as_json(files, follow)
+    elif is_terminal() and not no_dashboard:
+        _on_screen(files, follow)
+    else:
+        _as_lines(files, follow)
+
+
+def write_page(folder: Path, path: Path) -> None:
+    """Write the page of the run in `folder`.
+
+    Raises:
+        RefusedError: no run there.
+        ResourceError: the disk is full or failing.
+    """
+    from roundpipe_cli.dashboard.html import report_page
+    from roundpipe_cli.train.durable import write_atomically
+
+    write_atomically(path, report_page(folder).encode(), mode=0o644)
+
+
+def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEvent]]]:
+    """Polls until the run is over and nothing more is to come."""
+    from roundpipe_cli.dashboard.replay import Life
+
+    over_s: float | None = None
+    while True:
+        is_over = files.life() is not Life.RUNNING
+        anew, events = files.poll()
+        yield anew, events
+        if not follow:
+            return
+        if not is_over:
+            over_s = None
+        elif over_s is None:
+            over_s = time.monotonic()
+        elif time.monotonic() - over_s > GRACE_S or files.life() is Life.FINISHED:
+            yield files.poll()
+            return
+        time.sleep(POLL_S)
+
+
+def _as_json(files: RunFiles, follow: bool) -> None:
+    import dataclasses
+    import json
+    import math
+
+    from roundpipe_cli.events import StepFinished
+
+    last = 0
+    for anew, events in _polls(files, follow):
+        if anew:
+            last = 0
+        for _, event in events:
+            if isinstance(event, StepFinished) and event.step > last:
+                last = event.step
+                row = {**dataclasses.asdict(event), "loss_hex": event.loss.hex()}
+                row["grad_norm"] = event.grad_norm if math.isfinite(event.grad_norm) else None
+                say_data(json.dumps(row))
+
+
+def _as_lines(files: RunFiles, follow: bool) -> None:
+    from roundpipe_cli.cli.finetune import LinePrinter
+    from roundpipe_cli.events import RunStopped
+
+    show = LinePrinter(1)
+    for _, events in _polls(files, follow):
+        for _, event in events:
+            show(event)
+            if isinstance(event, RunStopped):
+                say(event.text)
+
+
+def _on_screen(files: RunFiles, follow: bool) -> None:
+    """A dashboard while the run goes on; its last screen stays."""
+    from roundpipe_cli.dashboard.replay import Life
+    from roundpipe_cli.dashboard.state import RunState, fold_all
+
+    _, events = files.poll()
+    state = fold_all(events, RunState())
+    if follow and files.life() is Life.RUNNING:
+        state = _live(files, state)
+    _print_last(files, state)
+
+
+def _live(files: RunFiles, state: RunState) -> RunState:
+    import sys
+
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.live import Key, LiveDashboard
+    from roundpipe_cli.dashboard.state import fold_all
+    from roundpipe_cli.dashboard.terminal import Terminal
+    from roundpipe_cli.events import run_clock
+
+    left = threading.Event()
+
+    def leave(_: RunState) -> str:
+        left.set()
+        return ""
+
+    keys = {"q": Key("leave; the run goes on", leave)}
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), keys, state)
+    live.start()
+    try:
+        for anew, events in _polls(files, follow=True):
+            if anew:
+                live.begin_anew(fold_all(events))
+            else:
+                for _, event in events:
+                    live.tell(event)
+            if left.is_set():
+                break
+    except KeyboardInterrupt:  # as q
+        pass
+    finally:
+        live.stop()
+    return live.state
+
+
+def _print_last(files: RunFiles, state: RunState) -> None:
+    import shutil
+    import sys
+
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.comparison import comparison, comparison_table
+    from roundpipe_cli.dashboard.html import read_report
+    from roundpipe_cli.dashboard.live import make_theme
+    from roundpipe_cli.dashboard.replay import Life
+    from roundpipe_cli.dashboard.views import screen
+
+    size = shutil.get_terminal_size()
+    console = Console(file=sys.stdout)
+    last_s = max((state.seen_s, state.sample.time_s if state.sample else 0.0))
+    for line in screen(state, last_s, size.columns, min(size.lines - 1, 24), make_theme(console)):
+        console.print(line, end="\n", crop=True, no_wrap=True)
+    report = read_report(files.folder)
+    with contextlib.suppress(OSError):
+        if comparison(report):
+            console.print(comparison_table(report))
+    if files.life() is Life.STOPPED:
+        say(f"the run in {files.folder} is not finished and not running")

@@ -1,0 +1,60 @@
+"""Predicted against measured: the rows of a table, from what report.json says of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from roundpipe_cli.units import format_bytes, format_seconds
+
+Row = tuple[str, str, str, str]
+_NONE = "-"
+
+
+def comparison(report: Mapping[str, Any]) -> list[Row]:
+    """(what, predicted, measured, how far off) of a finished run."""
+    predicted, measured = report.get("predicted") or {}, report.get("measured") or {}
+    rows = [
+        _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), _seconds),
+        _row("whole step", None, measured.get("step_s"), _seconds),
+        _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), _rate),
+        _share("bubble", predicted.get("bubble_ratio"), measured.get("bubble_ratio")),
+        _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), _bytes),
+        _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), _bytes),
+    ]
+    return [row for row in rows if row[2] != _NONE]
+
+
+def comparison_table(report: Mapping[str, Any]) -> Table:
+    """The same for a terminal."""
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(("", "predicted", "measured", "off")):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in comparison(report):
+        table.add_row(*row)
+    return table
+
+
+def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> Row:
+    off = f"{100 * (measured / predicted - 1):+.0f} %" if predicted and measured else _NONE
+    return name, show(predicted), show(measured), off
+
+
+def _share(name: str, predicted: float | None, measured: float | None) -> Row:
+    points = 100 * (measured - predicted) if predicted is not None and measured is not None else None
+    shown = [_NONE if share is None else f"{100 * share:.1f} %" for share in (predicted, measured)]
+    return name, shown[0], shown[1], _NONE if points is None else f"{points:+.1f} points"
+
+
+def _seconds(value: float | None) -> str:
+    return format_seconds(value) if value else _NONE
+
+
+def _bytes(value: float | None) -> str:
+    return format_bytes(value) if value else _NONE
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:.0f}" if value else _NONE

@@ -1,0 +1,222 @@
+"""report.html: a run on one page that needs nothing else: no network, no script. Everything comes from the run's files.
+
+It holds what the output directory holds anyway: figures, messages, the resolved recipe. Recipes have no secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.dashboard.comparison import comparison
+from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
+from roundpipe_cli.dashboard.state import RunState, fold_all
+from roundpipe_cli.dashboard.svg import Series, curves, timelines
+from roundpipe_cli.events import RunStarted, Sample, StepTimeline
+from roundpipe_cli.units import GIB, format_seconds
+
+NUM_TIMELINES = 3
+MAX_SAMPLES = 1500
+
+_CSS = """
+:root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
+  --f: #3d86e8; --r: #e0a02a; --b: #35a162; --wait: #c9507a; --idle: #e6e8ec; }
+@media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e8ea; --faint: #9aa; --line: #333a41;
+  --card: #1c2126; --idle: #2a3037; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--back); color: var(--text);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: 0.5rem 0 0; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
+.sub { color: var(--faint); margin: 0 0 1rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 0.6rem; }
+.card { background: var(--card); border-radius: 0.5rem; padding: 0.6rem 0.8rem; }
+.card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+.card span, .legend { color: var(--faint); font-size: 0.85rem; }
+.scroll { overflow-x: auto; }
+svg { width: 100%; height: auto; display: block; font: 12px system-ui, sans-serif; fill: var(--text); }
+svg .grid { stroke: var(--line); } svg .note { fill: var(--faint); } svg .strong { font-weight: 600; }
+polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.c1 { stroke: var(--f); } .c2 { stroke: var(--b); } .c3 { stroke: var(--r); } .c4 { stroke: var(--wait); }
+.dot { stroke: none; } .c1.dot { fill: var(--f); } .c2.dot { fill: var(--b); } .c3.dot { fill: var(--r); }
+.c4.dot { fill: var(--wait); }
+.idle { fill: var(--idle); } .kind-F { fill: var(--f); } .kind-R { fill: var(--r); } .kind-B { fill: var(--b); }
+.up { fill: var(--wait); } .down { fill: var(--faint); }
+.legend span { white-space: nowrap; margin-right: 0.7em; }
+.legend i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.3em; }
+@media (max-width: 40rem) { svg { font-size: 20px; } table { font-size: 0.9rem; } }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+td, th { text-align: right; padding: 0.3rem 0.4rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td:first-child, th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: normal; }
+pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem;
+  white-space: pre-wrap; }
+details summary { cursor: pointer; }
+"""
+
+
+def report_page(folder: Path) -> str:
+    """The page of the run in an output directory, whether it is finished or not.
+
+    Raises:
+        RefusedError: there is no run in it.
+    """
+    _, events = RunFiles(folder).poll()
+    return page(events, read_report(folder), _text(folder / "recipe.yaml"))
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """report.json, or nothing where there is none yet."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(_text(folder / REPORT_NAME))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -> str:
+    """The page as a string.
+
+    Args:
+        events: (time, event), oldest first.
+        report: what report.json holds; may be empty.
+        recipe: the resolved recipe's text.
+    """
+    state = fold_all(events)
+    title = state.run.title if state.run else str(report.get("model", "run"))
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="sub">{escape(_subtitle(state))}</p>',
+        _cards(state, report),
+        _section("Loss", _loss(state), _legend(("f", "training"), ("wait", "evaluation")) if state.evaluations else ""),
+        _section("Workers", _workers(events, state), _WORK_LEGEND),
+        _section("Memory in GiB", *_memory(events)),
+        _comparison(report),
+        f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
+        _messages(state),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)}: report</title><style>{_CSS}</style></head>\n<body>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</body></html>\n"
+    )
+
+
+def _subtitle(state: RunState) -> str:
+    run = state.run
+    if run is None:
+        return "no step was recorded"
+    status = "finished" if state.finished else f"stopped: {state.stopped}" if state.stopped else "not finished"
+    done = state.step.step if state.step else run.first_step
+    workers = f"{len(run.devices)} workers ({', '.join(run.devices)})"
+    return f"{run.settings}, {workers}, step {done} of {run.num_steps}, {status}"
+
+
+def _cards(state: RunState, report: Mapping[str, Any]) -> str:
+    step = state.step
+    if step is None:
+        return ""
+    measured = report.get("measured") or {}
+    tokens_per_s = measured.get("tokens_per_s") or step.tokens_per_s
+    cards = [("last loss", f"{step.loss:.4f}")]
+    if state.evaluations:
+        cards.append(("last evaluation", f"{state.evaluations[-1][1]:.4f}"))
+    cards += [
+        ("tokens per second", f"{tokens_per_s:.0f}"),
+        ("seconds per step", format_seconds(measured.get("step_s") or step.step_s)),
+        ("bubble, mean", f"{100 * state.mean_bubble.value:.1f} %"),
+    ]
+    if state.finished:
+        cards.append(("training time", format_seconds(state.finished.seconds)))
+    items = "".join(f'<div class="card"><span>{escape(name)}</span><b>{escape(text)}</b></div>' for name, text in cards)
+    return f'<div class="cards">{items}</div>'
+
+
+def _section(heading: str, picture: str, legend: str = "") -> str:
+    return f'<h2>{escape(heading)}</h2>{legend}<div class="scroll">{picture}</div>'
+
+
+def _legend(*entries: tuple[str, str]) -> str:
+    items = " ".join(
+        f'<span><i style="background: var(--{colour})"></i>{escape(name)}</span>' for colour, name in entries
+    )
+    return f'<div class="legend">{items}</div>'
+
+
+_WORK_LEGEND = _legend(
+    ("f", "forward"), ("r", "recompute"), ("b", "backward"), ("idle", "idle"), ("wait", "upload"), ("faint", "download")
+)
+
+
+def _loss(state: RunState) -> str:
+    lines = [Series("loss", state.losses.all_points, "c1")]
+    if state.evaluations:
+        lines.append(Series("evaluation", state.evaluations, "c4", marks=True))
+    return curves(lines, title="Loss by step", x_label="step", show_x=lambda step: f"{step:.0f}")
+
+
+def _workers(events: Sequence[TimedEvent], state: RunState) -> str:
+    steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
+    devices = state.run.devices if state.run else ()
+    return timelines(steps, devices, title=f"What the workers did in {len(steps)} steps")
+
+
+def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
+    """Picture and legend: the program, the host, and the fullest device, in GiB over time."""
+    started: list[float] = []
+    samples: list[Sample] = []
+    for _, event in events:
+        if isinstance(event, RunStarted):
+            started.append(event.time_s)
+        elif isinstance(event, Sample):
+            samples.append(event)
+    samples = samples[:: max(1, len(samples) // MAX_SAMPLES)]
+    zero_s = min([*started[:1], *(sample.time_s for sample in samples[:1])], default=0.0)
+    lines = {"this program": ("c1", "f"), "host in use": ("c2", "b"), "fullest device": ("c3", "r")}
+    values: dict[str, list[tuple[float, float]]] = {name: [] for name in lines}
+    for sample in samples:
+        since_s = sample.time_s - zero_s
+        values["this program"].append((since_s, sample.process_bytes / GIB))
+        values["host in use"].append((since_s, sample.host_used_bytes / GIB))
+        used = [device.used_bytes for device in sample.devices if device.used_bytes is not None]
+        if used:
+            values["fullest device"].append((since_s, max(used) / GIB))
+    shown = [Series(name, values[name], css) for name, (css, _) in lines.items() if values[name]]
+    legend = _legend(*((lines[series.name][1], series.name) for series in shown)) if shown else ""
+    picture = curves(
+        shown,
+        title="Memory over time",
+        x_label="time",
+        show_x=lambda since_s: format_seconds(round(since_s)) if since_s >= 1 else "0",
+        height=220,
+        from_zero=True,
+    )
+    return picture, legend
+
+
+def _comparison(report: Mapping[str, Any]) -> str:
+    rows = comparison(report)
+    if not rows:
+        return ""
+    head = "<tr><th></th><th>predicted</th><th>measured</th><th>off</th></tr>"
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>'
+
+
+def _messages(state: RunState) -> str:
+    if not state.messages:
+        return ""
+    lines = "\n".join(escape(message.text) for message in state.messages)
+    return f"<h2>Messages</h2><details><summary>{len(state.messages)} messages</summary><pre>{lines}</pre></details>"

@@ -1,0 +1,174 @@
+"""A run's events from the files in its output directory, as they grow: metrics.jsonl (steps) and events.jsonl (all
+else). Lines that are torn, by a kill or because they are just being written, are read when they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import statistics
+from collections import deque
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Event, RunStarted, StepFinished, StepTimeline, decode
+
+METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
+ETA_STEPS = 20
+MAX_LINE_BYTES = 16 * 1024**2
+
+TimedEvent = tuple[float, Event]
+Row = dict[str, Any]
+
+
+class Life(Enum):
+    """How a run goes."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class _GrowingFile:
+    """The lines of a file that others append to, or replace by another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode: int | None = None
+        self._offset = 0
+
+    def changed(self) -> bool:
+        """Whether what was read is no longer what the file begins with."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return self._inode is not None
+        return self._inode is not None and (status.st_ino != self._inode or status.st_size < self._offset)
+
+    def new_rows(self) -> list[Row]:
+        """Whole lines since the last call; what is no JSON object is left out."""
+        try:
+            with self._path.open("rb") as stream:
+                self._inode = os.fstat(stream.fileno()).st_ino
+                stream.seek(self._offset)
+                data = stream.read()
+        except OSError:
+            return []
+        whole, newline, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        rows = []
+        for line in whole.split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line) if 0 < len(line) <= MAX_LINE_BYTES else None
+                if isinstance(row, dict):
+                    rows.append(row)
+        return rows
+
+
+class RunFiles:
+    """The events of one run, oldest first, each told once."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Args:
+            folder: the run's output directory.
+
+        Raises:
+            RefusedError: there is no run in it.
+        """
+        self.folder = folder
+        names = (METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME)
+        if not any((folder / name).is_file() for name in names):
+            raise RefusedError(
+                "there is no run in this folder",
+                where=str(folder),
+                found="no such folder" if not folder.is_dir() else f"neither {METRICS_NAME} nor {EVENTS_NAME}",
+                expected="the output_dir of a run",
+                hint="roundpipe watch outputs/first",
+            )
+        self._restart()
+
+    def _restart(self) -> None:
+        self._metrics = _GrowingFile(self.folder / METRICS_NAME)
+        self._events = _GrowingFile(self.folder / EVENTS_NAME)
+        self._rows: deque[Row] = deque()
+        self._num_steps = 0
+        self._time_s = 0.0
+        self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
+
+    def poll(self) -> tuple[bool, list[TimedEvent]]:
+        """(whether everything begins anew, new events). It does where a run was resumed or its file was thinned."""
+        anew = self._metrics.changed() or self._events.changed()
+        if anew:
+            self._restart()
+        lines = self._events.new_rows()
+        self._rows.extend(self._metrics.new_rows())
+        told: list[TimedEvent] = []
+        for line in lines:
+            event = decode(line)
+            if event is None:
+                continue
+            step = _number(line.get("step"))
+            told += self._steps_up_to(step - 1 if isinstance(event, StepTimeline) else step)
+            time_s = line.get("t")
+            self._time_s = float(time_s) if isinstance(time_s, (int, float)) else self._time_s
+            if isinstance(event, RunStarted):
+                self._num_steps = event.num_steps
+            told.append((self._time_s, event))
+        return anew, told + self._steps_up_to(math.inf)
+
+    def _steps_up_to(self, last: float) -> list[TimedEvent]:
+        """The steps that have been read and not told yet."""
+        told: list[TimedEvent] = []
+        while self._rows and _number(self._rows[0].get("step")) <= last:
+            step = self._step(self._rows.popleft())
+            if step is not None:
+                told.append((self._time_s, step))
+        return told
+
+    def _step(self, row: Row) -> StepFinished | None:
+        try:
+            step, step_s = int(row["step"]), float(row["step_s"])
+            self._step_s.append(step_s)
+            total = max(self._num_steps, step)
+            grad_norm = row["grad_norm"]
+            return StepFinished(
+                step=step,
+                num_steps=total,
+                loss=float(row["loss"]),
+                learning_rate=float(row["learning_rate"]),
+                grad_norm=math.inf if grad_norm is None else float(grad_norm),
+                tokens=int(row["tokens"]),
+                tokens_per_s=float(row["tokens_per_s"]),
+                step_s=step_s,
+                bubble_ratio=float(row["bubble_ratio"]),
+                utilization=tuple(float(share) for share in row["utilization"]),
+                upload_bytes=int(row["upload_bytes"]),
+                device_peak_bytes=int(row["device_peak_bytes"]),
+                eta_s=statistics.median(self._step_s) * (total - step),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def life(self) -> Life:
+        """Whether the run goes on, as far as this machine can tell."""
+        if (self.folder / REPORT_NAME).is_file():
+            return Life.FINISHED
+        try:
+            holder = json.loads((self.folder / LOCK_NAME).read_bytes())
+            if holder["host"] != socket.gethostname():
+                return Life.RUNNING
+            os.kill(int(holder["pid"]), 0)
+        except PermissionError:
+            return Life.RUNNING
+        except (OSError, ValueError, KeyError, TypeError):
+            return Life.STOPPED
+        return Life.RUNNING
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
