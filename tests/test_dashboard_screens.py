@@ -149,13 +149,12 @@ def test_a_lane_shows_about_one_and_a_half_steps() -> None:
 def test_a_chart_goes_through_its_points() -> None:
     lines = [line.plain for line in chart([(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)], [(4, 1.0)], 20, 5, COLOUR)]
     assert lines == [
-        " 4.000 ┤⠑⢄          ",
-        "       │  ⠑⢄⡀       ",
-        "       │    ⠈⠢⣀     ",
-        " 1.000 ┤       ⠑⠢⣀◆ ",
+        " 4.000 ┤⠑⠢⢄         ",
+        "       │   ⠉⠢⢄      ",
+        "       │      ⠑⠢⣀   ",
+        " 1.000 ┤         ⠉⠢◆",
         "       └1          4",
-    ] or all(len(line) == 20 for line in lines)
-    assert "◆" in lines[3] and lines[0][8] != " "
+    ]
 
 
 def test_a_long_curve_is_thinned_evenly() -> None:
