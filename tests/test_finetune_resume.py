@@ -167,10 +167,10 @@ def test_a_second_interrupt_leaves_at_once(folder: Path) -> None:
     stopped_at(folder, 3)
     saved = {path.name for path in (folder / "out").glob("step-*")}
     running = start(folder, "--resume", environment={"ROUNDPIPE_FAULT": "compute:slow=0.5"})
-    running.wait_until(lambda: "starting the workers" in running.err)
-    running.process.join(0.5)
+    events = folder / "out" / "events.jsonl"
+    running.wait_until(lambda: events.read_bytes().count(b"RunStarted") == 2)  # signals wait for a border from here on
     running.kill(signal.SIGINT)
-    running.process.join(0.2)
+    running.wait_until(lambda: "stopping after this step" in running.err)
     running.kill(signal.SIGINT)
     done = running.finish().expect(130)
     assert "second SIGINT" in done.err
