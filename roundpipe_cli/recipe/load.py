@@ -50,9 +50,21 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, check_suppor
         RecipeError: one or more mistakes in the file or the overrides.
     """
     file, notice = find_recipe(path)
+    return _load(_read(file), file, [notice] if notice else [], overrides, check_supported)
+
+
+def load_text(text: str, name: str) -> LoadedRecipe:
+    """The same for a recipe that is not in a file yet; `name` is the file's name to be.
+
+    Raises:
+        RecipeError: one or more mistakes.
+    """
+    return _load(text.encode(), Path(name), [], (), True)
+
+
+def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str], check_supported: bool) -> LoadedRecipe:
     name = str(file)
-    document = parse_bytes(_read(file), name)
-    notices = [notice] if notice else []
+    document = parse_bytes(raw, name)
     findings = Findings({**document.places, (): Place(name, 0)})
     for line, problem in document.problems:
         findings.add_problem(problem, line)

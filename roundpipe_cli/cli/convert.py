@@ -1,0 +1,86 @@
+"""`roundpipe convert`: a training file of another tool as a recipe. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from roundpipe_cli.recipe.convert_tables import Tool
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="YAML file of axolotl, LLaMA-Factory or TRL.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Recipe to write; without it the recipe goes to stdout.")
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="axolotl, llama-factory or trl; found out where not given.")
+    ] = None,
+    gpus: Annotated[
+        int,
+        typer.Option("--gpus", min=1, max=1024, help="GPUs the file was run on: they multiply a step's rows there."),
+    ] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Turn a training file of axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
+
+    Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
+    """
+    from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.recipes import write_new
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.recipe import convert as conversion
+    from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, show
+
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RefusedError(f"the file cannot be read: {error.strerror}", where=str(file)) from None
+    result = conversion.convert(raw, str(file), tool=_tool(from_), num_gpus=gpus)
+    text = result.text(file.name)
+    if output is not None:
+        write_new(output, text.encode())
+    if json_:
+        import json
+        from dataclasses import asdict
+
+        document = {
+            "tool": result.tool,
+            "recipe": result.recipe,
+            "left_out": [asdict(entry) for entry in result.left_out],
+            "without_effect": result.without_effect,
+            "notes": result.notes,
+        }
+        say_data(json.dumps(document, indent=1))
+    elif output is None:
+        say_data(text.rstrip("\n"))
+    for note in result.notes:
+        say(f"note: {note}")
+    for entry in result.left_out:
+        say(f"left out: {entry.key}: {show(entry.value)}: {entry.reason}")
+    say(f"{len(result.without_effect)} keys change nothing here: {', '.join(result.without_effect) or 'none'}")
+    if output is not None:
+        say(f"wrote {output}\nnext: roundpipe plan {output}")
+
+
+def _tool(name: str | None) -> Tool | None:
+    from roundpipe_cli.errors import RefusedError, closest
+    from roundpipe_cli.recipe.convert_tables import TOOLS
+
+    if name is None:
+        return None
+    found = next(
+        (tool for tool in TOOLS if tool.replace("-", "") == name.lower().replace("-", "").replace("_", "")), None
+    )
+    if found is None:
+        near = closest(name, list(TOOLS))
+        raise RefusedError(
+            f"there is no tool {name} to convert from",
+            expected=", ".join(TOOLS),
+            hint=f"did you mean --from {near}?" if near else None,
+        )
+    return found
