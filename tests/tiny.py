@@ -17,6 +17,7 @@ from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import add_lora, initial_values
+from roundpipe_cli.model.nf4 import dequantize, quantizable_names
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.schedule.actions import Schedule
@@ -151,9 +152,13 @@ def make_rig(
     lora_dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
     staleness: int = 0,
+    in_4bit: bool = False,
     **changes: Any,
 ) -> Rig:
-    """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is."""
+    """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
+
+    `in_4bit`: with the base weights packed; the plain module has what they are when unpacked.
+    """
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
     config = tiny_config(model_type, **changes)
     skeleton = build_skeleton(config, dtype)
@@ -169,16 +174,18 @@ def make_rig(
             dtype=dtype,
             base_name="tiny",
         )
+    packed = quantizable_names(skeleton, split.blocks_path) if in_4bit else frozenset()
     layouts = [
-        make_layout(name, parameters, dtype)
+        make_layout(name, parameters, dtype, packed)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
     store = WeightStore(layouts, staleness)
     generator = torch.Generator().manual_seed(seed)
-    for name, view in store.views.items():
-        scale = 0.5 / max(view.shape[-1], 1) ** 0.5 if view.dim() > 1 else 0.1
-        values = torch.randn(view.shape, generator=generator) * scale
-        store.set_parameter(name, values + 1 if view.dim() == 1 and "norm" in name else values)
+    for place in (place for layout in layouts for place in layout.places):
+        shape, name = place.shape, place.name
+        scale = 0.5 / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 0.1
+        values = torch.randn(shape, generator=generator) * scale
+        store.set_parameter(name, values + 1 if len(shape) == 1 and "norm" in name else values)
     if method == "lora":
         for name, values in initial_values(skeleton, seed):
             if ".lora_A." in name:
@@ -191,6 +198,7 @@ def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
     import copy
 
     plain = copy.deepcopy(skeleton)
+    places = {place.name: place for layout in store.layouts for place in layout.places}
     real: dict[str, nn.Parameter] = {}
     names = {id(p): name for name, p in plain.named_parameters()}
     for module in plain.modules():
@@ -198,7 +206,10 @@ def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
             if parameter is not None:
                 name = names[id(parameter)]
                 if name not in real:
-                    real[name] = nn.Parameter(store.master(name).clone(), requires_grad=parameter.requires_grad)
+                    place, values = places[name], store.master(name).clone()
+                    if place.in_4bit:
+                        values = dequantize(values, place.shape, place.dtype)
+                    real[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 module._parameters[attribute] = real[name]
     return plain.train()
 

@@ -187,7 +187,7 @@ class WeightStore:
         if place.trainable:
             place.trainable_view(self.masters[index]).copy_(values)
         for views in self._views if place.trainable else self._views[:1]:
-            views[name].copy_(values)
+            place.write(views[name], values)
 
     def master(self, name: str) -> torch.Tensor:
         """The float32 values of a trainable parameter (a view), else its weights."""

@@ -10,10 +10,12 @@ the gradients and the moments of a layer are flat tensors of equal length and on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
+
+from roundpipe_cli.model.nf4 import PackedParameter, packed_bytes, quantize
 
 ALIGNMENT_BYTES = 64
 TRAINABLE_ALIGNMENT_ELEMENTS = 32
@@ -37,6 +39,8 @@ class ParameterPlace:
     trainable: bool
     element_offset: int = 0
     """Trainable parameters: first element in the layer's flat trainable tensor."""
+    in_4bit: bool = False
+    """Whether it lies here packed (`model/nf4.py`); `dtype` is that in which it is used."""
 
     @property
     def num_elements(self) -> int:
@@ -44,12 +48,22 @@ class ParameterPlace:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
+        return packed_bytes(self.num_elements) if self.in_4bit else self.num_elements * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This parameter as a view of `buffer`, the layer's bytes as a uint8 tensor of shape [num_bytes]."""
+        """This parameter as a view of `buffer`, the layer's bytes as a uint8 tensor of shape [num_bytes].
+
+        In 4 bit: its packed bytes.
+        """
         raw = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes]
-        return raw.view(self.dtype).view(self.shape)
+        return raw if self.in_4bit else raw.view(self.dtype).view(self.shape)
+
+    def write(self, view: torch.Tensor, values: torch.Tensor) -> None:
+        """Write `values` into this parameter's `view`."""
+        if self.in_4bit:
+            quantize(values.to(self.dtype), view)
+        else:
+            view.copy_(values)
 
     def parameter(self, buffer: torch.Tensor) -> torch.nn.Parameter:
         """This parameter as a `Parameter` on `buffer`'s bytes with a version counter of its own.
@@ -57,6 +71,8 @@ class ParameterPlace:
         An ordinary view shares its counter with all other views of the buffer, and PEFT's wrapper of fused experts
         writes to its parameter in place (the same bytes), which autograd would then take for a change of all of them.
         """
+        if self.in_4bit:
+            return PackedParameter.of(self.view(buffer), self.shape, self.dtype)
         start_bytes = buffer.storage_offset() * buffer.element_size() + self.offset_bytes
         own = torch.empty(0, dtype=self.dtype, device=buffer.device)
         own.set_(buffer.untyped_storage(), start_bytes // self.dtype.itemsize, self.shape)  # type: ignore[call-overload]
@@ -99,8 +115,16 @@ class LayerLayout:
         return buffer[self.trainable_offset_bytes : end].view(self.trainable_dtype)
 
 
-def make_layout(name: str, parameters: Iterable[tuple[str, torch.nn.Parameter]], dtype: torch.dtype) -> LayerLayout:
+def make_layout(
+    name: str,
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    dtype: torch.dtype,
+    in_4bit: Collection[str] = (),
+) -> LayerLayout:
     """Lay out the parameters of one layer; a parameter is trainable if it requires grad.
+
+    Args:
+        in_4bit: names of the frozen ones to keep packed.
 
     Raises:
         ValueError: a trainable parameter is not of `dtype`.
@@ -111,7 +135,10 @@ def make_layout(name: str, parameters: Iterable[tuple[str, torch.nn.Parameter]],
     for parameter_name, parameter in listed:
         if not parameter.requires_grad:
             offset = round_up(offset, ALIGNMENT_BYTES)
-            places.append(ParameterPlace(parameter_name, parameter.shape, parameter.dtype, offset, False))
+            packed = parameter_name in in_4bit
+            places.append(
+                ParameterPlace(parameter_name, parameter.shape, parameter.dtype, offset, False, in_4bit=packed)
+            )
             offset += places[-1].num_bytes
     trainable_offset = round_up(offset, ALIGNMENT_BYTES * 2)
     elements = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from roundpipe_cli.model.dropout import SeededDropout
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import LeftOut, find_unread
+from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.split import (
     BlockCall,
     PassThrough,
@@ -160,6 +161,8 @@ class WorkerModel:
         replace_module(causal, split.backbone_path, self._backbone_stub)
         self._causal = causal
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
+        self._packed: dict[int, list[PackedPlace]] = {}
+        """Per layer, what of it is bound in 4 bit now."""
         self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
         self._roots = [root for modules in roots for root in modules]
         self._mode = (True, True)
@@ -196,8 +199,12 @@ class WorkerModel:
 
     def bind(self, layer: int, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make the modules of `layer` use `parameters`, by name."""
+        packed: list[PackedPlace] = []
         for module, attribute, name in self._bindings[layer]:
-            module._parameters[attribute] = parameters[name]
+            parameter = module._parameters[attribute] = parameters[name]
+            if isinstance(parameter, PackedParameter):
+                packed.append((module, attribute, parameter))
+        self._packed[layer] = packed
 
     @property
     def embed_names(self) -> list[str]:
@@ -253,9 +260,15 @@ class WorkerModel:
         config: Any = self._causal.config
         ids = torch.arange(1, 17).reshape(2, 8) % config.get_text_config().vocab_size
         prologue = self.prologue(ids, dropout_seed)
-        return find_unread(
-            self.blocks, prologue.calls, prologue.hidden, bind, lambda: seeded(dropout_seed, self.device)
-        )
+        bound = 0
+
+        def bind_block(index: int) -> None:
+            nonlocal bound
+            bind(index)
+            bound = index + 1
+
+        ready = lambda: self._ready(bound, dropout_seed)  # noqa: E731 - `bound` as it is when a block is called
+        return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, ready)
 
     def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:
         """From now on `run_block` leaves these modules' products out where nobody reads the block's output."""
@@ -275,8 +288,15 @@ class WorkerModel:
         Where only the graph is wanted (`output_is_read` false), the output's values mean nothing.
         """
         left_out = None if output_is_read else self._left_out.get(index)
-        with seeded(dropout_seed, self.device), left_out or nullcontext():
+        with self._ready(index + 1, dropout_seed), left_out or nullcontext():
             return call.run(self.blocks[index], hidden)
+
+    @contextmanager
+    def _ready(self, layer: int, dropout_seed: int | None) -> Iterator[None]:
+        """Around a call of a block: its dropout, and its weights unpacked where they lie in 4 bit."""
+        packed = self._packed.get(layer)
+        with seeded(dropout_seed, self.device), whole_weights(packed) if packed else nullcontext():
+            yield
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Tail and LM head of the model's own forward: hidden states [N, H] -> logits [N, V]."""

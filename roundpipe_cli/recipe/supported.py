@@ -30,7 +30,6 @@ class NotYet:
 
 
 NOT_YET: tuple[NotYet, ...] = (
-    NotYet("load_in_4bit", "4-bit base weights", False),
     NotYet("optim", "an optimizer other than adamw", "adamw"),
     NotYet("report_to", "reporting to trackers", []),
     NotYet("on_oom", "adapting to a device that is out of memory", "stop"),

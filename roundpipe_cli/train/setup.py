@@ -21,6 +21,7 @@ from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.lora import add_lora, initial_values, refuse_adapters_outside_blocks
 from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.nf4 import quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.weights_io import load_weights
@@ -91,6 +92,9 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         ResourceError: not enough host memory (exit code 5).
     """
     recipe = loaded.recipe
+    if recipe.load_in_4bit:
+        refuse_4bit_full(recipe)
+        require_bitsandbytes()
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     devices, notice = choose_devices(recipe.pipeline.devices)
     if notice:
@@ -112,8 +116,9 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
     peft_model = _make_trainable(model, split, recipe, source, dtype)
+    in_4bit = quantizable_names(model, split.blocks_path) if recipe.load_in_4bit else frozenset()
     layouts = [
-        make_layout(name, parameters, dtype)
+        make_layout(name, parameters, dtype, in_4bit)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
@@ -146,6 +151,21 @@ def _evaluation_rows(
     if rows:
         tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
     return dataset, rows
+
+
+def refuse_4bit_full(recipe: Recipe) -> None:
+    """Weights in 4 bit cannot be trained.
+
+    Raises:
+        RefusedError: `method: full`.
+    """
+    if recipe.method == "full":
+        raise RefusedError(
+            "4-bit weights are frozen, and full fine-tuning trains them",
+            where="load_in_4bit: true",
+            found="method: full",
+            expected="method: lora",
+        )
 
 
 def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:

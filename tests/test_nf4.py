@@ -1,0 +1,139 @@
+"""Base weights in 4 bit: the same numbers as bitsandbytes gives, at the size that was promised."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_cli.model.nf4 import dequantize, packed_bytes, quantize
+from tests.e2e import finetune, make_model, make_workspace, metrics
+from tests.test_parity import check_parity
+from tests.tiny import make_rig, plain_step, random_microbatches, schedule_for
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="needs the extra 4bit")
+SIZES = [(2, 12), (2, 12), (1, 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 40), (3, 5), (4, 32, 24), (7,)])
+def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed = torch.zeros(packed_bytes(values.numel()), dtype=torch.uint8)
+    quantize(values, packed)
+    expected = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=64, quant_type="nf4"))
+    assert torch.equal(dequantize(packed, values.shape, dtype), expected)
+    if values.numel() % 128 == 0:
+        assert 8 * packed.numel() == 4.5 * values.numel()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "phi"])
+def test_five_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str) -> None:
+    rig = make_rig(model_type, "lora", in_4bit=True)
+    assert any(place.in_4bit for place in rig.store.layouts[1].places)
+    check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8)
+
+
+def test_the_cut_and_the_workers_change_no_bit() -> None:
+    microbatches, seen = random_microbatches(SIZES), set()
+    for num_workers, copy, recompute in ((1, False, "stage"), (2, True, "stage"), (3, True, "layer")):
+        rig = make_rig("qwen3_moe", "lora", in_4bit=True)
+        with rig.engine(num_workers, copy=copy, recompute=recompute) as engine:
+            result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(SIZES)), step=0)
+        seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
+    assert len(seen) == 1
+
+
+def test_a_graph_keeps_no_unpacked_weights() -> None:
+    """Of a stage of six blocks one is unpacked at a time."""
+    changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 2048}
+    peaks = {}
+    for in_4bit in (False, True):
+        rig = make_rig("llama", "lora", in_4bit=in_4bit, **changes)
+        schedule = schedule_for(rig, 1, 1, forward=[(0, 6)], backward=[(7, 7), (0, 6)])
+        with rig.engine(1, copy=True, count_bytes=True) as engine:
+            peaks[in_4bit] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
+            whole = rig.store.layouts[1].num_parameters * 4
+    assert peaks[True] < 0.45 * peaks[False]
+    assert peaks[True] < 2 * sum(layout.num_bytes for layout in rig.store.layouts) + 2.5 * whole
+
+
+def test_bytes_uploaded_and_held() -> None:
+    """Of frozen block weights: 4.5 bits in place of 16."""
+    sent, held = {}, {}
+    for in_4bit in (False, True):
+        rig = make_rig(
+            "llama", "lora", in_4bit=in_4bit, dtype=torch.bfloat16, hidden_size=256, intermediate_size=1024, vocab_size=128
+        )
+        with rig.engine(1, copy=True) as engine:
+            result = engine.run_step(random_microbatches([(1, 8)]), schedule_for(rig, 1, 1), step=0)
+        sent[in_4bit] = result.upload_bytes
+        frozen = [p for layout in rig.store.layouts[1:-1] for p in layout.places if not p.trainable]
+        held[in_4bit] = sum(p.num_bytes for p in frozen) / sum(p.num_elements for p in frozen)
+    assert sent[True] <= 0.30 * sent[False]
+    assert held[False] == 2 and held[True] <= 0.60
+
+
+def plain_qlora(rig: Any) -> nn.Module:
+    """The rig's plain module with bitsandbytes' own layers, packed afresh from the same unpacked weights."""
+    import bitsandbytes as bnb
+
+    for module in list(rig.plain.modules()):
+        for name, child in list(module.named_children()):
+            if name == "base_layer" and isinstance(child, nn.Linear):
+                own = bnb.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4",
+                    compress_statistics=False,
+                )  # fmt: skip
+                own.weight = bnb.nn.Params4bit(
+                    child.weight.detach().clone(), requires_grad=False, quant_type="nf4", compress_statistics=False
+                )
+                setattr(module, name, own.to("cpu"))
+    plain: nn.Module = rig.plain
+    return plain
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
+    from roundpipe_cli.train.optimizer import HostAdamW
+
+    rig = make_rig("llama", "lora", in_4bit=True)
+    plain = plain_qlora(rig)
+    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    ours, schedule, microbatches = HostAdamW(rig.store), schedule_for(rig, 2, len(SIZES)), random_microbatches(SIZES)
+    pairs = []
+    with rig.engine(2, copy=True) as engine:
+        for step in range(8):
+            result = engine.run_step(microbatches, schedule, step=step)
+            pairs.append((result.loss, plain_step(rig, microbatches, plain=plain)))
+            ours.step(1e-2)
+            theirs.step()
+    assert pairs[0][0] == pytest.approx(pairs[0][1], rel=1e-4)
+    assert pairs[-1][0] == pytest.approx(pairs[-1][1], rel=1e-2) and pairs[-1][0] < 0.9 * pairs[0][0]
+
+
+def test_a_recipe_in_4bit(tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", "qwen3_moe"), load_in_4bit=True)
+    finetune(folder).expect(0)
+    losses = [row["loss"] for row in metrics(folder / "out")]
+    finetune(folder, "load_in_4bit=false", "output_dir=whole").expect(0)
+    whole = [row["loss"] for row in metrics(folder / "whole")]
+    assert losses != whole and losses == pytest.approx(whole, rel=0.05)
+    refused = finetune(folder, "method=full", "output_dir=full").expect(2)
+    assert "full fine-tuning trains them" in refused.err and "method: lora" in refused.err
+
+
+def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import util
+
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.model.nf4 import require_bitsandbytes
+
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match="pip install bitsandbytes"):
+        require_bitsandbytes()
+    assert builtins.__import__ is not None
