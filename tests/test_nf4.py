@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.model.nf4 import dequantize, packed_bytes, quantize
-from tests.e2e import finetune, make_model, make_workspace, metrics
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.nf4 import dequantize, packed_bytes, quantize, require_bitsandbytes
+from tests.e2e import REPOSITORY, finetune, fresh, make_model, make_workspace, metrics
 from tests.test_parity import check_parity
 from tests.tiny import make_rig, plain_step, random_microbatches, schedule_for
 
@@ -59,7 +61,8 @@ def test_a_graph_keeps_no_unpacked_weights() -> None:
             peaks[in_4bit] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
             whole = rig.store.layouts[1].num_parameters * 4
     assert peaks[True] < 0.45 * peaks[False]
-    assert peaks[True] < 2 * sum(layout.num_bytes for layout in rig.store.layouts) + 2.5 * whole
+    slots = 2 * sum(layout.num_bytes for layout in rig.store.layouts)
+    assert peaks[True] < slots + 3 * whole, "one unpacked block, and what is on its way"
 
 
 def test_bytes_uploaded_and_held() -> None:
@@ -67,7 +70,13 @@ def test_bytes_uploaded_and_held() -> None:
     sent, held = {}, {}
     for in_4bit in (False, True):
         rig = make_rig(
-            "llama", "lora", in_4bit=in_4bit, dtype=torch.bfloat16, hidden_size=256, intermediate_size=1024, vocab_size=128
+            "llama",
+            "lora",
+            in_4bit=in_4bit,
+            dtype=torch.bfloat16,
+            hidden_size=512,
+            intermediate_size=2048,
+            vocab_size=128,
         )
         with rig.engine(1, copy=True) as engine:
             result = engine.run_step(random_microbatches([(1, 8)]), schedule_for(rig, 1, 1), step=0)
@@ -117,7 +126,7 @@ def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
 
 
 def test_a_recipe_in_4bit(tmp_path: Path) -> None:
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", "qwen3_moe"), load_in_4bit=True)
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), load_in_4bit=True)
     finetune(folder).expect(0)
     losses = [row["loss"] for row in metrics(folder / "out")]
     finetune(folder, "load_in_4bit=false", "output_dir=whole").expect(0)
@@ -128,12 +137,21 @@ def test_a_recipe_in_4bit(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import util
-
-    from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.model.nf4 import require_bitsandbytes
-
-    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="pip install bitsandbytes"):
         require_bitsandbytes()
-    assert builtins.__import__ is not None
+
+
+def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
+    """bitsandbytes runs one from there as it is imported, PEFT imports it: a package `kernels` tells who asked."""
+    (tmp_path / "kernels.py").write_text(
+        "import pathlib\n"
+        "def get_kernel(*names, **options):\n"
+        "    pathlib.Path(__file__).with_name('asked').write_text(str(names))\n"
+        "    raise ImportError('no network')\n"
+    )
+    workspace = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), max_steps=1)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    outcome = fresh(workspace, "finetune", "recipe.yaml", environment={"PYTHONPATH": path}).expect(0)
+    assert not (tmp_path / "asked").exists(), (tmp_path / "asked").read_text()
+    assert "kernels" not in outcome.err

@@ -139,7 +139,6 @@ def test_overrides(tmp_path: Path) -> None:
         ("pipeline.devices[0]=cpu", "the recipe has no such item"),
         ("model=${oc.env:HOME}", "holds a reference that is refused"),
         ("model=", "model has a value that is not accepted"),
-        ("load_in_4bit=true", "not yet supported: 4-bit base weights"),
         ("lora={r: 1, rank: 2}", "lora.rank and lora.r are both given"),
     ],
 )

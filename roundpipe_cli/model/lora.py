@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.nf4 import import_bitsandbytes
 
 ADAPTER = "default"
 
@@ -44,6 +45,7 @@ def add_lora(
     Raises:
         RefusedError: no module of that name, or one that the engine cannot adapt.
     """
+    import_bitsandbytes()
     from peft import LoraConfig, get_peft_model
 
     names = target_modules if isinstance(target_modules, str) else list(target_modules)

@@ -10,6 +10,10 @@ is kept packed and dequantised again when asked for, so a graph costs no memory 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,15 +41,36 @@ def _num_scales(num_elements: int) -> int:
     return -(-num_elements // WEIGHTS_PER_SCALE)
 
 
+def import_bitsandbytes() -> Any:
+    """The library, or None where it is not installed.
+
+    On processors with bfloat16 its import fetches a kernel from the hub and runs it, if the package `kernels` is there.
+    Nothing is downloaded to be run here, so that package is out of its sight meanwhile. PEFT imports the library too,
+    whenever it is installed, so this comes first.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    if "bitsandbytes" not in sys.modules:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "kernels"}
+        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # says that it misses the package
+        level, sys.modules["kernels"] = logger.level, None  # type: ignore[assignment]  # an import of it fails
+        logger.setLevel(logging.ERROR)
+        try:
+            importlib.import_module("bitsandbytes")
+        finally:
+            logger.setLevel(level)
+            del sys.modules["kernels"]
+            sys.modules.update(hidden)
+    return sys.modules["bitsandbytes"]
+
+
 def require_bitsandbytes() -> None:
     """Refuse early where the library is missing.
 
     Raises:
         RefusedError: it is not installed.
     """
-    from importlib.util import find_spec
-
-    if find_spec("bitsandbytes") is None:
+    if import_bitsandbytes() is None:
         raise RefusedError(
             "4-bit weights need the package bitsandbytes",
             where="load_in_4bit: true",
@@ -56,8 +81,7 @@ def require_bitsandbytes() -> None:
 
 def quantize(values: torch.Tensor, packed: torch.Tensor) -> None:
     """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel())]."""
-    from bitsandbytes import functional
-
+    functional = import_bitsandbytes().functional
     codes, state = functional.quantize_4bit(values.contiguous(), blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
     packed[: codes.numel()].copy_(codes.flatten())
     packed[_codes_bytes(values.numel()) :].view(torch.float32).copy_(state.absmax)
@@ -65,10 +89,9 @@ def quantize(values: torch.Tensor, packed: torch.Tensor) -> None:
 
 def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The weights of `packed` as a new tensor."""
-    from bitsandbytes import functional
-
+    functional = import_bitsandbytes().functional
     count = shape.numel()
-    state = functional.QuantState(
+    state = functional.QuantState(  # type: ignore[no-untyped-call]
         absmax=packed[_codes_bytes(count) :].view(torch.float32),
         shape=shape,
         code=None,
@@ -130,7 +153,7 @@ def whole_weights(places: Sequence[PackedPlace]) -> Iterator[None]:
         parameter = by_storage.get(tensor.untyped_storage().data_ptr())
         if parameter is None:
             return tensor
-        return _Kept(parameter, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Kept(parameter, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):

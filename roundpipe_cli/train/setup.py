@@ -20,8 +20,8 @@ from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.lora import add_lora, initial_values, refuse_adapters_outside_blocks
-from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.nf4 import quantizable_names, require_bitsandbytes
+from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.weights_io import load_weights
