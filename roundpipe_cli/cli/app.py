@@ -10,6 +10,7 @@ import typer
 from roundpipe_cli import __version__
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.convert import convert
+from roundpipe_cli.cli.data import data
 from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
@@ -48,6 +49,7 @@ app.command()(finetune)
 app.command()(plan)
 app.command()(bench)
 app.command()(watch)
+app.command()(data)
 app.add_typer(recipes)
 app.command()(convert)
 

@@ -37,8 +37,13 @@ class ModelSource:
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
-def resolve_model(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> ModelSource:
+def resolve_model(
+    name: str, *, revision: str | None, recipe_folder: Path, offline: bool, weights: bool = True
+) -> ModelSource:
     """Find the model's files; a hub model is downloaded if need be.
+
+    Args:
+        weights: False: configuration and tokenizer are enough.
 
     Raises:
         RefusedError: nothing of that name, or nothing that can be loaded safely.
@@ -53,7 +58,7 @@ def resolve_model(name: str, *, revision: str | None, recipe_folder: Path, offli
             )
         return ModelSource(name, local.parent, local.name)
     if local is not None:
-        check_model_folder(local)
+        check_model_folder(local, weights=weights)
         return ModelSource(name, local)
     looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
     if looks_like_path or not HUB_ID.match(name):
@@ -64,7 +69,7 @@ def resolve_model(name: str, *, revision: str | None, recipe_folder: Path, offli
             expected=f"it in {' or in '.join(dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute()))))}",
             hint=_near_folder(name, recipe_folder) or "a hub id looks like Qwen/Qwen3-8B",
         )
-    source = _hub_model(name, revision, recipe_folder, offline)
+    source = _hub_model(name, revision, recipe_folder, offline, weights=weights)
     assert source is not None
     return source
 
@@ -136,12 +141,12 @@ def _hub_commit(name: str, revision: str | None, offline: bool) -> tuple[str | N
 
 
 def _hub_model(
-    name: str, revision: str | None, recipe_folder: Path, offline: bool, *, download: bool = True
+    name: str, revision: str | None, recipe_folder: Path, offline: bool, *, download: bool = True, weights: bool = True
 ) -> ModelSource | None:
     """The model in the hub's cache, brought there if need be; None where it would have to be and `download` is off."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+    patterns = ["*.json", "*.jinja", "tokenizer.model", "*.txt", *(["*.safetensors"] if weights else [])]
     commit, problem = _hub_commit(name, revision, offline)
     if commit is not None and not download:
         return None
@@ -159,5 +164,5 @@ def _hub_model(
             or "check the name and the network; a gated model needs `hf auth login`",
         ) from error
     path = Path(folder)
-    check_model_folder(path)
+    check_model_folder(path, weights=weights)
     return ModelSource(name, path, None, commit or path.name)

@@ -50,8 +50,11 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack", "*.h5", "*.tar", "*.7z", "*.zip")
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     """Refuse what cannot be loaded safely.
+
+    Args:
+        weights: False: only configuration and tokenizer are going to be loaded.
 
     Raises:
         RefusedError: no config.json, no safetensors, anything that would run code or lead out of the folder, a damaged
@@ -70,8 +73,10 @@ def check_model_folder(folder: Path) -> None:
     for name in CONFIGS:
         if name == "config.json" or (folder / name).exists():
             _check_config(folder / name, read_json(folder / name))
-    weights = sorted(folder.glob("*.safetensors"))
     if not weights:
+        return
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
         pickles = sorted(path.name for suffix in PICKLES for path in folder.glob(suffix))
         raise RefusedError(
             "the model folder has no safetensors weights",
@@ -80,7 +85,7 @@ def check_model_folder(folder: Path) -> None:
             expected="*.safetensors",
             hint="convert the weights with safetensors' own conversion tool in a safe place" if pickles else None,
         )
-    for path in dict.fromkeys([*weights, *find_shards(folder)]):
+    for path in dict.fromkeys([*shards, *find_shards(folder)]):
         check_file(path, None)
         check_header(path)
 

@@ -1,0 +1,149 @@
+"""`roundpipe data`: what a recipe's datasets become, row by row and token by token. No weights are loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundpipe_cli.cli.output import say, say_data
+
+if TYPE_CHECKING:
+    from roundpipe_cli.data.dataset import TokenizedDataset
+    from roundpipe_cli.data.describe import Fill, Sample
+    from roundpipe_cli.recipe.load import LoadedRecipe
+
+BAR_COLUMNS = 40
+MAX_SAMPLE_CHARACTERS = 6000
+"""Of a sample on a terminal; --json has it whole."""
+
+
+def data(
+    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value in place of the recipe's, such as max_seq_length=1024.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+) -> None:
+    """Show what training would see: rows kept and lost, lengths, packing, and samples with trained tokens marked."""
+    from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.train.signals import StopSignals
+
+    with StopSignals():
+        loaded = load_recipe(recipe, overrides or ())
+        for text in loaded.notices:
+            say(f"note: {text}")
+        if offline:
+            go_offline()
+        quiet_libraries()
+        dataset, fill, shown = _look(loaded, offline)
+    if json_:
+        import json
+
+        from roundpipe_cli.data.describe import document
+
+        say_data(json.dumps(document(dataset, fill, shown, loaded.recipe.max_seq_length)))
+        return
+    for line in report_lines(dataset, fill, loaded.recipe.max_seq_length):
+        say_data(line)
+    _show_samples(shown)
+
+
+def _look(loaded: LoadedRecipe, offline: bool) -> tuple[TokenizedDataset, Fill, list[Sample]]:
+    from roundpipe_cli.data.dataset import build_dataset
+    from roundpipe_cli.data.describe import fill_with_packing, samples
+    from roundpipe_cli.data.order import RowMix
+    from roundpipe_cli.model.load import load_tokenizer
+    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.train.setup import data_settings
+
+    recipe = loaded.recipe
+    source = resolve_model(
+        recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline, weights=False
+    )
+    tokenizer = load_tokenizer(source)
+    dataset = build_dataset(data_settings(loaded, offline), tokenizer, say)
+    weights = [entry.weight for entry in recipe.datasets]
+    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
+    fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
+    return dataset, fill, samples(dataset, tokenizer, recipe.seed)
+
+
+def report_lines(dataset: TokenizedDataset, fill: Fill, max_seq_length: int) -> Iterator[str]:
+    """The report without its samples, a line at a time."""
+    from roundpipe_cli.data.describe import histogram
+
+    report, lengths = dataset.report, dataset.rows.lengths
+    yield f"rows    {report.filter_counts()}"
+    for source, counted in zip(dataset.sources, report.sources, strict=True):
+        yield f"  {counted.name}: type {counted.type}, {counted.rows_kept} of {counted.rows_read} rows kept"
+        cut = "cut" if report.long_rows == "truncate" else "too long, dropped"
+        bad = [number for number, _ in counted.bad_rows]
+        for what, numbers in (
+            ("bad", bad),
+            (cut, counted.too_long_rows),
+            ("dropped, no trained token", counted.untrained_rows),
+        ):
+            if numbers:
+                yield f"    {what}: {_places(source.where, numbers)}"
+    share = 100 * report.trained_tokens / report.total_tokens
+    yield f"tokens  {report.total_tokens}, {report.trained_tokens} of them trained ({share:.1f} %)"
+    yield (
+        f"packing {len(lengths)} rows in {fill.num_sequences} sequences of {max_seq_length} tokens, "
+        f"{100 * fill.ratio:.1f} % full"
+    )
+    yield f"lengths shortest {lengths.min()}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens"
+    bins = histogram(lengths)
+    most = max(rows for _, _, rows in bins)
+    width = len(str(bins[-1][1]))
+    for low, high, rows in bins:
+        bar = "#" * (-(-BAR_COLUMNS * rows // most))
+        yield f"  {low:>{width}} to {high - 1:>{width}}  {bar:<{BAR_COLUMNS}} {rows}"
+    for notice in dataset.notices:
+        yield f"note: {notice}"
+
+
+def _places(where: Any, numbers: Sequence[int]) -> str:
+    from roundpipe_cli.data.report import listed
+
+    return f"{len(numbers)}: " + listed([where(number) for number in numbers])
+
+
+def _show_samples(shown: Sequence[Sample]) -> None:
+    """Trained tokens in green on a terminal, otherwise (and with NO_COLOR) between [[ and ]]."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    has_colour = console.is_terminal and not console.no_color
+    for sample in shown:
+        num_trained = sum(piece.num_tokens for piece in sample.pieces if piece.trained)
+        marks = "trained in green" if has_colour else "trained between [[ and ]]"
+        head = f"{sample.kind} row: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}"
+        say_data("")
+        say_data(head)
+        left = MAX_SAMPLE_CHARACTERS
+        text = Text()
+        for piece in sample.pieces:
+            part = _safe(piece.text[:left])
+            left -= len(piece.text[:left])
+            if has_colour:
+                text.append(part, style="green" if piece.trained else "dim")
+            else:
+                text.append(f"[[{part}]]" if piece.trained else part)
+        hidden = sum(len(piece.text) for piece in sample.pieces) - MAX_SAMPLE_CHARACTERS
+        if hidden > 0:
+            text.append(f" ... and {hidden} more characters")
+        if has_colour:
+            console.print(text)
+        else:
+            say_data(text.plain)
+
+
+def _safe(text: str) -> str:
+    """Control characters but line ends escaped, so that no row can steer the terminal."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,146 @@
+"""What a tokenised dataset looks like, as plain values: lengths, fill, and samples with what is trained in them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_cli.data.dataset import TokenizedDataset
+from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.order import RowMix
+from roundpipe_cli.data.packing import WINDOW_ROWS, Packer
+from roundpipe_cli.data.report import SourceReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_BINS = 12
+NICE_STEPS = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens of a row that are all trained, or all not."""
+
+    text: str
+    trained: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row to be looked at."""
+
+    kind: str
+    """`first`, `longest` or `random`."""
+    where: str
+    row_id: int
+    input_ids: list[int]
+    labels: list[int]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What packing makes of the rows of one epoch."""
+
+    num_sequences: int
+    ratio: float
+    """Tokens / (sequences x max_seq_length)."""
+
+
+def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """(from, to, rows) of bins of equal round width, `to` excluded, the last with the longest row."""
+    longest = int(lengths.max())
+    width, power = 1, 1
+    while width * NUM_BINS <= longest:
+        width, power = next(
+            ((step * power, power) for step in NICE_STEPS if step * power > width), (10 * power, 10 * power)
+        )
+    counts = np.bincount(lengths // width)
+    return [(index * width, (index + 1) * width, int(count)) for index, count in enumerate(counts)]
+
+
+def fill_with_packing(mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: int, seed: int, shuffle: bool) -> Fill:
+    """Of the first epoch."""
+    packer = Packer(lengths, max_tokens, seed, shuffle)
+    order = mix.order(0)
+    windows = [order[start : start + WINDOW_ROWS] for start in range(0, len(order), WINDOW_ROWS)]
+    num_sequences = sum(len(packer.pack(rows, 0, index)) for index, rows in enumerate(windows))
+    return Fill(num_sequences, float(lengths[order].sum()) / (num_sequences * max_tokens))
+
+
+def samples(dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Sample]:
+    """The first row, the longest and a random one."""
+    lengths = dataset.rows.lengths
+    chosen = {"first": 0, "longest": int(lengths.argmax()), "random": random.Random(seed).randrange(len(lengths))}
+    return [_sample(dataset, tokenizer, kind, index) for kind, index in chosen.items()]
+
+
+def _sample(dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, kind: str, index: int) -> Sample:
+    row = dataset.rows[index]
+    trained = row.labels != IGNORED_LABEL
+    borders = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
+    pieces = []
+    for start, stop in zip(borders, borders[1:], strict=False):
+        ids = row.input_ids[start:stop].tolist()
+        text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        pieces.append(Piece(str(text), bool(trained[start]), stop - start))
+    where = dataset.where(row.row_id)
+    return Sample(kind, where, row.row_id, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces))
+
+
+def document(dataset: TokenizedDataset, fill: Fill, shown: list[Sample], max_seq_length: int) -> dict[str, Any]:
+    """The report in the types of JSON."""
+    report, lengths = dataset.report, dataset.rows.lengths
+    return {
+        "rows": {
+            "read": report.rows_read,
+            "kept": report.rows_kept,
+            "bad": report.rows_bad,
+            "too_long": report.rows_too_long,
+            "truncated": report.rows_truncated,
+            "untrained": report.rows_untrained,
+        },
+        "tokens": {
+            "total": report.total_tokens,
+            "trained": report.trained_tokens,
+            "trained_share": report.trained_tokens / report.total_tokens,
+        },
+        "lengths": {
+            "shortest": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": float(lengths.mean()),
+            "longest": int(lengths.max()),
+            "longest_before_cut": max(source.longest_row_tokens for source in report.sources),
+            "histogram": [{"from": low, "to": high, "rows": rows} for low, high, rows in histogram(lengths)],
+        },
+        "packing": {"max_seq_length": max_seq_length, "sequences": fill.num_sequences, "fill": fill.ratio},
+        "sources": [_source_document(source) for source in report.sources],
+        "content_hash": dataset.content_hash,
+        "sources_from_cache": dataset.num_cached,
+        "notices": list(dataset.notices),
+        "samples": [
+            {
+                "kind": sample.kind,
+                "where": sample.where,
+                "row_id": sample.row_id,
+                "input_ids": sample.input_ids,
+                "labels": sample.labels,
+                "pieces": [{"text": piece.text, "trained": piece.trained} for piece in sample.pieces],
+            }
+            for sample in shown
+        ],
+    }
+
+
+def _source_document(source: SourceReport) -> dict[str, Any]:
+    faults = [
+        {"row": number, "what": fault.what, "found": fault.found, "expected": fault.expected}
+        for number, fault in source.bad_rows
+    ]
+    return {**source.to_json(), "bad_rows": faults}
