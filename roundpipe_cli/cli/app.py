@@ -11,6 +11,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.convert import convert
 from roundpipe_cli.cli.data import data
+from roundpipe_cli.cli.export import export
 from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
@@ -52,6 +53,7 @@ app.command()(watch)
 app.command()(data)
 app.add_typer(recipes)
 app.command()(convert)
+app.command()(export)
 
 
 def main() -> None:

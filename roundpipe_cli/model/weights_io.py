@@ -48,11 +48,7 @@ def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParame
     shapes = {base_name(name): p.shape for name, p in model.named_parameters() if ".lora_" not in name}
     checked = _Checked(source.name, names, shapes, set_parameter)
     if source.gguf_file is None:
-        shards = find_shards(source.folder)
-        for path in shards:
-            check_file(path, None)
-            check_header(path)
-        places = _match(shards, model, set(names))
+        places = find_places(source.folder, model, set(names))
         if places is not None:
             _load_directly(places, model, checked)
             return None
@@ -88,11 +84,29 @@ class _Checked:
         self._set(self._names[name], tensor)
 
 
-def _open(path: Path) -> Any:
+def open_shard(path: Path) -> Any:
+    """A safetensors file, mapped; a context manager.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise RefusedError("a file of the weights cannot be read", where=str(path), found=str(error)) from error
+
+
+def find_places(folder: Path, model: nn.Module, names: set[str]) -> dict[str, tuple[Path, str]] | None:
+    """Name in the model -> (file, name in the file); None if the files do not hold the model's tensors as they are.
+
+    Raises:
+        RefusedError: an index or a file that cannot be read.
+    """
+    shards = find_shards(folder)
+    for path in shards:
+        check_file(path, None)
+        check_header(path)
+    return _match(shards, model, names)
 
 
 def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, tuple[Path, str]] | None:
@@ -102,7 +116,7 @@ def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, t
     found: dict[str, tuple[Path, str]] = {}
     num_tensors = 0
     for path in shards:
-        with _open(path) as file:
+        with open_shard(path) as file:
             num_tensors += len(file.keys())
             for key in file.keys():  # noqa: SIM118 - the handle is no mapping
                 for name in (key, prefix + key, key.removeprefix(prefix)):
@@ -116,7 +130,7 @@ def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, t
             found=str(num_tensors),
             expected=f"about {len(names)}",
         )
-    tied = _tied_names(model)
+    tied = tied_names(model)
     for name in names - found.keys():
         twin = next((other for other in tied.get(name, ()) if other in found), None)
         if twin is None:
@@ -125,7 +139,7 @@ def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, t
     return found
 
 
-def _tied_names(model: nn.Module) -> dict[str, list[str]]:
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Parameter name -> other names of the same parameter."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -141,7 +155,7 @@ def _load_directly(places: dict[str, tuple[Path, str]], model: nn.Module, checke
         block = re.match(r"^.*?\.\d+\.", name)
         by_block[path, block.group(0) if block else name].append((name, key))
     for (path, _), entries in by_block.items():
-        with _open(path) as file:
+        with open_shard(path) as file:
             for name, key in entries:
                 if name in buffers:
                     buffers[name].copy_(file.get_tensor(key))

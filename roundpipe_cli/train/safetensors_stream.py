@@ -64,6 +64,8 @@ class TensorStream:
 
     specs: tuple[TensorSpec, ...]
     tensors: Iterable[tuple[str, torch.Tensor]]
+    metadata: Mapping[str, str] | None = None
+    """Of the header; transformers wants `{"format": "pt"}`."""
 
     @staticmethod
     def of(group: TensorGroup) -> TensorStream:
@@ -82,19 +84,19 @@ class TensorStream:
     @property
     def num_bytes(self) -> int:
         """Size of the file that `stream_file` makes of it."""
-        return len(encode_header(self.specs)) + sum(spec.num_bytes for spec in self.specs)
+        return len(encode_header(self.specs, self.metadata)) + sum(spec.num_bytes for spec in self.specs)
 
 
 TensorGroup = TensorStream | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
-def encode_header(specs: Iterable[TensorSpec]) -> bytes:
+def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Length and JSON header, padded so that the tensors begin at a multiple of 8 bytes.
 
     Raises:
         ValueError: two tensors of one name, a dtype that safetensors lacks, or a tensor that would not be aligned.
     """
-    header: dict[str, object] = {}
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for spec in specs:
         if spec.name in header or spec.name == "__metadata__":
@@ -121,7 +123,7 @@ def stream_file(stream: TensorStream) -> Iterator[bytes | memoryview]:
     Raises:
         ValueError: `stream.tensors` does not yield what `stream.specs` announces.
     """
-    yield encode_header(stream.specs)
+    yield encode_header(stream.specs, stream.metadata)
     num_seen = 0
     for name, tensor in stream.tensors:
         expected = stream.specs[num_seen] if num_seen < len(stream.specs) else None

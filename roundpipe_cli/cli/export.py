@@ -1,0 +1,125 @@
+"""`roundpipe export`: the result of a run as a folder for other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
+from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_bytes
+
+if TYPE_CHECKING:
+    from roundpipe_cli.model.source import ModelSource
+
+
+def export(
+    output_dir: Annotated[Path, typer.Argument(help="Folder of a finished run, or of any adapter in PEFT's format.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base model's weights.")] = False,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FOLDER", help="New folder. [default: OUTPUT_DIR/merged or exported]")
+    ] = None,
+    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+) -> None:
+    """Write the result of a run as a new folder: the adapter alone, or merged into its base model.
+
+    Example: roundpipe export outputs/quickstart --merge --to quickstart-merged
+    """
+    kind = _kind(output_dir)
+    if merge and kind == "model":
+        raise RefusedError(
+            "this result is a whole model: there is nothing to merge",
+            where=str(output_dir),
+            hint="leave --merge out to copy it, or use the folder as it is",
+        )
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
+    if dtype is not None and not merge:
+        raise RefusedError("--dtype is for merged weights", hint="add --merge")
+    target = (to or output_dir / ("merged" if merge else "exported")).expanduser()
+    if target.exists():
+        raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
+    if offline:
+        go_offline()
+    source = find_base(output_dir, base, offline=offline) if merge else None
+    say("loading torch and transformers ...")
+    quiet_libraries()
+    import torch
+
+    from roundpipe_cli.train.export import copy_result, merge_result
+
+    if source is None:
+        copy_result(output_dir, target)
+    else:
+        torch.set_grad_enabled(False)
+        done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype))
+        if done.whole:
+            say("note: the base model had to be loaded whole, since its files lay out experts in another way")
+        shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
+        say(f"merged {done.num_modules} modules: {format_bytes(done.num_bytes)} in {shards}")
+    say_data(str(target))
+
+
+def _kind(folder: Path) -> Literal["adapter", "model"]:
+    """What a result is.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    if (folder / "adapter_config.json").is_file() and (folder / "adapter_model.safetensors").is_file():
+        return "adapter"
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "model"
+    unfinished = any(folder.glob("step-*")) if folder.is_dir() else False
+    raise RefusedError(
+        "there is no result to export",
+        where=str(folder),
+        found="a run that is not finished" if unfinished else "no such folder" if not folder.is_dir() else None,
+        expected="adapter_model.safetensors or model.safetensors with its configuration",
+        hint="finish it with `roundpipe finetune RECIPE --resume`" if unfinished else None,
+    )
+
+
+def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
+    """The base model of an adapter: as named, else as the run's recipe or the adapter's configuration says.
+
+    Raises:
+        RefusedError: it is not to be found, or is not the commit that was trained.
+    """
+    import yaml
+
+    from roundpipe_cli.model.source import resolve_model
+
+    recipe, report, adapter = output_dir / "recipe.yaml", output_dir / "report.json", output_dir / "adapter_config.json"
+    values: dict[str, object] = {}
+    commit = None
+    try:
+        if recipe.is_file():
+            values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        if report.is_file():
+            commit = json.loads(report.read_text(encoding="utf-8")).get("model_commit")
+        model = named or values.get("model") or json.loads(adapter.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
+        raise RefusedError(
+            "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
+        ) from error
+    revision = None if named else commit or values.get("revision")
+    try:
+        return resolve_model(
+            str(model), revision=None if revision is None else str(revision), recipe_folder=output_dir, offline=offline
+        )
+    except RefusedError as error:
+        raise RefusedError(
+            "the base model of this adapter is not to be found",
+            where=str(output_dir),
+            found=str(model),
+            hint="name the model, or the folder that it is in now, with --base",
+        ) from error

@@ -1,0 +1,359 @@
+"""From the result of a run to a folder for other programs: the adapter as it is, or merged into the base model.
+
+Merging goes module by module: the base weights of one adapted module are read, PEFT's own merge adds the adapter in
+float32, the sum is written into a shard, and nothing stays in memory. The folder appears under its name only when it
+is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.faults import fault
+from roundpipe_cli.model.base_weights import BaseWeights
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.weights_io import base_name, open_shard
+from roundpipe_cli.train.durable import (
+    TEMPORARY_PREFIX,
+    disk_error,
+    remove_tree,
+    require_free_bytes,
+    sync_folder,
+    write_new_file,
+)
+from roundpipe_cli.train.safetensors_stream import TensorSpec, TensorStream, stream_file
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_SHARD_BYTES = 5_000_000_000
+"""As save_pretrained had it for years: small enough for every file system and download."""
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 2**20
+"""glibc's malloc.h."""
+PEFT_PREFIX = "base_model.model."
+FILE_MODE = 0o644
+
+
+class Destination:
+    """A new folder that is built under a temporary name; a context manager that gives the temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            RefusedError: there is something at `folder` already.
+        """
+        self._folder = folder
+        self._temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+        if folder.exists() or folder.is_symlink():
+            raise RefusedError(
+                "the folder to export to exists already",
+                where=str(folder),
+                expected="a new folder",
+                hint="name another one with --to",
+            )
+
+    def __enter__(self) -> Path:
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            if self._temporary.exists():
+                remove_tree(self._temporary)
+            self._temporary.mkdir()
+        except OSError as error:
+            raise RefusedError(
+                "the folder to export to cannot be made", where=str(self._folder), found=error.strerror
+            ) from error
+        return self._temporary
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                for path in self._temporary.iterdir():
+                    path.chmod(FILE_MODE)
+                sync_folder(self._temporary)
+                fault("export")
+                self._temporary.rename(self._folder)
+                sync_folder(self._folder.parent)
+                return
+        except OSError as problem:
+            error = problem
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise disk_error(error, self._folder, "the export") from error
+
+
+def copy_result(result: Path, folder: Path) -> None:
+    """The adapter or model of a run as it is, without the run's own files.
+
+    Raises:
+        ResourceError: disk full or failing.
+        RefusedError: `folder` exists.
+    """
+    with Destination(folder) as temporary:
+        for path in sorted(result.iterdir()):
+            if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_JSON or _is_index(path)):
+                write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
+        _save_tokenizer(result, temporary)
+
+
+RESULT_JSON = (ADAPTER_CONFIG, "config.json", "generation_config.json")
+
+
+def _is_index(path: Path) -> bool:
+    return path.name.endswith(".safetensors.index.json")
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(8 * 1024**2):
+            yield chunk
+
+
+def _save_tokenizer(result: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        AutoTokenizer.from_pretrained(str(result), trust_remote_code=False).save_pretrained(str(folder))
+
+
+# --- merging --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written."""
+
+    num_modules: int
+    """Modules whose weights the adapter changed."""
+    num_bytes: int
+    num_shards: int
+    whole: bool
+    """Whether the base model had to be loaded whole (its files lay experts out otherwise)."""
+
+
+def merge_result(
+    result: Path, source: ModelSource, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Merged:
+    """Write base model and adapter as one model in Hugging Face format.
+
+    Args:
+        result: a folder with an adapter in PEFT's format and the tokenizer.
+        source: the base model.
+        dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF.
+
+    Raises:
+        RefusedError: `folder` exists, the adapter does not fit the base, or one of them cannot be read.
+        ResourceError: disk full or failing.
+    """
+    _return_freed_memory()
+    with Destination(folder) as temporary:
+        config = load_config(source)
+        model = build_skeleton(config, torch.float32)
+        base = BaseWeights(source, model)
+        merging = _Merging(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
+        require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")
+        shards = split_shards(merging.specs, max_shard_bytes)
+        for name, specs in shards.items():
+            stream = TensorStream(tuple(specs), merging.tensors(specs), {"format": "pt"})
+            write_new_file(temporary / name, stream_file(stream), FILE_MODE)
+        _write_index(temporary, shards)
+        _write_configs(model, merging.main_dtype, temporary)
+        _save_tokenizer(result, temporary)
+    total = sum(spec.num_bytes for spec in merging.specs)
+    return Merged(merging.num_modules, total, len(shards), base.whole)
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give freed tensors back at once: by default it raises its limit for that with every large block that
+    is freed, and the pieces left between live ones add up to more than a shard."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+class _Merging:
+    """Base weights on demand, those of adapted modules with the adapter added."""
+
+    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, dtype: torch.dtype | None) -> None:
+        self._model, self._base, self._dtype = model, base, dtype
+        state = model.state_dict()
+        buffers = dict(model.named_buffers())
+        names = [name for name, _ in model.named_parameters()] + [name for name in state if name in buffers]
+        self._buffers = {name: buffers[name] for name in names if name in buffers}
+        self._adapter = adapt(model, result)
+        self._units = dict(_units(model))
+        self._unit_of = {
+            base_name(f"{path}.{inner}"): path
+            for path, unit in self._units.items()
+            for inner, _ in unit.named_parameters()
+            if ".lora_" not in f".{inner}"
+        }
+        self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self.specs = [TensorSpec(name, self._dtype_of(name), tuple(state[name].shape)) for name in names]
+        # Larger elements first, as the format's alignment wants it; otherwise the model's order, so that a module
+        # is merged once.
+        self.specs.sort(key=lambda spec: -spec.dtype.itemsize)
+        sizes: dict[torch.dtype, int] = {}
+        for spec in self.specs:
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+        self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def num_modules(self) -> int:
+        return len(self._units)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        if name in self._buffers and name not in self._base:
+            return self._buffers[name].dtype
+        if self._dtype is not None and name not in self._buffers:
+            return self._dtype
+        return self._base.dtype(name)
+
+    def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
+            fault("export")
+            path = self._unit_of.get(spec.name)
+            if path is not None:
+                yield spec.name, self._merged(path)[spec.name].to(spec.dtype)
+            elif spec.name in self._base:
+                yield spec.name, self._base[spec.name].to(spec.dtype)
+            else:
+                yield spec.name, self._buffers[spec.name]
+
+    def _merged(self, path: str) -> dict[str, torch.Tensor]:
+        """The base weights of one adapted module with the adapter added, float32."""
+        if self._current[0] == path:
+            return self._current[1]
+        self._current = ("", {})
+        unit = self._units[path]
+        real: dict[str, torch.Tensor] = {}
+        for module_path, module in unit.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = ".".join(part for part in (path, module_path, attribute) if part)
+                    is_adapter = ".lora_" in name
+                    values = self._adapter[name] if is_adapter else self._base[base_name(name)]
+                    module._parameters[attribute] = nn.Parameter(values.float(), requires_grad=False)
+        for _, module in unit.named_modules():
+            if hasattr(module, "merged_adapters"):
+                module.merge(safe_merge=True)
+        for module_path, module in unit.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = ".".join(part for part in (path, module_path, attribute) if part)
+                    if ".lora_" not in name:
+                        real[base_name(name)] = parameter.detach()
+                    module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        self._current = (path, real)
+        return real
+
+
+def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
+    """Put the adapter's modules into the skeleton `model`; returns its tensors by parameter name.
+
+    Raises:
+        RefusedError: it cannot be read, or does not fit the model.
+    """
+    from peft import LoraConfig, PeftConfig, get_peft_model
+
+    try:
+        config = PeftConfig.from_pretrained(str(result))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RefusedError(
+            "the adapter's configuration cannot be read", where=str(result / ADAPTER_CONFIG), found=str(error)[:200]
+        ) from error
+    if not isinstance(config, LoraConfig) or config.modules_to_save or config.bias != "none":
+        raise RefusedError(
+            "only LoRA adapters without modules_to_save and biases can be merged",
+            where=str(result / ADAPTER_CONFIG),
+            found=f"{config.peft_type}",
+        )
+    config.inference_mode = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise RefusedError(
+            "the adapter does not fit the base model", where=str(result), found=str(error)[:200]
+        ) from error
+    tensors: dict[str, torch.Tensor] = {}
+    with open_shard(result / ADAPTER_WEIGHTS) as file:
+        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+            tensors[_parameter_name(key)] = file.get_tensor(key)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters() if ".lora_" in name}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise RefusedError(
+            "the adapter does not fit the base model",
+            where=str(result / ADAPTER_WEIGHTS),
+            found=f"{len(different)} tensors missing, unexpected or of another shape, for instance {different[0]}",
+        )
+    return tensors
+
+
+def _parameter_name(key: str) -> str:
+    """PEFT's files leave the adapter's name out of the names of parameters."""
+    name = key.removeprefix(PEFT_PREFIX)
+    for part in (".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B"):
+        name = name.replace(f"{part}.weight", f"{part}.default.weight")
+    return name.replace(".lora_magnitude_vector", ".lora_magnitude_vector.default.weight")
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that an adapter wraps."""
+    last = None
+    for path, module in model.named_modules():
+        inside = last is not None and path.startswith(last + ".")
+        if hasattr(module, "merged_adapters") and not inside:
+            last = path
+            yield path, module
+
+
+def split_shards(specs: Sequence[TensorSpec], max_bytes: int) -> dict[str, list[TensorSpec]]:
+    """File name -> its tensors; a file has at most `max_bytes` of them, or one tensor."""
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.num_bytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.num_bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def _write_index(folder: Path, shards: Mapping[str, Sequence[TensorSpec]]) -> None:
+    if len(shards) == 1:
+        return
+    total = sum(spec.num_bytes for specs in shards.values() for spec in specs)
+    weight_map = {spec.name: name for name, specs in shards.items() for spec in specs}
+    content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
+    write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
+
+
+def _write_configs(model: nn.Module, dtype: torch.dtype, folder: Path) -> None:
+    config: Any = model.config
+    config.use_cache = True
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(str(folder))
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            generation.save_pretrained(str(folder))

@@ -1,0 +1,232 @@
+"""Export: the merged model is base and adapter together, in a bounded memory, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roundpipe_cli.train.export import split_shards
+from roundpipe_cli.train.safetensors_stream import TensorSpec
+from tests.e2e import child_environment, finetune, fresh, make_model, make_tokenizer, make_workspace, run
+
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished LoRA run."""
+    folder = tmp_path_factory.mktemp("export")
+    work = make_workspace(folder / "work", make_model(folder / "tiny"))
+    finetune(work).expect(0)
+    return work
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    tokens = torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """As a user loads it; no key may be missing or left over."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model, info = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model
+
+
+def random_adapter(model_folder: Path, folder: Path, **options: Any) -> Any:
+    """An adapter with random weights by PEFT itself; returns its model."""
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_pretrained(str(model_folder), dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(str(folder))
+    make_tokenizer().save_pretrained(str(folder))
+    return model
+
+
+def greedy(model: Any, num_tokens: int = 16) -> list[int]:
+    ids = torch.tensor([[5, 80, 90]])
+    output = model.generate(input_ids=ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    tokens: list[int] = output[0].tolist()
+    return tokens
+
+
+def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
+    done = run(trained, "export", "out", "--merge", "--to", "merged").expect(0)
+    assert done.out.strip() == "merged" and "merged 21 modules" in done.err
+    adapted = PeftModel.from_pretrained(load(trained / "model"), str(trained / "out"))
+    merged = load(trained / "merged")
+    assert torch.allclose(logits_of(merged), logits_of(adapted), rtol=1e-5, atol=1e-5)
+    assert greedy(merged) == greedy(adapted)
+    names = {path.name for path in (trained / "merged").iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert (
+        load_file(trained / "merged" / "model.safetensors").keys()
+        == load_file(trained / "model" / "model.safetensors").keys()
+    )
+    tokenizer = AutoTokenizer.from_pretrained(trained / "merged")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(trained / "out").chat_template
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True}, {"use_rslora": True}),
+        ("llama", {}, {"use_dora": True}),
+        ("gpt2", {}, {"fan_in_fan_out": True}),
+        ("qwen3_moe", {}, {}),
+        ("qwen2", {}, {"target_modules": ["q_proj", "down_proj"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_kind_of_adapter_merges(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    make_model(tmp_path / "base", model_type, **changes)
+    options = dict(options)
+    targets = options.pop("target_modules", None)
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter", **options) if targets is None else None
+    if adapted is None:
+        base = AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"), dtype=torch.float32)
+        adapted = get_peft_model(
+            base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+        )
+        adapted.save_pretrained(str(tmp_path / "adapter"))
+        make_tokenizer().save_pretrained(str(tmp_path / "adapter"))
+    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base").expect(0)
+    merged, expected = logits_of(load(tmp_path / "merged")), logits_of(adapted)
+    assert torch.allclose(merged, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert not torch.allclose(merged, logits_of(load(tmp_path / "base")), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_are_rounded_once(tmp_path: Path, dtype: str) -> None:
+    """A bfloat16 base stays bfloat16 unless another dtype is asked for; the sum is made in float32."""
+    make_model(tmp_path / "base", dtype="bfloat16")
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    words = [] if dtype == "bfloat16" else ["--dtype", dtype]
+    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base", *words).expect(0)
+    state = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
+    expected = dict(adapted.merge_and_unload().named_parameters())
+    assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in state.items())
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_shards_hold_what_they_may() -> None:
+    specs = [TensorSpec(str(n), torch.float32, (size,)) for n, size in enumerate((10, 20, 100, 5, 5))]
+    shards = split_shards(specs, 120)
+    assert [[spec.name for spec in group] for group in shards.values()] == [["0", "1"], ["2"], ["3", "4"]]
+    assert list(shards)[0] == "model-00001-of-00003.safetensors"
+
+
+def test_several_shards_load(tmp_path: Path) -> None:
+    from roundpipe_cli.model.source import ModelSource
+    from roundpipe_cli.train.export import merge_result
+
+    make_model(tmp_path / "base")
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    done = merge_result(tmp_path / "adapter", ModelSource("b", tmp_path / "base"), tmp_path / "merged", None, 100_000)
+    assert done.num_shards > 3 and len(list((tmp_path / "merged").glob("*.safetensors"))) == done.num_shards
+    assert torch.allclose(logits_of(load(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+import torch, transformers, peft
+from transformers import AutoTokenizer, LlamaForCausalLM
+import roundpipe_cli.train.export as export
+from roundpipe_cli.model.source import resolve_model
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)
+source = resolve_model(sys.argv[1], revision=None, recipe_folder=Path("."), offline=True)
+AutoTokenizer.from_pretrained(sys.argv[2])
+(torch.ones(64, 64) @ torch.ones(64, 64)).sum()
+before = peak()
+export.merge_result(Path(sys.argv[2]), source, Path(sys.argv[3]), None)
+print(peak() - before, max(path.stat().st_size for path in Path(sys.argv[3]).glob("*.safetensors")))
+"""
+
+
+def measure_peak(model: str, adapter: Path, target: Path) -> tuple[int, int]:
+    """(bytes above the interpreter's base while merging, bytes of the largest shard), in a process of its own."""
+    words = [sys.executable, "-W", "ignore", "-c", PEAK, model, str(adapter), str(target)]
+    done = subprocess.run(words, capture_output=True, text=True, env=child_environment(), timeout=240)
+    assert done.returncode == 0, done.stderr
+    above, shard = (int(word) for word in done.stdout.split())
+    return above, shard
+
+
+def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
+    """A float32 model of 95 MB in one shard."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    make_model(tmp_path / "base", **sizes)
+    random_adapter(tmp_path / "base", tmp_path / "adapter")
+    above, shard = measure_peak(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    assert shard > 90e6 and above < 1.3 * shard, f"{above / 1e6:.0f} MB above, shard {shard / 1e6:.0f} MB"
+
+
+def test_a_kill_leaves_nothing_under_the_name(trained: Path) -> None:
+    for nth in (1, 9, 31):
+        words = ("export", "out", "--merge", "--to", "killed")
+        assert run(trained, *words, environment={"ROUNDPIPE_FAULT": f"export:kill:nth={nth}"}).code == -9
+        assert not (trained / "killed").exists()
+    failed = run(
+        trained, "export", "out", "--merge", "--to", "killed", environment={"ROUNDPIPE_FAULT": "export:raise=OSError"}
+    )
+    assert failed.expect(5) and not (trained / "killed").exists() and not (trained / ".tmp-killed").exists()
+    run(trained, "export", "out", "--merge", "--to", "killed").expect(0)
+
+
+def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
+    run(trained, "export", "out", "--to", "adapter").expect(0)
+    names = {path.name for path in (trained / "adapter").iterdir()}
+    assert names == {"adapter_config.json", ADAPTER, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
+    finetune(trained, "method=full", "output_dir=whole").expect(0)
+    assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"
+    assert torch.equal(logits_of(load(trained / "whole" / "exported")), logits_of(load(trained / "whole")))
+    done = run(trained, "export", "whole", "--merge").expect(2)
+    assert "nothing to merge" in done.err
+
+
+def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    cases = [
+        (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
+        (("nowhere",), "no result to export"),
+        (("out", "--dtype", "float32"), "--dtype is for merged"),
+        (("out", "--merge", "--dtype", "int4"), "unknown dtype"),
+        (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),
+    ]
+    for words, text in cases:
+        done = fresh(trained, "export", *words) if words == ("nowhere",) else run(trained, "export", *words)
+        assert text in done.expect(2).err and not (trained / "out" / "merged").exists()
+    make_model(tmp_path / "other", hidden_size=32)
+    done = run(trained, "export", "out", "--merge", "--base", str(tmp_path / "other")).expect(2)
+    assert "does not fit the base model" in done.err and not (trained / "out" / "merged").exists()
