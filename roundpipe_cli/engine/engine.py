@@ -26,7 +26,7 @@ from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState, Pro
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.live import ActionTime, StepInWork
-from roundpipe_cli.engine.program import folds_on_device, hidden_readers, layer_range, lower_for_engine
+from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_bytes, stage_gradient_elements
@@ -319,7 +319,7 @@ class Engine:
             progress=progress,
             boundaries=BoundaryStore(progress),
             folds=folds,
-            device_folds=copies and scoring is None and folds_on_device(program),
+            device_folds=device_folds(program) if copies and scoring is None else frozenset(),
             scoring=scoring,
             late_layers=self._late_layers,
         )

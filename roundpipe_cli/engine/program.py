@@ -69,21 +69,11 @@ def backward_ops(program: Program, visit: int) -> list[Op]:
     return [program.ops[op] for op in program.visits[visit].ops if program.ops[op].kind is Kind.BACKWARD]
 
 
-def folds_on_device(program: Program) -> bool:
-    """Whether every visit with backwards takes up its stage's gradient sum where the visit before left it."""
-    spans: dict[StageRange, list[tuple[int, int]]] = {}
-    for index, visit in enumerate(program.visits):
-        microbatches = [op.microbatch for op in backward_ops(program, index)]
-        if not microbatches:
-            continue
-        if microbatches != list(range(microbatches[0], microbatches[0] + len(microbatches))):
-            return False
-        spans.setdefault(visit.layers, []).append((microbatches[0], microbatches[-1]))
-    return all(
-        later[0] == earlier[1] + 1
-        for stage_spans in spans.values()
-        for earlier, later in zip(sorted(stage_spans), sorted(stage_spans)[1:], strict=False)
-    )
+def device_folds(program: Program) -> frozenset[int]:
+    """Layers whose gradient sum travels with their stage; the others are added up on the host."""
+    schedule = program.schedule
+    on_host = {layer for stage in program.host_folded for layer in layer_range(stage)}
+    return frozenset(layer for stage in schedule.backward_stages for layer in layer_range(stage)) - on_host
 
 
 def describe(op: Op, schedule: Schedule, step: int) -> str:

@@ -66,8 +66,8 @@ class StepContext:
     boundaries: BoundaryStore
     folds: list[GradientFold | None]
     """Per layer; None where nothing is trained."""
-    device_folds: bool
-    """Gradient sums travel with the stage instead of being folded on the host."""
+    device_folds: frozenset[int]
+    """Layers whose gradient sums travel with the stage instead of being folded on the host."""
     gradients: Sequence[torch.Tensor]
     """Per layer, the host's gradient sum of this step."""
     on_gradient: OnGradient | None = None
@@ -358,8 +358,8 @@ class StageRunner:
         """Adds gradients to the layer's sum as backward makes them; or lists them, if it is not their turn yet."""
         fold = context.folds[layer]
         parts: Parts = []
-        sums = self.accumulators.get(layer, []) if context.device_folds else []
-        on_host = not context.device_folds
+        on_host = layer not in context.device_folds
+        sums = [] if on_host else self.accumulators.get(layer, [])
         if fold is not None and on_host and fold.is_turn(state.index):
             sums = fold.views
 
@@ -376,7 +376,7 @@ class StageRunner:
     def _fold(self, context: StepContext, layer: int, state: MicrobatchState, parts: Parts) -> None:
         """On the host, after a layer's backward: this microbatch is added, or waits in line with what was listed."""
         fold = context.folds[layer]
-        if fold is not None and not context.device_folds and fold.fold(state.index, parts):
+        if fold is not None and layer not in context.device_folds and fold.fold(state.index, parts):
             context.gradient_complete(layer, square_sum(fold.flat))
 
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:

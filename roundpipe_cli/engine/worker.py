@@ -293,7 +293,7 @@ class Worker:
         offset = 0
         for layer in layer_range(layers):
             fold = context.folds[layer]
-            if layer == 0 or fold is None:
+            if layer == 0 or fold is None or layer not in context.device_folds:
                 continue
             count = self._store.layouts[layer].num_trainable_elements
             yield fold, slot.gradients[offset : offset + count]

@@ -130,6 +130,16 @@ class PipelineConfig:
     """CPU workers: intra-op threads of each. `auto` is cores / workers. Changes the bits of a loss, not its value."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     """What backward computes again instead of keeping: `stage` keeps least memory, `none` keeps all activations."""
+    head_workers: Literal["auto"] | PositiveInt = "auto"
+    """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
+    much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for
+    each other. `auto` is 1."""
+    replicas: PositiveInt = 1
+    """Workers that share the microbatches of every other stage (roundpipe only); each uploads the stage's weights, and
+    gradients are added up on the host, microbatch after microbatch."""
+    dispatch: Literal["round_robin", "earliest_free"] = "round_robin"
+    """Who gets the next stage (roundpipe only): the next worker in turn, or for every microbatch the one that could
+    start it first, which suits workers of different speed."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`

@@ -93,6 +93,9 @@ class Program:
     """Per worker: ids of F, R and B in order."""
     visits: list[Visit]
     staleness: int
+    host_folded: frozenset[StageRange] = frozenset()
+    """Backward stages whose visits do not follow each other microbatch by microbatch, because several workers share
+    them: each microbatch's gradients go down by themselves and are added up on the host, in order."""
 
 
 def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Program:
@@ -106,11 +109,13 @@ def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Progra
     lowering.add_compute()
     for row in lowering.compute:
         lowering.connect_boundaries(row)
+    lowering.find_host_folded()
     for step in range(schedule.num_steps):
         lowering.add_updates(step)
     for visit_id in range(len(lowering.visits)):
         lowering.connect_weights(visit_id)
-    return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness)
+    host_folded = frozenset(lowering.host_folded)
+    return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness, host_folded)
 
 
 class _Lowering:
@@ -147,6 +152,7 @@ class _Lowering:
         self.last_visit = [-1] * schedule.num_workers
         self.resident: list[dict[StageRange, int]] = [{} for _ in range(schedule.num_workers)]
         """Per worker: layer range -> visit that holds it, least recently used first."""
+        self.host_folded: set[StageRange] = set()
         self.updates_cost = any(layer.optimizer_s or layer.grad_bytes for layer in costs.layers)
 
     def _add(
@@ -336,6 +342,20 @@ class _Lowering:
                 op.deps.extend(outputs[-NUM_STAGING])
             outputs.append(downloads)
 
+    def find_host_folded(self) -> None:
+        """Which stages' gradient sums cannot travel with the stage; see `Program.host_folded`."""
+        spans: dict[tuple[StageRange, int], list[list[int]]] = {}
+        for visit in self.visits:
+            backwards = [self.ops[op_id].microbatch for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+            trained = any(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
+            if backwards and trained:
+                spans.setdefault((visit.layers, visit.step), []).append(backwards)
+        for (layers, step), shares in spans.items():
+            first = step * self.schedule.num_microbatches
+            in_turn = [microbatch for share in sorted(shares) for microbatch in share]
+            if in_turn != list(range(first, first + len(in_turn))):
+                self.host_folded.add(layers)
+
     def add_updates(self, step: int) -> None:
         """Weight gradients of the step's visits, the gate that waits for all of them, and one update per layer."""
         landed: list[int] = []
@@ -344,13 +364,13 @@ class _Lowering:
             backwards = [op_id for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
             num_bytes = sum(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
             if backwards and num_bytes:
-                last = self.ops[backwards[-1]]
-                visit.download = self._add(
-                    Kind.DOWNLOAD, DOWN, visit.worker, last.stage, -1, step, WEIGHT_GRADIENT, num_bytes, index,
-                    (LAST, last.id), [last.id],
-                )  # fmt: skip
+                for op in map(self.ops.__getitem__, backwards if visit.layers in self.host_folded else backwards[-1:]):
+                    visit.download = self._add(
+                        Kind.DOWNLOAD, DOWN, visit.worker, op.stage, -1, step, WEIGHT_GRADIENT, num_bytes, index,
+                        (LAST, op.id), [op.id],
+                    )  # fmt: skip
+                    landed.append(visit.download)
                 visit.num_bytes += num_bytes
-                landed.append(visit.download)
         self.update_ops.append({})
         if self.staleness and not self.updates_cost:
             return
@@ -419,10 +439,7 @@ class _Lowering:
             return None
         before = self.ops[self.backward_ops[backwards[0].stage][backwards[0].microbatch - 1]]
         earlier = self.visits[before.visit]
-        if earlier is visit or earlier.download < 0:
-            return None
-        latest = max(self.ops[op_id].microbatch for op_id in earlier.ops)
-        return earlier.download if latest < backwards[0].microbatch else None
+        return None if visit.layers in self.host_folded or earlier.download < 0 else earlier.download
 
     def _previous_in_slot(self, visit_id: int) -> Visit | None:
         visit = self.visits[visit_id]

@@ -20,6 +20,7 @@ from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.compare import Question, choose_partition
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
 from roundpipe_cli.train.profile_cache import ProfileCache
@@ -120,6 +121,7 @@ class Cutter:
                 where="pipeline.backward_stages",
                 expected="auto",
             )
+        self._options = dealing_options(pipeline)
         self._planned = forward_auto
         known = cache.load(costs) if cache is not None and self._planned else None
         self._doubted = known is not None
@@ -182,6 +184,7 @@ class Cutter:
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
             costs=self.costs,
+            options=self._options,
         )
 
     def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
@@ -207,8 +210,30 @@ class Cutter:
             num_microbatches=num_microbatches,
             costs=self.costs,
             microbatches_per_round=plan.microbatches_per_round,
+            options=self._options,
         )
         return place_on(schedule, plan.workers, self._num_workers)  # few microbatches may be faster on few workers
+
+
+def dealing_options(pipeline: PipelineConfig) -> Options:
+    """How the recipe wants stages dealt out.
+
+    Raises:
+        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
+    """
+    options = Options(
+        head_workers=1 if pipeline.head_workers == "auto" else pipeline.head_workers,
+        replicas=pipeline.replicas,
+        earliest_free=pipeline.dispatch == "earliest_free",
+    )
+    if options != Options() and pipeline.schedule != "roundpipe":
+        raise RefusedError(
+            f"{pipeline.schedule} binds its stages to workers",
+            where="pipeline: head_workers, replicas, dispatch",
+            found=f"schedule: {pipeline.schedule}",
+            expected="schedule: roundpipe, or none of these keys",
+        )
+    return options
 
 
 def stage_limits(costs: CostModel) -> StageLimits | None:
