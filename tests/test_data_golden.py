@@ -1,7 +1,7 @@
 """Rows in, token ids and labels out, for every format and three real chat templates.
 
-The files in golden_data/ were read token by token: each line is [id, text, label], the label -100 where the token is not
-trained. A change of one of them is a change of what users train.
+The files in golden_data/ were read token by token: each line is [id, text, label], the label -100 where the token is
+not trained. A change of one of them is a change of what users train.
 """
 
 from __future__ import annotations

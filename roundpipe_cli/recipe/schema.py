@@ -98,8 +98,8 @@ class DatasetConfig:
     """One source of rows."""
 
     path: Words
-    """A local file or folder (jsonl, json, parquet, csv), or a hub dataset id. Relative paths are tried from the
-    working directory, then from the recipe's folder."""
+    """A local file, glob or folder (jsonl, json, parquet, csv, tsv, txt, also .gz), or a hub dataset id. Relative paths
+    are tried from the working directory, then from the recipe's folder."""
     name: Words | None = None
     """Configuration of a hub dataset, for instance `main` of openai/gsm8k. null is its default."""
     type: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
@@ -107,7 +107,8 @@ class DatasetConfig:
     split: Words = "train"
     """Split of a hub dataset; slices such as `train[:1000]` are the hub library's own."""
     weight: Annotated[float, Range(0, above=True)] = 1.0
-    """Share of this source among several, relative to the others' weights."""
+    """Share of this source in the rows of an epoch, relative to the others' weights; a row comes again when all rows of
+    its source have come. All weights equal (as here): every row once an epoch, whatever the sizes."""
     columns: Mapping[Column, Words] = field(default_factory=dict)
     """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
     prompt. Empty: the columns have the type's own names."""
