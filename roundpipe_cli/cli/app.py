@@ -11,8 +11,10 @@ from roundpipe_cli import __version__
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.convert import convert
 from roundpipe_cli.cli.data import data
+from roundpipe_cli.cli.doctor import doctor
 from roundpipe_cli.cli.export import export
 from roundpipe_cli.cli.finetune import finetune
+from roundpipe_cli.cli.init import init
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
 from roundpipe_cli.cli.recipes import recipes
@@ -52,6 +54,8 @@ app.command()(bench)
 app.command()(watch)
 app.command()(data)
 app.add_typer(recipes)
+app.command()(init)
+app.command()(doctor)
 app.command()(convert)
 app.command()(export)
 

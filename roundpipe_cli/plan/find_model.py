@@ -107,9 +107,9 @@ def _from_hub(model: str, revision: str | None) -> Architecture:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
         if isinstance(cached, str):
             return parse_config(_read_config(Path(cached)), name=model, source="config.json in the hub's local cache")
-        if _is_offline():
+        if is_offline():
             raise _unreachable(model, "HF_HUB_OFFLINE is set")
-        if not _hub_answers():
+        if not hub_answers():
             raise _unreachable(model, "the hub cannot be reached")
         path = hf_hub_download(model, "config.json", revision=revision, etag_timeout=10)
     except GatedRepoError:
@@ -130,11 +130,11 @@ def _from_hub(model: str, revision: str | None) -> Architecture:
     return parse_config(_read_config(Path(path)), name=model, source="config.json of the hub")
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the hub's host takes a connection, so that being offline is said at once and not after five retries."""
     if getproxies():  # the proxy resolves names
         return True

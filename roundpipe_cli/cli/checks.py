@@ -1,0 +1,273 @@
+"""What `roundpipe doctor` looks at: each check says what it found and how to mend it. Nothing is changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+from roundpipe_cli import __version__
+from roundpipe_cli.plan.find_model import hub_answers, is_offline
+from roundpipe_cli.plan.machine import free_disk_bytes, host_memory, lockable_bytes, num_cores, processor_name
+from roundpipe_cli.units import GIB, MIB, format_bytes
+
+State = Literal["good", "note", "fails"]
+"""`note`: training runs, but slower, or something of it is missing."""
+
+FLOORS = {
+    **{"torch": "2.10", "transformers": "5.3", "peft": "0.21", "safetensors": "0.8", "PyYAML": "6"},
+    **{"Jinja2": "3.1.6", "huggingface_hub": "1.0"},
+}
+"""Least versions: below them a library can be made to run code or loses data (or, peft, is too old)."""
+OPTIONAL = {
+    "bitsandbytes": "4-bit base weights",
+    "pynvml": "temperature and power of GPUs in the dashboard",
+    "tensorboard": "report_to: [tensorboard]",
+    "wandb": "report_to: [wandb]",
+}
+"""Module -> what needs it."""
+_PACKAGES = {"pynvml": "nvidia-ml-py"}
+LEAST_HOST_BYTES = 2 * GIB
+LOW_HOST_BYTES = 12 * GIB
+LOW_DISK_BYTES = 20 * GIB
+LOW_LINK_BYTES_PER_S = 5e9
+MEASURED_BYTES = 256 * MIB
+_SMI_FIELDS = (
+    *("driver_version", "name", "memory.total", "memory.used"),
+    *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    found: str
+    fix: str | None = None
+    """A command, or what to do."""
+
+
+def all_checks(*, offline: bool) -> list[Check]:
+    """Everything, in the order of a report."""
+    checks = [_program(), *_versions()]
+    rows, driver = _driver()
+    checks.append(driver)
+    torch_check, num_gpus = _torch(len(rows))
+    checks.append(torch_check)
+    checks += _gpus(rows)
+    checks.append(_workers(num_gpus))
+    if torch_check.state != "fails":
+        checks += _links(num_gpus)
+    checks += [_locking(num_gpus), _memory(), *_disk(), *_hub(offline), *_optional()]
+    return checks
+
+
+def _program() -> Check:
+    system = f"{platform.system()} {platform.machine()}"
+    state: State = "good" if sys.platform == "linux" else "note"
+    fix = None if state == "good" else "only Linux is tested; on Windows use WSL2"
+    return Check("program", state, f"roundpipe {__version__}, Python {platform.python_version()}, {system}", fix)
+
+
+def _versions() -> Iterator[Check]:
+    for name, floor in FLOORS.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name, "fails", "not installed", f"pip install '{name}>={floor}'")
+            continue
+        yield version_check(name, version, floor)
+
+
+def version_check(name: str, version: str, floor: str) -> Check:
+    """A library against its floor."""
+    try:
+        is_old = Version(version) < Version(floor)
+    except InvalidVersion:
+        return Check(name, "note", f"{version}, which is no version number that can be compared", None)
+    if is_old:
+        return Check(name, "fails", f"{version}, at least {floor} is needed", f"pip install '{name}>={floor}'")
+    return Check(name, "good", version)
+
+
+def _driver() -> tuple[list[list[str]], Check]:
+    """One row of nvidia-smi for each GPU, and the check of the driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        found = "no nvidia-smi: no NVIDIA driver, or none that this container may use"
+        fix = "install the driver, or start the container with --gpus all" if _has_nvidia_card() else None
+        return [], Check("driver", "note" if fix else "good", found, fix)
+    try:
+        answer = subprocess.run(  # fixed arguments, no shell
+            [program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
+    if answer.returncode != 0:
+        words = (answer.stdout + answer.stderr).strip().splitlines()
+        return [], Check("driver", "note", f"nvidia-smi: {words[0] if words else 'failed'}", "reinstall the driver")
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == len(_SMI_FIELDS)]
+    return rows, Check("driver", "good", f"NVIDIA {rows[0][0]}" if rows else "no GPU listed")
+
+
+def _has_nvidia_card() -> bool:
+    """Whether the PCI bus has a display device of NVIDIA, driver or not."""
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text(encoding="ascii") for name in ("vendor", "class"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        if vendor.strip() == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
+
+
+def _torch(num_listed: int) -> tuple[Check, int]:
+    """The build of torch, and how many GPUs it can use."""
+    try:
+        import torch
+
+        from roundpipe_cli.engine.backends import cuda
+
+        version = str(torch.__version__)
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
+        built_for = built_for or (f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only")
+        num_gpus = cuda.num_devices()
+    except Exception as error:  # whatever a broken installation raises
+        return Check("torch build", "fails", f"cannot be loaded: {error}", "pip install --force-reinstall torch"), 0
+    found = f"{version}, for {built_for}, sees {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+    if num_listed > num_gpus:
+        mends = "a driver as new as that CUDA" if torch.version.cuda else "a build for CUDA: see pytorch.org"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fix = f"CUDA_VISIBLE_DEVICES={hidden} hides some" if hidden is not None else f"install {mends}"
+        return Check("torch build", "note", f"{found} of {num_listed} in the machine", fix), num_gpus
+    return Check("torch build", "good", found), num_gpus
+
+
+def _gpus(rows: list[list[str]]) -> Iterator[Check]:
+    for index, row in enumerate(rows):
+        _, name, total, used, _, most_generation, width, most_width = row
+        found = f"{name}, {total} MiB ({used} in use), PCIe {most_generation} x{width}"
+        narrow = width.isdigit() and most_width.isdigit() and int(width) < int(most_width)
+        fix = f"it could have x{most_width}: another slot, or the board's settings" if narrow else None
+        yield Check(f"GPU {index}", "note" if narrow else "good", found, fix)
+
+
+def _workers(num_gpus: int) -> Check:
+    if num_gpus:
+        return Check("workers", "good", ", ".join(f"cuda:{index}" for index in range(num_gpus)))
+    cores = num_cores()
+    found = f"no GPU: two CPU workers, {max(1, cores // 2)} of {cores} cores each ({processor_name() or 'processor'}); "
+    found += "up to 2B parameters, larger models only where pipeline.devices names them"
+    return Check("workers", "note", found)
+
+
+def _links(num_gpus: int) -> Iterator[Check]:
+    from roundpipe_cli.engine.backends.base import Backend
+    from roundpipe_cli.engine.backends.cpu import CpuBackend
+    from roundpipe_cli.engine.link_speed import measure_links
+
+    try:
+        backends: list[Backend]
+        if num_gpus:
+            from roundpipe_cli.engine.backends.cuda import CudaBackend
+
+            backends = [CudaBackend(index) for index in range(num_gpus)]
+        else:
+            backends = [CpuBackend(1, copy=True)]
+        speeds = measure_links(backends, MEASURED_BYTES)
+    except Exception as error:  # a check that fails is a finding, whatever it raises
+        yield Check("links", "note", f"not measured: {error}", "another program may hold the memory")
+        return
+    for index, speed in enumerate(speeds):
+        found = f"{speed.up_bytes_per_s / 1e9:.1f} GB/s up, {speed.down_bytes_per_s / 1e9:.1f} GB/s down, measured"
+        if not num_gpus:
+            yield Check("memory copy", "good", found.replace(" up", " there").replace(" down", " back"))
+            continue
+        is_slow = speed.up_bytes_per_s < LOW_LINK_BYTES_PER_S
+        fix = f"name it for plan: --hardware ...:pcie_gb_per_s={speed.up_bytes_per_s / 1e9:.1f}" if is_slow else None
+        together = " with all GPUs at once" if num_gpus > 1 else ""
+        yield Check(f"link {index}", "note" if is_slow else "good", found + together, fix)
+
+
+def _locking(num_gpus: int) -> Check:
+    limit, memory = lockable_bytes(), host_memory().total_bytes
+    if limit is None:
+        return Check("page-locking", "good", "no limit")
+    found = f"at most {format_bytes(limit)} (ulimit -l)"
+    if not num_gpus:
+        return Check("page-locking", "good", f"{found}; CPU workers need none")
+    if limit >= memory // 2:
+        return Check("page-locking", "good", found)
+    fix = "ulimit -l unlimited; in docker --ulimit memlock=-1; for good: memlock in /etc/security/limits.conf"
+    return Check("page-locking", "note", f"{found}: uploads of the rest are slower", fix)
+
+
+def _memory() -> Check:
+    memory = host_memory()
+    limit = "" if memory.limited_by == "the machine" else f", limited by {memory.limited_by}"
+    found = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}{limit}"
+    if memory.available_bytes < LEAST_HOST_BYTES:
+        return Check("host memory", "fails", found, f"at least {format_bytes(LEAST_HOST_BYTES)} must be free")
+    if memory.available_bytes < LOW_HOST_BYTES:
+        fix = "enough for small models only: a model needs 2 bytes a parameter by LoRA, 18 in full"
+        return Check("host memory", "note", found, fix)
+    return Check("host memory", "good", found)
+
+
+def _disk() -> Iterator[Check]:
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    for name, folder, fix in (
+        ("disk, outputs", Path("outputs"), "output_dir=/another/disk for checkpoints"),
+        ("disk, models", cache, "HF_HOME=/another/disk for downloaded models"),
+    ):
+        free = free_disk_bytes(folder)
+        if free is None:
+            yield Check(name, "note", f"{folder}: not known")
+        else:
+            low = free < LOW_DISK_BYTES
+            yield Check(
+                name, "note" if low else "good", f"{format_bytes(free)} free for {folder}", fix if low else None
+            )
+
+
+def _hub(offline: bool) -> Iterator[Check]:
+    if offline or is_offline():
+        yield Check("hub", "good", "not asked: offline; local models, .gguf files and package:NAME work")
+    elif hub_answers():
+        yield Check("hub", "good", "answers")
+    else:
+        fix = "check the network or HF_ENDPOINT; local models, .gguf files and package:NAME need no hub"
+        yield Check("hub", "note", "cannot be reached", fix)
+    from huggingface_hub import get_token
+
+    has_token: bool = bool(get_token())  # the token itself is never shown
+    login = None if has_token else "hf auth login, for models whose terms must be accepted"
+    yield Check("hub token", "good" if has_token else "note", "there is one" if has_token else "none", login)
+
+
+def _optional() -> Iterator[Check]:
+    for module, needs in OPTIONAL.items():
+        spec: Any = importlib.util.find_spec(module)
+        package = _PACKAGES.get(module, module)
+        if spec is None:
+            yield Check(package, "note", f"not installed; needed for {needs}", f"pip install {package}")
+        else:
+            yield Check(package, "good", f"installed, for {needs}")

@@ -1,0 +1,115 @@
+"""`roundpipe init`: three answers become a recipe; the settings are chosen by what `plan` knows. No torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from roundpipe_cli.cli.init_choice import Choice
+
+HERE = "here"
+"""The answer to the question for the hardware that means this machine."""
+
+
+def init(
+    model: Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file or package:NAME.")] = None,
+    data: Annotated[str | None, typer.Option(help="Your rows: a file (jsonl, csv, parquet ...) or a hub id.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="`here`, or another machine: 2x3090,host_memory_gib=64.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Recipe to write; not given: the model's name.yaml.")
+    ] = None,
+) -> None:
+    """Write a recipe from three answers: model, data, hardware. What no flag says is asked; nothing is overwritten.
+
+    Example: roundpipe init --model Qwen/Qwen3-8B --data rows.jsonl --hardware here --output mine.yaml
+    """
+    from roundpipe_cli.cli.init_choice import choose
+    from roundpipe_cli.cli.output import say
+    from roundpipe_cli.cli.recipes import write_new
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.recipe.load import load_recipe
+
+    model = model or _ask("model", "Model (hub id, local folder or .gguf file)", "Qwen/Qwen3-8B")
+    data = data or _ask("data", "Your rows (a file, or a hub id)", "data/train.jsonl")
+    hardware = hardware or _ask("hardware", "Hardware (`here`, or for instance 2x3090,host_memory_gib=64)", HERE)
+    path = output or Path(f"{_file_stem(model)}.yaml")
+    if path.exists():
+        raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
+    choice = choose(model, None if hardware.strip().lower() == HERE else hardware.strip(), path)
+    for reason in choice.reasons:
+        say(reason)
+    write_new(path, recipe_text(choice, data, path).encode())
+    load_recipe(path)
+    say(f"wrote {path}")
+    if _is_local_file(data) and not Path(data).expanduser().exists():
+        say(f"put your rows into {data}: a JSON object a line, with messages, or prompt and completion")
+    say(f"next: roundpipe {'finetune' if choice.is_here else 'plan'} {path}")
+
+
+def recipe_text(choice: Choice, data: str, path: Path) -> str:
+    """The recipe: a header with the reasons, then the keys."""
+    import textwrap
+
+    from roundpipe_cli.recipe.strict_yaml import parse_scalar
+
+    def text(value: str) -> str:
+        plain = re.fullmatch(r"[A-Za-z0-9_./-]+(:[A-Za-z0-9_./-]+)?", value) and isinstance(parse_scalar(value), str)
+        return value if plain else "'" + value.replace("'", "''") + "'"
+
+    header = [f"# Written by `roundpipe init` for {choice.machine}.", "#"]
+    header.append(f"#   roundpipe finetune {path}")
+    header += ["#", *(line for reason in choice.reasons for line in textwrap.wrap(
+        reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+    ))]  # fmt: skip
+    keys = [f"model: {text(choice.model)}", f"method: {choice.method}"]
+    if choice.method == "lora":
+        keys.append("lora: {r: 16, alpha: 32, dropout: 0.0, target_modules: all-linear}")
+    keys += [
+        "",
+        "datasets:",
+        f"  - {{path: {text(data)}, type: auto}}",
+        "",
+        f"max_seq_length: {choice.max_seq_length}",
+        f"micro_batch_size: {choice.micro_batch_size}",
+        f"gradient_accumulation_steps: {choice.num_microbatches}",
+        "num_train_epochs: 1",
+        f"learning_rate: {choice.learning_rate}",
+        f"dtype: {choice.dtype}",
+        "",
+        f"output_dir: outputs/{_file_stem(path.stem)}",
+    ]
+    if choice.hardware is not None:
+        keys += [
+            "",
+            f"hardware: {text(choice.hardware)}  # what `plan` assumes; `finetune` takes the machine it runs on",
+        ]
+    return "\n".join([*header, "", *keys]) + "\n"
+
+
+def _ask(flag: str, question: str, default: str) -> str:
+    from roundpipe_cli.errors import RefusedError
+
+    if not sys.stdin.isatty():
+        raise RefusedError(
+            f"init needs to know the {flag}, and there is no terminal to ask on",
+            expected="--model, --data and --hardware",
+            hint=f"roundpipe init --model Qwen/Qwen3-8B --data data/train.jsonl --hardware {HERE}",
+        )
+    return str(typer.prompt(question, default=default, err=True)).strip()
+
+
+def _file_stem(model: str) -> str:
+    """`Qwen/Qwen3-8B -> qwen3-8b`."""
+    last = model.rstrip("/").rpartition("/")[2].rpartition(":")[2].removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip(".-") or "recipe"
+
+
+def _is_local_file(data: str) -> bool:
+    return data.startswith((".", "/", "~")) or bool(re.search(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$", data))

@@ -1,0 +1,160 @@
+"""Settings for a model on a machine, each with its reason, by the memory and cost model of `plan`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from roundpipe_cli.cli.fitting import fitting_recipe
+from roundpipe_cli.cli.predict import Question, hardware_of
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plan.analytic import (
+    FLOAT32_EFFICIENCY,
+    FP32_ACCUMULATE_EFFICIENCY,
+    DType,
+    TrainingSettings,
+    analytic_costs,
+)
+from roundpipe_cli.plan.find_model import find_architecture
+from roundpipe_cli.plan.hardware import Hardware, parse_hardware
+from roundpipe_cli.plan.models import Architecture
+from roundpipe_cli.plan.verdict import judge_coarsest
+from roundpipe_cli.recipe.load import load_text, resolve_path
+from roundpipe_cli.units import format_bytes, format_count
+
+SEQUENCES = (2048, 1024, 512, 256)
+"""Tokens, longest first."""
+MAX_FULL_PARAMETERS = 500_000_000
+"""Up to this size all weights are trained if they fit: such models are small enough to be changed as a whole."""
+BUSY_TOKENS = 4096
+"""Tokens of a microbatch that keep a device busy with products rather than with starting them (rule of thumb)."""
+ROWS_PER_STEP = 16
+MICROBATCHES_PER_WORKER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the recipe says, and why."""
+
+    model: str
+    method: str
+    max_seq_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    learning_rate: str
+    dtype: DType
+    hardware: str | None
+    """For the recipe's key; None: the machine it runs on."""
+    machine: str
+    is_here: bool
+    reasons: tuple[str, ...]
+
+
+def choose(model: str, hardware: str | None, path: Path) -> Choice:
+    """Settings for `model` on the machine `hardware` in words, or on this one.
+
+    Raises:
+        RefusedError: no such model or hardware, or nothing of it fits.
+    """
+    architecture = find_architecture(model, resolve_path(model, path.absolute().parent))
+    machine = parse_hardware(hardware) if hardware is not None else _this_machine(model, architecture)
+    dtype = _dtype(machine)
+    method, why_method = _method(architecture, machine, dtype)
+    settings = TrainingSettings(SEQUENCES[0], num_microbatches=1, method=method, dtype=dtype)
+    settings, why_sequence = _sequence(architecture, settings, machine)
+    settings, why_rows = _rows(architecture, settings, machine)
+    verdict = judge_coarsest(architecture, settings, machine)
+    reasons = [
+        f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
+        f"{format_bytes(machine.host_memory_bytes)} of host memory.",
+        why_method,
+        why_sequence,
+        why_rows,
+        f"It fits: {format_bytes(verdict.device.total_bytes)} of a worker's memory at most, "
+        f"{format_bytes(verdict.host.total_bytes)} of host memory; `roundpipe plan {path}` says how fast it is.",
+    ]
+    if dtype != "bfloat16":
+        slow = "is slower than float32 on this processor" if dtype == "float32" else "is not there on all of the GPUs"
+        reasons.append(f"dtype {dtype}: bfloat16 {slow}.")
+    small = architecture.parameters < 10e9
+    rate = ("2.0e-4" if small else "1.0e-4") if method == "lora" else ("2.0e-5" if small else "1.0e-5")
+    return Choice(
+        model=model,
+        method=method,
+        max_seq_length=settings.max_seq_length,
+        micro_batch_size=int(settings.micro_batch_size),
+        num_microbatches=settings.num_microbatches,
+        learning_rate=rate,
+        dtype=dtype,
+        hardware=hardware,
+        machine=machine.description,
+        is_here=machine.is_here,
+        reasons=tuple(reasons),
+    )
+
+
+def _this_machine(model: str, architecture: Architecture) -> Hardware:
+    recipe = load_text(f"model: {model!r}\ndatasets: [{{path: rows.jsonl}}]\n", "recipe.yaml").recipe
+    return hardware_of(recipe, architecture)
+
+
+def _dtype(machine: Hardware) -> DType:
+    device = machine.devices[0]
+    if device.is_cpu:
+        in_16_bit = FP32_ACCUMULATE_EFFICIENCY * device.fp32_accumulate_flops_per_s
+        return "bfloat16" if in_16_bit > FLOAT32_EFFICIENCY * device.float32_flops_per_s else "float32"
+    return "bfloat16" if all(one.has_bfloat16 for one in machine.devices) else "float16"
+
+
+def _method(architecture: Architecture, machine: Hardware, dtype: DType) -> tuple[Literal["lora", "full"], str]:
+    settings = TrainingSettings(SEQUENCES[-1], num_microbatches=1, method="full", dtype=dtype)
+    full = judge_coarsest(architecture, settings, machine)
+    need = f"all weights would need {format_bytes(full.host.total_bytes)} of host memory"
+    if full.fits and architecture.parameters <= MAX_FULL_PARAMETERS:
+        return "full", f"method full: {need.replace('would need', 'need')}, and a model this small gains from it."
+    fits = "which fits too: method=full" if full.fits else "which does not fit"
+    return "lora", f"method lora: adapters; {need}, {fits}."
+
+
+def _sequence(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware
+) -> tuple[TrainingSettings, str]:
+    limit = architecture.max_position_embeddings or SEQUENCES[0]
+    for tokens in SEQUENCES:
+        tried = replace(settings, max_seq_length=min(tokens, limit))
+        if judge_coarsest(architecture, tried, machine).fits:
+            longer = "longer rows are cut" if tokens == SEQUENCES[0] else "more does not fit; longer rows are cut"
+            return tried, f"max_seq_length {tried.max_seq_length}: {longer}."
+    verdict = judge_coarsest(architecture, settings, machine)
+    loaded = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml")
+    question = Question(loaded, architecture, settings, machine, analytic_costs(architecture, settings, machine))
+    fitting = fitting_recipe(question)
+    raise RefusedError(
+        f"{architecture.name} does not fit {machine.description}, not even with {SEQUENCES[-1]} tokens by LoRA",
+        found=verdict.reasons[0],
+        hint=f"this recipe of the tool fits: {fitting.command_name}" if fitting else "a smaller model, more memory",
+    )
+
+
+def _rows(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> tuple[TrainingSettings, str]:
+    """Rows of a microbatch and microbatches of a step."""
+    workers = len(machine.devices)
+    rows = 1
+    while rows < ROWS_PER_STEP and 2 * rows * settings.max_seq_length <= BUSY_TOKENS:
+        rows *= 2
+    wanted = rows
+    while True:
+        count = max(math.ceil(ROWS_PER_STEP / rows), MICROBATCHES_PER_WORKER * workers)
+        tried = replace(settings, micro_batch_size=rows, num_microbatches=count)
+        if judge_coarsest(architecture, tried, machine).fits or rows == 1:
+            break
+        rows //= 2
+    why = f"{rows * settings.max_seq_length:,} tokens in a microbatch keep a device busy"
+    if rows < wanted:
+        why = f"{wanted} rows of {settings.max_seq_length} tokens would not fit"
+    return tried, (
+        f"micro_batch_size {rows}: {why}. gradient_accumulation_steps {count}: {rows * count} rows a step, "
+        f"{count / workers:g} microbatches for each of {workers} workers."
+    )

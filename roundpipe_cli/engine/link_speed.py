@@ -1,0 +1,80 @@
+"""How fast bytes move between the host and each device, all devices at once: links often share a root port."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.base import Backend
+
+NUM_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """Of one worker, while all others copy too."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+
+def measure_links(backends: Sequence[Backend], num_bytes: int) -> list[LinkSpeed]:
+    """Copy `num_bytes` to every device at once, a few times, then back; page-locked where the device is a GPU.
+
+    Raises:
+        RuntimeError: a device refused the memory or the copy.
+    """
+    barrier = threading.Barrier(len(backends))
+    results: list[LinkSpeed | BaseException | None] = [None] * len(backends)
+
+    def measure(index: int) -> None:
+        try:
+            results[index] = _measure(backends[index], num_bytes, barrier)
+        except BaseException as error:
+            results[index] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=measure, args=(index,)) for index in range(len(backends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0] if errors else None)
+    if first is not None:
+        raise RuntimeError(f"the links cannot be measured: {first}") from first
+    return [result for result in results if isinstance(result, LinkSpeed)]
+
+
+def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> LinkSpeed:
+    host = torch.zeros(num_bytes, dtype=torch.uint8)
+    is_gpu = backend.device.type != "cpu"
+    registered = is_gpu and cuda.register_host_buffer(host)
+    try:
+        with backend.worker_thread():
+            device = backend.allocate(num_bytes)
+        with backend.copy_thread():
+            backend.finish(backend.upload([(device, host)], ()))  # warms up
+            barrier.wait()
+            start_s = time.perf_counter()
+            for _ in range(NUM_REPEATS):
+                backend.finish(backend.upload([(device, host)], ()))
+            up_s = time.perf_counter() - start_s
+        with backend.worker_thread():
+            barrier.wait()
+            start_s = time.perf_counter()
+            for _ in range(NUM_REPEATS):
+                backend.finish(backend.download(host, device))
+            down_s = time.perf_counter() - start_s
+    finally:
+        if registered:
+            with contextlib.suppress(RuntimeError):
+                cuda.unregister_host_buffer(host)
+    moved = NUM_REPEATS * num_bytes
+    return LinkSpeed(moved / up_s, moved / down_s)
