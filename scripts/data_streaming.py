@@ -4,8 +4,8 @@
 
 Makes a JSON lines file of that size, tokenises it with SmolLM2's tokenizer into a fresh cache, then reads rows in a
 shuffled order, packed, and takes it from the cache again. Prints, for a tenth of the size and for the whole, seconds
-and the peak of anonymous memory (RssAnon; pages of mapped files are the system's to take back) of this process and of its
-children together. Flat: the peaks of both sizes are alike but for 40 bytes a row (index and order of rows).
+and the peak of anonymous memory (Pss_Anon; pages of mapped files are the system's to take back) of this process and
+its children together. Flat: the peaks of both sizes are alike but for 40 bytes a row (index and order of rows).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class MemoryWatch(threading.Thread):
 
 def anonymous_bytes(pid: str) -> int:
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Anon")), 0)
 
 
 def load_tokenizer() -> Any:

@@ -411,3 +411,51 @@ def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
     assert row.input_ids.dtype == row.labels.dtype == np.int32
     with pytest.raises(ValueError, match="read-only"):
         row.input_ids[0] = 1
+
+
+def test_bad_rows_at_both_ends_of_a_hundred_thousand_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = ['{"text": "ok"}'] * 100_000
+    lines[0], lines[49_999], lines[99_999] = '{"text": ', '{"text": null}', '{"text": "\\u0000"}'
+    path.write_text("\n".join(lines))
+    with pytest.raises(RefusedError) as caught:
+        build(path, type="text")
+    head, *faults = caught.value.problems
+    assert head.what == "3 of 100000 rows cannot be used:"
+    assert [problem.where for problem in faults] == [f"{path}:{line}" for line in (1, 50_000, 100_000)]
+    assert [problem.what for problem in faults] == [
+        "the line is not valid JSON", "`text` is not text", "`text` holds a NUL character",
+    ]  # fmt: skip
+
+
+CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "what"),
+    [
+        ([{"role": "assistant", "tool_calls": [CALL]}], None, "the chat template leaves the tool calls"),
+        ([{"role": "assistant", "content": "Yo"}], [{"name": "add"}], "the chat template leaves the tools"),
+        ([{"role": "assistant", "content": "Yo"}], "{", "`tools` cannot be read as JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], None, "has a call without a name"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], None, "arguments are no object"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], None, "has a part that is not text"),
+    ],
+)
+def test_tools_are_never_lost_in_silence(tmp_path: Path, messages: list[Any], tools: object, what: str) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}, *messages], "tools": tools}
+    with pytest.raises(RefusedError) as caught:
+        build(write_rows(tmp_path / "x.jsonl", [row]))
+    assert what in caught.value.problems[1].what
+
+
+def test_parts_of_text_and_plain_text_files(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    parts = [{"type": "text", "text": "Y"}, {"type": "text", "text": "o"}]
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]}
+    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
+    assert trained_text(tokenizer, dataset) == (CHAT_TEXT, "Yo</s>")
+    (tmp_path / "x.txt").write_text("One\ntwo\n\n\nThree\n")
+    dataset = build(tmp_path / "x.txt", tokenizer)
+    assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == ["One\ntwo</s>", "Three</s>"]
+    assert dataset.where(1).endswith("x.txt:5")
