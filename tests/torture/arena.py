@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from roundpipe_cli.cache import CACHE_VARIABLE
@@ -63,7 +63,7 @@ class Arena:
     seed: int = 20261121
     _references: dict[str, Path] = field(default_factory=dict)
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)
+    lock: RLock = field(default_factory=RLock)
     _made: int = 0
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Arena:
 
     def workspace(self, variant: str = "lora", **changes: Any) -> Path:
         """A new working directory with `recipe.yaml`; model and data are shared with all others."""
-        with self._lock:
+        with self.lock:
             self._made += 1
             work = self.folder / f"{variant}-{self._made}"
         work.mkdir()
@@ -85,7 +85,7 @@ class Arena:
     def reference(self, variant: str = "lora", **changes: Any) -> Path:
         """The output directory of an uninterrupted run of the same recipe."""
         key = variant + json.dumps(changes, sort_keys=True)
-        with self._lock:
+        with self.lock:
             known = self._references.get(key)
         if known is None:
             work = self.workspace(variant, **changes)

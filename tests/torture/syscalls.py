@@ -1,0 +1,201 @@
+"""A kill, or an I/O error, at each single system call of a save.
+
+A run stops itself (SIGSTOP) where a save begins, strace is put to it, and it goes on. A first run is only watched: it
+gives the list of calls that touch the output directory, up to the next save. Then one run for each of them, with that
+call made to fail. strace counts calls per thread, and so does the list.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from roundpipe_cli.train.checkpoint import load_newest
+from tests.e2e import Outcome, Running
+from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, saved, start
+
+CALLS = (
+    *("openat", "mkdir", "write", "pwrite64", "fsync", "fdatasync", "ftruncate", "fchmod"),
+    *("rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir"),
+)
+STEP = 6
+STOP = {"ROUNDPIPE_FAULT": f"ckpt_writer:stop:step={STEP}:nth=1"}
+KILLED_BEFORE = {"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}
+"""Leaves the checkpoints of steps 2 and 4, so that the save of step 6 also prunes."""
+LINE = re.compile(r"^(?P<thread>\d+) +(?P<call>\w+)\((?P<arguments>.*)$")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call of the watched save."""
+
+    name: str
+    nth: int
+    """Of this name in its thread, from 1, since strace was put to the run."""
+    arguments: str
+
+
+def available() -> bool:
+    """Whether strace is there and may trace."""
+    try:
+        return subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def kill_at_each(arena: Arena, count: int) -> Seen:
+    """SIGKILL at every system call of a save that touches the output directory; then resume."""
+    calls = _chosen(_calls_of_a_save(arena), count)
+
+    def attempt(index: int, draw: random.Random) -> None:
+        call = calls[index]
+        work, running = _stopped(arena)
+        _go_on_traced(running, f"inject={call.name}:signal=SIGKILL:when={call.nth}")
+        died(running)
+        go_on(work)
+        assert_identical(work, arena.reference())
+        shutil.rmtree(work)
+
+    return Seen(len(calls), arena.each(len(calls), attempt), _counts(calls))
+
+
+def error_at_each(arena: Arena, count: int) -> Seen:
+    """EIO and ENOSPC at every write, fsync, rename and the others; then resume with a disk that works."""
+    found = _calls_of_a_save(arena)
+    cases = _chosen([(call, code) for call in found for code in ("EIO", "ENOSPC")], count)
+    lock, ended = Lock(), Counter[int]()
+
+    def attempt(index: int, draw: random.Random) -> None:
+        call, code = cases[index]
+        work, running = _stopped(arena)
+        _go_on_traced(running, f"inject={call.name}:error={code}:when={call.nth}")
+        done = running.finish()
+        with lock:
+            ended[done.code] += 1
+        _check_error(work, done, call)
+        if done.code:
+            go_on(work)
+        assert_identical(work, arena.reference())
+        shutil.rmtree(work)
+
+    failures = arena.each(len(cases), attempt)
+    return Seen(len(cases), failures, f"{ended[5]} ended with exit 5, {ended[0]} went on")
+
+
+def durability_order(arena: Arena, count: int) -> Seen:
+    """Each file fsynced after its last write, its folder before the rename, the parent after it, and nothing old
+    removed before that; in `count` traced saves."""
+
+    def attempt(index: int, draw: random.Random) -> None:
+        check_order([f"{call.name}({call.arguments}" for call in _calls_of_a_save(arena)])
+
+    return Seen(count, arena.each(count, attempt))
+
+
+def check_order(lines: list[str]) -> None:
+    """The order of one save's calls, as strace -y shows them."""
+    temporary, target = f".tmp-step-{STEP:08d}", f"step-{STEP:08d}"
+
+    def at(pattern: str) -> list[int]:
+        return [index for index, line in enumerate(lines) if re.match(pattern, line)]
+
+    [commit] = at(rf'rename\w*\(.*{temporary}", .*{target}"')
+    files = {match.group(1) for line in lines if (match := re.match(rf"write\(\d+<[^>]*{temporary}/([^>]+)>", line))}
+    assert "manifest.json" in files and len(files) >= 3, files
+    for name in files:
+        last_write = at(rf"write\(\d+<[^>]*{temporary}/{re.escape(name)}>")[-1]
+        synced = at(rf"f(data)?sync\(\d+<[^>]*{temporary}/{re.escape(name)}>")
+        assert synced and last_write < synced[-1] < commit, f"{name} is not durable before the rename"
+    folder = at(rf"fsync\(\d+<[^>]*{temporary}>")
+    assert folder and folder[-1] < commit, "the folder is not durable before the rename"
+    parent = [index for index in at(r"fsync\(\d+<[^>]*/out>") if index > commit]
+    removed = at(r"(rename\w*\(.*\.del-step|unlink\w*\(.*step-|rmdir\(.*step-)")
+    assert parent and removed and parent[0] < removed[0], "an old checkpoint goes before the new one is durable"
+
+
+def _check_error(work: Path, done: Outcome, call: Call) -> None:
+    """Exit 5 with one error block, or a run that went on; what was not durable is not committed."""
+    text = f"{call.name} {call.nth} ({call.arguments[:80]})"
+    assert done.code in (0, 5), f"{text}: exit code {done.code}\n{done.err}"
+    assert "Traceback" not in done.err, f"{text}: {done.err}"
+    if done.code == 5:
+        assert done.err.count("error: ") == 1, f"{text}: {done.err}"
+        load_newest(work / "out", warn=_fail)
+    if call.name in ("fsync", "write") and f".tmp-step-{STEP:08d}" in call.arguments:
+        assert done.code == 5 and saved(work)[-1].name != f"step-{STEP:08d}", f"{text}: an error was not final"
+
+
+def _fail(text: str) -> None:
+    raise AssertionError(text)
+
+
+def _chosen(cases: list, count: int) -> list:  # type: ignore[type-arg]
+    return cases if count >= len(cases) else [cases[index * len(cases) // count] for index in range(count)]
+
+
+def _counts(calls: list[Call]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in Counter(call.name for call in calls).most_common())
+
+
+def _calls_of_a_save(arena: Arena) -> list[Call]:
+    arena.reference()
+    work, running = _stopped(arena)
+    trace = work / "trace"
+    _go_on_traced(running, f"trace={','.join(f'?{name}' for name in CALLS)}", trace)
+    running.finish().expect(0)
+    seen: Counter[tuple[str, str]] = Counter()
+    calls = []
+    for line in trace.read_text(errors="replace").splitlines():
+        match = LINE.match(line)
+        if match is None:
+            continue
+        thread, name, arguments = match.group("thread", "call", "arguments")
+        seen[thread, name] += 1
+        if f"step-{STEP + 2:08d}" in arguments:
+            break
+        if "/out/" in arguments or "/out>" in arguments or '"out/' in arguments or '"step-' in arguments:
+            calls.append(Call(name, seen[thread, name], arguments))
+    assert len(calls) > 20, calls
+    shutil.rmtree(work)
+    return calls
+
+
+def _stopped(arena: Arena) -> tuple[Path, Running]:
+    """A run that has stopped itself where the save of step 6 begins."""
+    with arena.lock:
+        before = arena.folder / "before-the-save"
+        if not before.exists():
+            work = arena.workspace()
+            died(start(work, environment=KILLED_BEFORE))
+            shutil.copytree(work / "out", before)
+    work = arena.workspace()
+    shutil.copytree(before, work / "out")
+    running = start(work, "--resume", environment=STOP)
+    running.wait_until(lambda: _status(running, "State").startswith("T"))
+    return work, running
+
+
+def _go_on_traced(running: Running, expression: str, output: Path | None = None) -> None:
+    """Put strace to the stopped run and let it go on."""
+    words = ["strace", "-f", "-y", "-s", "200", "-o", str(output or "/dev/null"), "-e", expression]
+    subprocess.Popen([*words, "-p", str(running.process.pid)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    running.wait_until(lambda: _status(running, "TracerPid") != "0")
+    time.sleep(0.05)  # its other threads are attached one after the other
+    running.kill(signal.SIGCONT)
+
+
+def _status(running: Running, key: str) -> str:
+    """A line of /proc/PID/status, of the thread that was attached last."""
+    threads = sorted(Path(f"/proc/{running.process.pid}/task").iterdir())
+    for line in (threads[-1] / "status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return line.partition(":")[2].strip()
+    return ""
