@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roundpipe_cli"
 
-LEAVES = {"errors", "units", "events", "faults", "cache", "watchdog"}
+LEAVES = {"errors", "units", "events", "faults", "cache", "watchdog", "redact"}
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | plan <- schedule <- engine <- train <- cli;   model, data: plan's cost types only
 MAY_IMPORT: dict[str, set[str]] = {

@@ -349,13 +349,13 @@ def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(folder: Path) ->
 
     recipe = load_recipe(folder / "recipe.yaml").recipe
     tokenizer = make_tokenizer()
-    saved = {"recipe": plain_data(recipe), "data_hash": "d", "model_commit": "m", "tokenizer_hash": ""}
+    saved = {"recipe": plain_data(recipe), "data_hash": "d", "model_hash": "m", "tokenizer_hash": ""}
     saved["tokenizer_hash"] = tokenizer_hash(tokenizer)
     del saved["recipe"]["weight_decay"], saved["recipe"]["lora"]["dropout"]
     setup: Any = SimpleNamespace(
         recipe=recipe,
         dataset=SimpleNamespace(content_hash="d"),
-        source=SimpleNamespace(commit="m"),
+        model_hash="m",
         tokenizer=tokenizer,
     )
     with pytest.raises(RefusedError) as caught:  # the recipe of this test has a dropout, the default is none

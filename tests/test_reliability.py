@@ -28,6 +28,8 @@ def arena() -> Iterator[Arena]:
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
 def test_promise(arena: Arena, promise: Promise) -> None:
+    if lack := promise.missing():
+        pytest.skip(lack)
     seen = promise.trial(arena, promise.suite_count)
-    assert seen.total >= min(promise.suite_count, 3)
+    assert seen.total == promise.suite_count
     assert not seen.failures, "\n".join(seen.failures)

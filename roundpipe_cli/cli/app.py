@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -63,6 +64,7 @@ app.command()(export)
 def main() -> None:
     """Entry point of the console script; leaves with the documented exit code."""
     open_closed_streams()
+    os.umask(0o077)  # state, logs and caches hold private data; results are opened to others one by one
     code = 0
 
     def command() -> None:

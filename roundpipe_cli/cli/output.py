@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError, render_problem
+from roundpipe_cli.redact import redact
 
 DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
 PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -60,9 +61,9 @@ def say_at_once(text: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Control characters escaped, so that no name or row can steer the terminal."""
+    """Secrets masked, and control characters escaped, so that no name or row can steer the terminal."""
     return "".join(
-        c if c == "\n" or c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text
+        c if c == "\n" or c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in redact(text)
     )
 
 
@@ -78,7 +79,7 @@ def run_command(command: Callable[[], Any]) -> int:
         command()
     except RoundpipeError as error:
         if error.exit_code == 1 and error.__cause__ is not None and os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exception(error.__cause__)
+            say("".join(traceback.format_exception(error.__cause__)).rstrip())
         show_error(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -91,7 +92,7 @@ def run_command(command: Callable[[], Any]) -> int:
             say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
             return ResourceError.exit_code
         if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exception(error)
+            say("".join(traceback.format_exception(error)).rstrip())
         show_error(_bug(error))
         return InternalError.exit_code
     return 0

@@ -38,6 +38,9 @@ METRICS_NAME = "metrics.jsonl"
 EVAL_NAME = "eval.jsonl"
 REPORT_NAME = "report.json"
 
+RESULT_FOLDER_MODE = 0o755
+"""The adapter may be for others to read; what is private in the folder has modes of its own."""
+
 _HOLDER_WAIT_S = 0.5
 """How long to wait for a holder that has the lock but has not written its name yet."""
 
@@ -133,6 +136,8 @@ class OutputDir:
         self._made = _missing_folders(self.path)
         try:
             self._take_lock()
+            for folder in self._made:
+                folder.chmod(RESULT_FOLDER_MODE)
             self.state = check_start(self.path, self.resume)  # another run may have finished meanwhile
             if self.state is not RunState.FINISHED:
                 self._clean()

@@ -8,6 +8,7 @@ from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.model.source import check_model_name
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.output_dir import check_start
 
 
@@ -27,9 +28,10 @@ def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
     """Model and datasets: are they there?
 
     Raises:
-        RefusedError: no such model or dataset.
+        RefusedError: no such model or dataset, or a library with a known hole.
     """
     recipe = loaded.recipe
+    check_floors()
     check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
         spec = DatasetSpec(

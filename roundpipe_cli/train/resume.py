@@ -47,6 +47,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "data_hash": setup.dataset.content_hash,
         "tokenizer_hash": tokenizer_hash(setup.tokenizer),
         "model_commit": setup.source.commit,
+        "model_hash": setup.model_hash,
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -74,10 +75,10 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     for key, now in (
         (DATA_KEY, setup.dataset.content_hash),
         (TOKENIZER_KEY, tokenizer_hash(setup.tokenizer)),
-        (MODEL_KEY, setup.source.commit),
+        (MODEL_KEY, setup.model_hash),
     ):
-        name = {DATA_KEY: "data_hash", TOKENIZER_KEY: "tokenizer_hash", MODEL_KEY: "model_commit"}[key]
-        if saved.get(name) != now:
+        name = {DATA_KEY: "data_hash", TOKENIZER_KEY: "tokenizer_hash", MODEL_KEY: "model_hash"}[key]
+        if name in saved and saved.get(name) != now:
             changes.append((key, saved.get(name), now))
     for key, old, new in changes:
         if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:

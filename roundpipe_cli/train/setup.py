@@ -17,6 +17,7 @@ from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.model.fingerprint import Fingerprint
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.lora import add_lora, initial_values, refuse_adapters_outside_blocks
@@ -55,6 +56,8 @@ class Setup:
     """PEFT's model around it, or None for full fine-tuning."""
     split: Split
     store: WeightStore
+    model_hash: str = ""
+    """Of the base weights' files; see `Fingerprint`."""
 
 
 def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
@@ -96,6 +99,7 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         refuse_4bit_full(recipe)
         require_bitsandbytes()
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
+    fingerprint = Fingerprint(source)
     devices, notice = choose_devices(recipe.pipeline.devices)
     if notice:
         tell(Notice(notice))
@@ -130,7 +134,9 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         for name, values in initial_values(model, recipe.seed):
             store.set_parameter(name, values)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
-    return Setup(recipe, source, tokenizer, dataset, eval_rows, devices, model, peft_model, split, store)
+    return Setup(
+        recipe, source, tokenizer, dataset, eval_rows, devices, model, peft_model, split, store, fingerprint.result()
+    )
 
 
 def _evaluation_rows(

@@ -35,6 +35,7 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.plan.machine import host_memory
+from roundpipe_cli.redact import redact
 from roundpipe_cli.schedule.timeline import COMPUTE
 from roundpipe_cli.train.device_samples import DeviceSampler
 from roundpipe_cli.train.durable import STATE_FILE_MODE, write_atomically
@@ -256,7 +257,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+    return redact(json.dumps(values, separators=(",", ":"))).encode() + b"\n"
 
 
 def _step(line: dict[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.torture import damage, holders, hostile, kills, stops, workers
+from tests.torture import damage, holders, hostile, kills, stops, syscalls, workers
 from tests.torture.arena import Arena, Seen
 
 
@@ -21,6 +21,8 @@ class Promise:
     """Tries in the test suite."""
     release_count: int
     """Tries before a release; a trial over a list of cases takes all of them where this is more."""
+    missing: Callable[[], str | None] = lambda: None
+    """What this machine lacks for it, if anything."""
 
 
 PROMISES = (
@@ -50,5 +52,29 @@ PROMISES = (
         hostile.crafted_weights,
         14,
         100,
+    ),
+    Promise(
+        "order",
+        "fsync of each file, its folder, rename, fsync of the parent, removal: in this order",
+        syscalls.durability_order,
+        1,
+        3,
+        syscalls.missing,
+    ),
+    Promise(
+        "kill-each",
+        "SIGKILL at every system call of a save, then resume: bit-identical",
+        syscalls.kill_at_each,
+        8,
+        1000,
+        syscalls.missing,
+    ),
+    Promise(
+        "error-each",
+        "EIO, ENOSPC at every write, fsync, rename of a save: exit 5, nothing half committed",
+        syscalls.error_at_each,
+        8,
+        1000,
+        syscalls.missing,
     ),
 )

@@ -43,12 +43,13 @@ class Call:
     arguments: str
 
 
-def available() -> bool:
-    """Whether strace is there and may trace."""
+def missing() -> str | None:
+    """What is missing: strace, or the permission to trace."""
     try:
-        return subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True).returncode == 0
+        done = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True)
     except FileNotFoundError:
-        return False
+        return "strace is not installed"
+    return f"strace may not trace here: {done.stderr.strip()}" if done.returncode else None
 
 
 def kill_at_each(arena: Arena, count: int) -> Seen:

@@ -1,0 +1,46 @@
+"""The oldest versions of libraries that do not have a known hole through which a model or checkpoint runs code."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import InvalidVersion, Version
+
+from roundpipe_cli.errors import Problem, RecipeError
+
+FLOORS = {
+    "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),
+    "transformers": ("5.3", "CVE-2026-4372, CVE-2026-5241, CVE-2026-1839"),
+    "safetensors": ("0.8", "files are not written atomically before"),
+    "PyYAML": ("6", "unsafe loaders by default before"),
+    "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
+}
+
+
+def check_floors() -> None:
+    """Refuse to start on a library that is too old, before it is imported.
+
+    Raises:
+        RecipeError: (exit code 2) each of them with the reason.
+    """
+    problems = []
+    for name, (floor, reason) in FLOORS.items():
+        found = _installed(name)
+        if found is None or found < Version(floor):
+            problems.append(
+                Problem(
+                    f"{name} is too old to be safe",
+                    found="not installed" if found is None else str(found),
+                    expected=f"{floor} or later ({reason})",
+                    hint=f"pip install -U '{name}>={floor}'",
+                )
+            )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _installed(name: str) -> Version | None:
+    try:
+        return Version(version(name))
+    except (PackageNotFoundError, InvalidVersion):
+        return None
