@@ -287,7 +287,6 @@ REFUSED_NOW = {
     "on_oom": "adapt",
     "weights": "mmap",
     "pipeline.devices": "emulated",
-    "pipeline.recompute": "none",
 }
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
+from roundpipe_cli.engine.kept import Kept, kept_activations
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
@@ -118,6 +119,7 @@ class Engine:
         recompute: str = "stage",
         unread: Mapping[int, Sequence[str]] | None = None,
         keep_inputs: bool = False,
+        keep_blocks: int = 0,
         num_slots: int = 2,
         watchdog_s: float | None = 600.0,
     ) -> None:
@@ -133,6 +135,8 @@ class Engine:
             unread: per block, modules whose products a recompute leaves out, from `find_unread`.
             keep_inputs: keep the input of every layer after such a block on the host, so that its product can be left
                 out within a stage too, not only at its end.
+            keep_blocks: blocks, counted from the last, whose activations stay on the device from forward to backward
+                where both run on the same worker. Blocks in 4 bit are recomputed all the same.
             num_slots: stages whose weights are on a device at once.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
         """
@@ -145,6 +149,11 @@ class Engine:
         self._read_layers = frozenset(range(1, self.num_layers)) if recompute == "layer" else frozenset()
         if keep_inputs and unread:
             self._read_layers |= {index + 2 for index, names in unread.items() if names}
+        self._keep_layers = frozenset(
+            layer
+            for layer in range(max(1, self.num_layers - 1 - keep_blocks), self.num_layers - 1)
+            if not any(place.in_4bit for place in store.layouts[layer].places)
+        )
         self._num_slots = num_slots
         self._watchdog_s = watchdog_s
         self._results: queue.Queue[WorkResult] = queue.Queue()
@@ -314,6 +323,8 @@ class Engine:
             head_chunk_tokens=self._head_chunk_tokens,
             recompute_each_layer=self._recompute_each_layer,
             first_trainable_layer=self._first_trainable_layer,
+            kept=self._kept(program) if scoring is None else frozenset(),
+            layer_bytes=[layout.num_bytes for layout in self.store.layouts],
             read_layers=self._read_layers,
             readers=hidden_readers(program.schedule, self._read_layers),
             progress=progress,
@@ -330,6 +341,9 @@ class Engine:
         if known is None or known.schedule is not schedule:
             known = self._programs[id(schedule)] = lower_for_engine(schedule, self.store.layouts, self._num_slots)
         return known
+
+    def _kept(self, program: Program) -> Kept:
+        return kept_activations(program, {x for x in self._keep_layers if x >= self._first_trainable_layer})
 
     def _reserve(self, program: Program) -> None:
         layouts = self.store.layouts

@@ -20,6 +20,7 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState, Progress
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.gradients import GradientFold, Parts, square_sum
+from roundpipe_cli.engine.kept import Kept, weights_found_again
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.dropout import layer_seed
@@ -58,6 +59,10 @@ class StepContext:
     """The run's seed, or None if the model drops nothing."""
     head_chunk_tokens: int
     recompute_each_layer: bool
+    kept: Kept
+    """Activations that stay on their worker from the forward to the backward."""
+    layer_bytes: Sequence[int]
+    """Of each layer's weights."""
     read_layers: frozenset[int]
     """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
     first_trainable_layer: int
@@ -102,6 +107,8 @@ class _LayerGraph:
     leaf: torch.Tensor
     output: torch.Tensor | None
     """None for a layer below everything that is trained."""
+    parameters: list[nn.Parameter]
+    """What is trained, as bound at the time of the forward."""
 
 
 class StageRunner:
@@ -116,6 +123,8 @@ class StageRunner:
         self.accumulators: dict[int, list[torch.Tensor]] = {}
         """Per layer of the current visit, the device's gradient sums (empty if folded on the host)."""
         self._graphs: dict[int, list[_LayerGraph]] = {}
+        self._kept: dict[tuple[int, int], _LayerGraph] = {}
+        """By (layer, microbatch), from the forward to the backward."""
         self._head_input: dict[int, torch.Tensor] = {}
         self._poison: float | None = None
         self.layer = 0
@@ -151,6 +160,7 @@ class StageRunner:
     def reset(self) -> None:
         """Drop what a failed step left."""
         self._graphs.clear()
+        self._kept.clear()
         self._head_input.clear()
         self._poison = None
 
@@ -166,12 +176,27 @@ class StageRunner:
                 break  # in a training step the head's forward is done with its backward
             if layer > layers[0]:
                 self._put_hidden(context, layer, state, hidden)
-            if layer > 0:
+            if (layer, state.index) in context.kept:
+                hidden = self._keep(context, layer, state, hidden)
+            elif layer > 0:
                 with torch.no_grad(), self.backend.compute():
                     hidden = self._run_block(context, layer, state, hidden)
         end = min(layers[1] + 1, num_layers - 1)
         if end > layers[0]:
             self._put_hidden(context, end, state, hidden)
+
+    def _keep(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> torch.Tensor:
+        """Forward of a layer whose graph stays until the backward; returns its output."""
+
+        def weights_now() -> torch.Tensor:
+            return self.model.first_weight(layer)
+
+        moves = not self.backend.aliases_host
+        with weights_found_again(moves, weights_now, context.layer_bytes[layer]):
+            graph = self._graph_of(context, layer, state, hidden, output_is_read=True)
+        assert graph.output is not None
+        self._kept[layer, state.index] = graph
+        return graph.output.detach()
 
     def _score(self, context: StepContext, scoring: Scoring, state: MicrobatchState, hidden: torch.Tensor) -> None:
         self.layer = len(context.folds) - 1
@@ -271,13 +296,17 @@ class StageRunner:
     def _graph_of(
         self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, output_is_read: bool
     ) -> _LayerGraph:
-        """The forward of one layer with its graph; no graph below the first trained layer."""
+        """The forward of one layer with its graph, or the one that was kept; none below the first trained layer."""
+        if (layer, state.index) in self._kept:
+            return self._kept.pop((layer, state.index))
         leaf = hidden.detach()
+        parameters = self.parameters[layer]
         if layer < context.first_trainable_layer:
-            return _LayerGraph(layer, leaf, None)
+            return _LayerGraph(layer, leaf, None, parameters)
         leaf.requires_grad_(layer > context.first_trainable_layer)
         with torch.enable_grad(), self.backend.compute():
-            return _LayerGraph(layer, leaf, self._run_block(context, layer, state, leaf, output_is_read))
+            output = self._run_block(context, layer, state, leaf, output_is_read)
+        return _LayerGraph(layer, leaf, output, parameters)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -348,7 +377,7 @@ class StageRunner:
             return None
         self.layer = graph.layer
         take, parts = self._taker(context, graph.layer, state)
-        with self.backend.compute(), GradientTaps(self.parameters[graph.layer], take):
+        with self.backend.compute(), GradientTaps(graph.parameters, take):
             torch.autograd.backward(graph.output, gradient)
         graph.output = None
         self._fold(context, graph.layer, state, parts)

@@ -206,6 +206,11 @@ class WorkerModel:
                 packed.append((module, attribute, parameter))
         self._packed[layer] = packed
 
+    def first_weight(self, layer: int) -> torch.Tensor:
+        """The parameter of `layer` that lies first in its buffer, as bound now."""
+        bound = (module._parameters[attribute] for module, attribute, _ in self._bindings[layer])
+        return min((p for p in bound if p is not None), key=torch.Tensor.data_ptr)
+
     @property
     def embed_names(self) -> list[str]:
         """Names of the parameters that the embed layer reads, a tied table included."""

@@ -130,7 +130,13 @@ class PipelineConfig:
     threads_per_worker: Literal["auto"] | Annotated[int, Range(1, 4096)] = "auto"
     """CPU workers: intra-op threads of each. `auto` is cores / workers. Changes the bits of a loss, not its value."""
     recompute: Literal["stage", "layer", "none"] = "stage"
-    """What backward computes again instead of keeping: `stage` keeps least memory, `none` keeps all activations."""
+    """What backward computes again instead of keeping: `stage` keeps the activations of one microbatch and stage,
+    `layer` of one layer, `none` those of all blocks, see `keep_activations`."""
+    keep_activations: Literal["auto"] | Annotated[int, Range(0)] = "auto"
+    """Blocks, counted from the last, whose activations stay on the device from forward to backward: not recomputed, for
+    as many bytes as a round's microbatches have there. They stay where a block's forward and backward run on the same
+    worker: always with one worker or a schedule that binds stages, sometimes with roundpipe on several. Blocks in 4 bit
+    are always recomputed. `auto` is 0."""
     head_workers: Literal["auto"] | PositiveInt = "auto"
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
     much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for

@@ -35,7 +35,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("on_oom", "adapting to a device that is out of memory", "stop"),
     NotYet("weights", "training from the mapped checkpoint file", "auto", refused=("mmap",)),
     NotYet("pipeline.devices", "training on emulated devices", "auto", refused=("emulated",)),
-    NotYet("pipeline.recompute", "training without recompute", "stage", refused=("none",)),
 )
 
 

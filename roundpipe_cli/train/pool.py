@@ -16,6 +16,7 @@ from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.machine import host_memory, num_cores, processor_name
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.cut import SHARED_BYTES_PER_S, Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.profile_cache import ProfileCache
@@ -43,9 +44,17 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         head_chunk_tokens=recipe.head_chunk_tokens,
         recompute=recipe.pipeline.recompute,
         unread=find_unread(setup.model, setup.split, setup.store) if skip else None,
+        keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
         keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
         watchdog_s=recipe.watchdog_s or None,
     )
+
+
+def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
+    """Blocks whose activations are kept where they can be."""
+    if pipeline.recompute == "none":
+        return num_blocks
+    return 0 if pipeline.keep_activations == "auto" else min(pipeline.keep_activations, num_blocks)
 
 
 def _inputs_bytes(setup: Setup) -> int:

@@ -1,0 +1,89 @@
+"""Activations that stay on the device from a block's forward to its backward, in place of being recomputed.
+
+They stay where a microbatch's forward and backward of a block run on the same worker. Meanwhile the block's slot may
+hold other weights, so a graph that is kept does not keep the weights that it saved: it notes where in the layer's
+buffer they lie and finds them again, when backward asks, in the slot that the layer is bound to then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_cli.engine.program import layer_range
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.lower import Program
+
+Kept = frozenset[tuple[int, int]]
+"""(layer, microbatch) of the activations that stay."""
+
+
+def kept_activations(program: Program, layers: Collection[int]) -> Kept:
+    """Of `layers`, what can stay: forward and backward of the microbatch run on the same worker.
+
+    What the stage with the head computes by itself is not recomputed anyway.
+    """
+    schedule = program.schedule
+    forward: dict[tuple[int, int], int] = {}
+    kept = set()
+    for op in program.ops:
+        if op.kind is Kind.FORWARD:
+            forward |= {(layer, op.microbatch): op.worker for layer in layer_range(schedule.forward_stages[op.stage])}
+    for op in program.ops:
+        if op.kind is Kind.BACKWARD:
+            for layer in layer_range(schedule.backward_stages[op.stage]):
+                if layer in layers and forward.get((layer, op.microbatch)) == op.worker:
+                    kept.add((layer, op.microbatch))
+    return frozenset(kept)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a saved tensor lies in its layer's buffer."""
+
+    offset_bytes: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class FoundAgain:
+    """Around a block's forward: what its graph saves of the weights is looked up anew in the backward."""
+
+    def __init__(self, weights_now: Callable[[], torch.Tensor], num_bytes: int) -> None:
+        """
+        Args:
+            weights_now: the first weight of the layer's buffer, as it is bound at the time of the call.
+            num_bytes: of the buffer.
+        """
+        self._weights_now = weights_now
+        self._num_bytes = num_bytes
+        self._start = weights_now().data_ptr()
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
+        offset = tensor.data_ptr() - self._start
+        if 0 <= offset < self._num_bytes:
+            return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
+        return tensor
+
+    def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        weights = self._weights_now()
+        start = weights.data_ptr() - weights.untyped_storage().data_ptr() + saved.offset_bytes
+        found = torch.empty(0, dtype=saved.dtype, device=weights.device)
+        return found.set_(weights.untyped_storage(), start // saved.dtype.itemsize, saved.size, saved.stride)  # type: ignore[call-overload]
+
+
+def weights_found_again(
+    needed: bool, weights_now: Callable[[], torch.Tensor], num_bytes: int
+) -> AbstractContextManager[Any]:
+    """`FoundAgain`'s hooks; nothing where weights stay where they are."""
+    return FoundAgain(weights_now, num_bytes).hooks() if needed else nullcontext()
