@@ -60,6 +60,9 @@ def bench(
     repetitions: Annotated[
         int | None, typer.Option(min=1, help="With --run: alternating rounds. Default: 5, for --costs 1.")
     ] = None,
+    no_dashboard: Annotated[
+        bool, typer.Option("--no-dashboard", help="With --run: plain lines instead of a dashboard.")
+    ] = False,
 ) -> None:
     """Compare pipeline schedules on a recipe or a costs file.
 
@@ -69,7 +72,8 @@ def bench(
 
     flags = RoundpipeFlags(head_workers, replicas, earliest_free, skip_projection, keep_activations)
     if run_really and costs is None:
-        _run_really(recipe, overrides or [], schedule, repetitions or 5, json_output, flags)
+        plain = json_output or no_dashboard
+        _run_really(recipe, overrides or [], schedule, repetitions or 5, json_output, plain, flags)
         return
     from roundpipe_cli.schedule.compare import check_question, run
 
@@ -125,6 +129,7 @@ def _run_really(
     schedules: list[str] | None,
     repetitions: int,
     json_output: bool,
+    plain: bool,
     flags: RoundpipeFlags,
 ) -> None:
     from roundpipe_cli.errors import RefusedError
@@ -137,7 +142,7 @@ def _run_really(
         raise RefusedError("--run needs a recipe or a costs file", hint="roundpipe bench recipes/quickstart.yaml --run")
     from roundpipe_cli.cli.bench_run import run_for_real
 
-    run_for_real(recipe, overrides, schedules, repetitions, json_output)
+    run_for_real(recipe, overrides, schedules, repetitions, json_output, plain=plain)
 
 
 def _question(

@@ -9,12 +9,20 @@ if TYPE_CHECKING:
 
 
 def run_for_real(
-    recipe: str, overrides: list[str], schedules: list[str] | None, repetitions: int, json_output: bool
+    recipe: str,
+    overrides: list[str],
+    schedules: list[str] | None,
+    repetitions: int,
+    json_output: bool,
+    *,
+    plain: bool = False,
 ) -> None:
     """Run the schedules of a recipe on its devices and print what was measured."""
     from roundpipe_cli.cli.bench import entry
+    from roundpipe_cli.cli.display import Display, quit_key
     from roundpipe_cli.cli.finetune import LinePrinter, quiet_libraries
     from roundpipe_cli.cli.output import say
+    from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import SCHEDULES, schedule_name
     from roundpipe_cli.train.preflight import check_sources
@@ -27,7 +35,22 @@ def run_for_real(
     quiet_libraries()
     from roundpipe_cli.train.bench_run import compare_for_real
 
-    comparison = compare_for_real(loaded, names, repetitions=repetitions, offline=False, tell=LinePrinter(1), say=say)
+    printer = LinePrinter(1)
+
+    def show(event: Event) -> None:
+        if not isinstance(event, StepFinished):  # stdout is for the comparison
+            printer(event)
+
+    with Display(show, dashboard=not plain, keys={"q": quit_key()}) as display:
+        comparison = compare_for_real(
+            loaded,
+            names,
+            repetitions=repetitions,
+            offline=False,
+            tell=display,
+            say=display.say,
+            live=display.is_dashboard,
+        )
     if json_output:
         import json
 

@@ -75,6 +75,13 @@ class Display:
         elif isinstance(event, (CheckpointSaved, StepFinished, RunFinished)):
             self._last[type(event)] = event
 
+    def say(self, text: str) -> None:
+        """A line that is no event."""
+        if self._live is not None:
+            self._live.tell(Notice(text))
+        else:
+            say(text)
+
     def announce(self, text: str) -> None:
         """Say something inside a signal's handler."""
         if self._live is not None:

@@ -159,8 +159,7 @@ class LiveDashboard:
     def _frame(self) -> float:
         """Take in the news and paint. Returns the seconds of processor time that it took."""
         started_s = time.thread_time()
-        while self._queue:
-            self.state = fold(self.state, self._queue.popleft(), self._clock())
+        self._frame_state()
         with self._lock:
             if self._suspended:
                 return 0.0
@@ -170,11 +169,15 @@ class LiveDashboard:
                 self._terminal.enter()
             for line in self._terminal.new_output():
                 self.state = fold(self.state, Notice(line), self._clock())
-            self.state = replace(self.state, num_dropped=self._num_dropped)
             size = self._terminal.size()
             lines = screen(self.state, self._clock(), *size, self._theme, self._shown_keys)
             self._terminal.paint([ansi(line, self._console) for line in lines], size)
         return time.thread_time() - started_s
+
+    def _frame_state(self) -> None:
+        for _ in range(len(self._queue)):
+            self.state = fold(self.state, self._queue.popleft(), self._clock())
+        self.state = replace(self.state, num_dropped=self._num_dropped)
 
     def _wait(self, seconds: float) -> None:
         """Until the next frame; keys, the end and a new size do not wait for it."""

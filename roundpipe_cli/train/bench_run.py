@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
 from roundpipe_cli.engine.profile import measured_costs, profile_schedule
 from roundpipe_cli.errors import InternalError
+from roundpipe_cli.events import StepFinished, run_clock
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.compare import Question, Result, choose_partition, run
@@ -16,6 +17,7 @@ from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.cut import PROFILE_STEPS
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.setup import Setup, Tell, prepare
+from roundpipe_cli.train.telemetry import Telemetry, run_started, step_timeline
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Relative, between the losses of two schedules."""
@@ -67,11 +69,21 @@ class Comparison:
 
 
 def compare_for_real(
-    loaded: LoadedRecipe, names: Sequence[str], *, repetitions: int, offline: bool, tell: Tell, say: Say
+    loaded: LoadedRecipe,
+    names: Sequence[str],
+    *,
+    repetitions: int,
+    offline: bool,
+    tell: Tell,
+    say: Say,
+    live: bool = False,
 ) -> Comparison:
     """Profile the layers, plan each schedule with the measured costs, then run all of them in turn.
 
     No weight is changed: the same step is computed again and again.
+
+    Args:
+        live: tell several times a second what the workers do.
 
     Raises:
         RefusedError: recipe, model or data refused.
@@ -79,9 +91,17 @@ def compare_for_real(
     """
     setup = prepare(loaded, offline=offline, tell=tell)
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
-    with page_locked(setup, tell), make_engine(setup) as engine:
+    clock = run_clock()
+    with (
+        page_locked(setup, tell),
+        make_engine(setup) as engine,
+        Telemetry(engine, setup.devices, tell, clock, live=live),
+    ):
+        num_steps = PROFILE_STEPS + 1 + (repetitions + 1) * len(names)
+        tell(replace(run_started(setup, clock(), 0, num_steps), goal="speed"))
+        teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
-        costs = profile(engine, setup, microbatches)
+        costs = profile(engine, setup, microbatches, teller)
         question = Question(costs, engine.num_workers, len(microbatches))
         measured = [
             Measured(run(name, choose_partition(name, question), question), num_tokens=num_tokens) for name in names
@@ -89,6 +109,7 @@ def compare_for_real(
         for repetition in range(repetitions + 1):
             for entry in measured:
                 result = engine.run_step(microbatches, entry.predicted.schedule, step=0)
+                teller.ran(result)
                 if repetition:  # the first round warms up
                     entry.steps.append(result)
             say(f"round {repetition} of {repetitions}{'' if repetition else ' (warm-up)'}")
@@ -104,10 +125,47 @@ def compare_for_real(
     return Comparison(costs, setup.devices, len(microbatches), tuple(measured))
 
 
-def profile(engine: Engine, setup: Setup, microbatches: Sequence[Microbatch]) -> CostModel:
+class _Teller:
+    """Tells of each step as if it were one of training."""
+
+    def __init__(self, tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int) -> None:
+        self._tell, self._clock, self._num_steps, self._num_tokens = tell, clock, num_steps, num_tokens
+        self._step_s: list[float] = []
+
+    def ran(self, result: StepResult) -> None:
+        """A step has just ended."""
+        self._step_s.append(result.step_s)
+        step = len(self._step_s)
+        self._tell(step_timeline(result, step, self._clock))
+        self._tell(
+            StepFinished(
+                step=step,
+                num_steps=self._num_steps,
+                loss=result.loss,
+                learning_rate=0.0,
+                grad_norm=result.gradient_norm,
+                tokens=self._num_tokens,
+                tokens_per_s=self._num_tokens / result.step_s,
+                step_s=result.step_s,
+                bubble_ratio=result.bubble_ratio,
+                utilization=result.utilization,
+                upload_bytes=result.upload_bytes,
+                device_peak_bytes=max(result.device_peak_bytes),
+                eta_s=statistics.median(self._step_s) * (self._num_steps - step),
+            )
+        )
+
+
+def profile(
+    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], teller: _Teller | None = None
+) -> CostModel:
     """Costs of the layers, measured by steps with one layer a stage."""
     schedule = profile_schedule(engine.num_layers, engine.num_workers, len(microbatches))
-    results = [engine.run_step(microbatches, schedule, step=0) for _ in range(PROFILE_STEPS + 1)]
+    results = []
+    for _ in range(PROFILE_STEPS + 1):
+        results.append(engine.run_step(microbatches, schedule, step=0))
+        if teller is not None:
+            teller.ran(results[-1])
     return measured_costs(make_cutter(setup).costs, results[1:])
 
 
