@@ -96,6 +96,8 @@ class RunFiles:
         self._metrics = _GrowingFile(self.folder / METRICS_NAME)
         self._events = _GrowingFile(self.folder / EVENTS_NAME)
         self._rows: deque[Row] = deque()
+        self._timelines: dict[int, StepTimeline] = {}
+        """Read and not told yet."""
         self._num_steps = 0
         self._time_s = 0.0
         self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
@@ -108,12 +110,15 @@ class RunFiles:
         lines = self._events.new_rows()
         self._rows.extend(self._metrics.new_rows())
         told: list[TimedEvent] = []
-        for line in lines:
-            event = decode(line)
-            if event is None:
-                continue
-            step = _number(line.get("step"))
-            told += self._steps_up_to(step - 1 if isinstance(event, StepTimeline) else step)
+        decoded = [(line, event) for line in lines if (event := decode(line)) is not None]
+        self._timelines = {event.step: event for _, event in decoded if isinstance(event, StepTimeline)}
+        for line, event in decoded:
+            if isinstance(event, StepTimeline):
+                told += self._steps_up_to(event.step - 1)
+                if self._timelines.pop(event.step, None) is None:
+                    continue  # told already
+            else:
+                told += self._steps_up_to(_number(line.get("step")))
             time_s = line.get("t")
             self._time_s = float(time_s) if isinstance(time_s, (int, float)) else self._time_s
             if isinstance(event, RunStarted):
@@ -122,12 +127,16 @@ class RunFiles:
         return anew, told + self._steps_up_to(math.inf)
 
     def _steps_up_to(self, last: float) -> list[TimedEvent]:
-        """The steps that have been read and not told yet."""
+        """The steps that have been read and not told yet, each after its timeline, which may be written later."""
         told: list[TimedEvent] = []
         while self._rows and _number(self._rows[0].get("step")) <= last:
             step = self._step(self._rows.popleft())
-            if step is not None:
-                told.append((self._time_s, step))
+            if step is None:
+                continue
+            timeline = self._timelines.pop(step.step, None)
+            if timeline is not None:
+                told.append((self._time_s, timeline))
+            told.append((self._time_s, step))
         return told
 
     def _step(self, row: Row) -> StepFinished | None:

@@ -100,20 +100,21 @@ class Telemetry:
         self._thread.join(2.0)
 
     def _run(self) -> None:
-        next_sample_s = 0.0
+        next_sample_s, over = 0.0, False
         with contextlib.closing(self._sampler):
             while True:
                 try:
                     if self._live:
                         self._look()
-                    if time.monotonic() >= next_sample_s:
+                    if over or time.monotonic() >= next_sample_s:
                         next_sample_s = time.monotonic() + SAMPLE_S
                         self._tell(self._sample())
                 except Exception as error:  # a failed device says so through the engine; the run goes on without us
                     self._tell(Notice(f"memory and devices are no longer watched: {error}"))
                     return
-                if self._stop.wait(LOOK_S if self._live else SAMPLE_S):
+                if over:
                     return
+                over = self._stop.wait(LOOK_S if self._live else SAMPLE_S)
 
     def _look(self) -> None:
         look = self._watcher.look(self._engine.step_in_work)
@@ -162,7 +163,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._file: int | None = None
         self._num_bytes = 0
-        self._sample_s = SAMPLE_S
+        self._sample_s = 0.0
+        """Least time between two samples in the file; 0: all of them."""
         self._next_sample_s = self._next_timeline_s = 0.0
         self._unwritten: deque[StepTimeline] = deque(maxlen=KEPT_TIMELINES)
 
@@ -218,7 +220,7 @@ class Recorder:
             self._num_bytes += len(line)
             if self._num_bytes > MAX_FILE_BYTES:
                 self._rewrite(_thinned(read_lines(self._path)))
-                self._sample_s *= 2
+                self._sample_s = max(2 * SAMPLE_S, 2 * self._sample_s)
 
     def _rewrite(self, lines: Sequence[dict[str, Any]]) -> None:
         self._close()
