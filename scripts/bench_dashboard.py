@@ -37,7 +37,8 @@ def train(folder: Path, name: str, flags: list[str], arguments: argparse.Namespa
     output_dir = folder / name
     command = [sys.executable, "-m", "roundpipe_cli", "finetune", "recipe.yaml", f"output_dir={output_dir}", *flags]
     session = f"bench-dashboard-{os.getpid()}-{name}"
-    shell = f"cd {shlex.quote(str(folder))} && PYTHONPATH={shlex.quote(str(ROOT))} {shlex.join(command)}; echo $? > {name}.code"
+    where = f"cd {shlex.quote(str(folder))} && PYTHONPATH={shlex.quote(str(ROOT))}"
+    shell = f"{where} {shlex.join(command)}; echo $? > {name}.code"
     subprocess.run(
         ["tmux", "new-session", "-d", "-s", session, "-x", str(COLUMNS), "-y", str(LINES), "bash", "-c", shell],
         check=True,
