@@ -242,7 +242,7 @@ def test_stages_that_cannot_be(folder: Path) -> None:
 
 
 def test_what_has_not_landed_is_refused(folder: Path) -> None:
-    says(refused(folder, "weights=mmap", "pipeline.devices=emulated"), "not yet supported", "weights")
+    says(refused(folder, "pipeline.devices=emulated"), "not yet supported", "devices")
 
 
 # --- output directory -----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:
     assert sum(trainable_params(architecture, settings)) == 16 * rank_sums
     assert part(need, "masters") == 4 * 16 * rank_sums
     in_4bit = replace(settings, load_in_4bit=True)
-    assert part(host_need(costs, architecture, in_4bit, hardware, 65), "frozen") < 0.31 * part(need, "frozen")
+    assert part(host_need(costs, architecture, in_4bit, hardware, 65), "frozen") < 0.32 * part(need, "frozen")
 
 
 def test_boundaries_on_the_host_grow_with_stages_and_microbatches_in_flight() -> None:

@@ -281,11 +281,9 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
 
 
 REFUSED_NOW = {
-    "load_in_4bit": "true",
     "optim": "adafactor",
     "report_to": "[wandb]",
     "on_oom": "adapt",
-    "weights": "mmap",
     "pipeline.devices": "emulated",
 }
 

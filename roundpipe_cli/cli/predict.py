@@ -17,8 +17,9 @@ from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.find_model import find_architecture
-from roundpipe_cli.plan.hardware import Device, Hardware, parse_hardware
+from roundpipe_cli.plan.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.plan.machine import cpu_devices, host_memory, this_machine, visible_gpus
+from roundpipe_cli.plan.memory import frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.plan.models import Architecture
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
@@ -31,7 +32,7 @@ from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import format_bytes, format_seconds
 
 ASSUMED_HARDWARE = "8x4090"
 MAX_PARAMETERS_ON_CPU = 2_000_000_000
@@ -114,6 +115,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         staleness=recipe.pipeline.optimizer_staleness,
         head_chunk_tokens=recipe.head_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
+        weights_on_disk=recipe.weights == "mmap",
     )
 
 
@@ -140,7 +142,36 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
         settings = replace(settings, dtype="float16")
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
-    return Question(loaded, architecture, settings, machine, analytic_costs(architecture, settings, machine))
+    if recipe.weights == "auto":
+        settings = _tier(architecture, settings, machine)
+    analytic = analytic_costs(architecture, settings, machine)
+    if settings.weights_on_disk:
+        machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
+    return Question(loaded, architecture, settings, machine, analytic)
+
+
+def _tier(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> TrainingSettings:
+    """Frozen weights mapped from disk, if host memory is too short for them and that is all that is in the way."""
+    if settings.method == "full" or judge_coarsest(architecture, settings, machine).fits:
+        return settings
+    mapped = replace(settings, weights_on_disk=True)
+    return mapped if judge_coarsest(architecture, mapped, machine).fits else settings
+
+
+def _read_from_disk(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
+) -> tuple[Hardware, AnalyticCosts]:
+    """What mapped weights cost: where they do not fit into the memory that is left, the disk is the link."""
+    costs = analytic.costs
+    needed = host_need(costs, architecture, settings, machine, len(costs.layers)).total_bytes
+    left, frozen = usable_host_bytes(machine) - needed, frozen_bytes(architecture, settings)
+    text = f"frozen weights ({format_bytes(frozen)}) are mapped from disk"
+    if frozen <= left:
+        return replace(machine, notes=(*machine.notes, f"note: {text} and stay in memory")), analytic
+    share = ASSUMED_DISK_BYTES_PER_S / len(machine.devices)
+    note = f"assumed: {text} and read anew in every round, at {ASSUMED_DISK_BYTES_PER_S / 1e9:g} GB/s"
+    slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
+    return replace(machine, notes=(*machine.notes, note)), replace(analytic, costs=slow)
 
 
 def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
@@ -165,7 +196,10 @@ def check_fits(loaded: LoadedRecipe) -> None:
         return  # the recipe's GPUs are not here, which is another error than memory
     available = min(question.hardware.host_memory_bytes, host_memory().available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
-    verdict = judge_coarsest(question.architecture, question.settings, machine)
+    settings = question.settings
+    if loaded.recipe.weights == "auto":
+        settings = _tier(question.architecture, settings, machine)
+    verdict = judge_coarsest(question.architecture, settings, machine)
     if verdict.fits:
         return
     error = ResourceError(verdict.reasons[0])

@@ -14,13 +14,16 @@ In 16 bit the masters are apart (one, newest version). In float32 the weights of
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from roundpipe_cli.model.layout import LayerLayout, ParameterPlace
+from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
 
 NO_VERSION = -1
 """Held by a buffer that nothing was put into yet, or that is being written."""
@@ -31,6 +34,31 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Buffers at page borders, uint8, on a file in `folder` that vanishes with the process.
+
+    The system keeps of them in memory what fits and fetches the rest when it is read.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    starts = [0]
+    for size in sizes:
+        starts.append(round_up(starts[-1] + size, mmap.ALLOCATIONGRANULARITY))
+    descriptor, name = tempfile.mkstemp(prefix=".tmp-weights-", dir=folder)
+    try:
+        Path(name).unlink()
+        os.posix_fallocate(descriptor, 0, max(starts[-1], 1))  # a disk that is full says so now and not by SIGBUS
+        return [
+            torch.frombuffer(mmap.mmap(descriptor, size, offset=start), dtype=torch.uint8)
+            if size
+            else torch.empty(0, dtype=torch.uint8)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -48,15 +76,21 @@ class LayerUpdate:
 class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
-    def __init__(self, layouts: Sequence[LayerLayout], staleness: int = 0) -> None:
+    def __init__(self, layouts: Sequence[LayerLayout], staleness: int = 0, folder: Path | None = None) -> None:
         """
         Args:
             layouts: one per layer.
             staleness: 0 or 1: versions by which the weights of a step may lag.
+            folder: map the weights from a file there; None: ordinary memory.
+
+        Raises:
+            OSError: no such file can be made in `folder`.
         """
         self.layouts = tuple(layouts)
         self.staleness = staleness
-        self.buffers = [page_aligned(layout.num_bytes) for layout in layouts]
+        sizes = [layout.num_bytes for layout in layouts]
+        self.is_mapped = folder is not None
+        self.buffers = [page_aligned(size) for size in sizes] if folder is None else mapped_buffers(folder, sizes)
         """Per layer, uint8: frozen weights, then the trainable ones of version 0, 2, ... (staleness 0: of any)."""
         self._odd = [page_aligned(layout.trainable_num_bytes) for layout in layouts] if staleness else []
         """Per layer, uint8: the trainable weights of version 1, 3, ..."""
@@ -214,8 +248,12 @@ class WeightStore:
 
     @property
     def transferred(self) -> list[torch.Tensor]:
-        """Every buffer that is copied to or from devices."""
-        return [*self.buffers, *self._odd, *(gradient for slot in self._gradients for gradient in slot)]
+        """Every buffer that is copied to or from devices and stays in memory."""
+        return [
+            *([] if self.is_mapped else self.buffers),
+            *self._odd,
+            *(gradient for slot in self._gradients for gradient in slot),
+        ]
 
     def num_bytes(self) -> dict[str, int]:
         """Host bytes by part: weights (all versions), masters (0 in float32), gradients."""

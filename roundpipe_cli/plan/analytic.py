@@ -41,8 +41,8 @@ HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
 EXPERT_TILE_TOKENS = 64
 """Half of a matrix-product tile: what an expert's last tile wastes on average."""
-NF4_BYTES_PER_PARAM = 0.516
-"""4 bit, and a float8 scale for each 64 weights with a float32 scale for each 256 of those (arXiv 2305.14314)."""
+NF4_BYTES_PER_PARAM = 0.5 + 4 / 64
+"""4 bit, and a float32 scale for each 64 weights (arXiv 2305.14314, without its second quantization)."""
 OPTIMIZER_BYTES_PER_PARAM = 30
 """AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
 
@@ -65,6 +65,8 @@ class TrainingSettings:
     staleness: int = 0
     head_chunk_tokens: int = 1024
     save_total_limit: int = 2
+    weights_on_disk: bool = False
+    """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
 
     @property
     def tokens_per_microbatch(self) -> float:

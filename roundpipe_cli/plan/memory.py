@@ -152,19 +152,14 @@ def host_need(
 ) -> Need:
     """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it."""
     trainable = sum(trainable_params(architecture, settings))
-    lora = settings.method == "lora"
     size, versions = settings.dtype_bytes, 1 + settings.staleness
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
-    frozen = 0
-    if lora:
-        matrices = sum(block.params for block in architecture.blocks)
-        frozen = int(matrices * settings.frozen_bytes_per_param) + (architecture.parameters - matrices) * size
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     in_flight = min(settings.num_microbatches, 2 * len(hardware.devices))
     num_gpus = sum(not device.is_cpu for device in hardware.devices)
     return Need(
         (
-            Part("frozen weights", frozen),
+            Part("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
             Part("trained weights", trainable * size * weight_versions),
             Part("float32 masters", trainable * 4),
             Part("AdamW moments", trainable * 8),
@@ -176,6 +171,15 @@ def host_need(
     )
 
 
+def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Of all weights that are not trained, as they lie on the host."""
+    if settings.method == "full":
+        return 0
+    matrices = sum(block.params for block in architecture.blocks)
+    rest = (architecture.parameters - matrices) * settings.dtype_bytes
+    return int(matrices * settings.frozen_bytes_per_param) + rest
+
+
 def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     """Bytes in `output_dir` at the peak: checkpoints hold masters and moments, at staleness 1 also 16-bit weights."""
     trainable = sum(trainable_params(architecture, settings))
@@ -183,4 +187,11 @@ def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     checkpoint = trainable * (4 + 8 + stale_weights)
     result = trainable * settings.dtype_bytes
     count = settings.save_total_limit + 1
-    return Need((Part(f"{count} checkpoints", checkpoint * count), Part("the result", result)))
+    mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0
+    return Need(
+        (
+            Part(f"{count} checkpoints", checkpoint * count),
+            Part("the result", result),
+            Part("mapped weights", mapped),
+        )
+    )

@@ -33,7 +33,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("optim", "an optimizer other than adamw", "adamw"),
     NotYet("report_to", "reporting to trackers", []),
     NotYet("on_oom", "adapting to a device that is out of memory", "stop"),
-    NotYet("weights", "training from the mapped checkpoint file", "auto", refused=("mmap",)),
     NotYet("pipeline.devices", "training on emulated devices", "auto", refused=("emulated",)),
 )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +28,16 @@ from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.devices import choose_devices
+from roundpipe_cli.train.durable import disk_error, require_free_bytes
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_MEMORY_SHARE = 0.8
+"""Of the free host memory, for weights; `weights: auto` maps more of them from a file."""
 MAX_CPU_PARAMETERS = 2_000_000_000
 """Above this a model is not trained on the processor unless the recipe names the devices."""
 
@@ -95,8 +100,8 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         ResourceError: not enough host memory (exit code 5).
     """
     recipe = loaded.recipe
+    refuse_frozen_full(recipe)
     if recipe.load_in_4bit:
-        refuse_4bit_full(recipe)
         require_bitsandbytes()
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     fingerprint = Fingerprint(source)
@@ -126,7 +131,7 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
-    store = WeightStore(layouts, recipe.pipeline.optimizer_staleness)
+    store = _make_store(recipe, layouts, tell)
     loading_notice = load_weights(source, model, store.set_parameter)
     if loading_notice:
         tell(Notice(loading_notice))
@@ -137,6 +142,25 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
     return Setup(
         recipe, source, tokenizer, dataset, eval_rows, devices, model, peft_model, split, store, fingerprint.result()
     )
+
+
+def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell) -> WeightStore:
+    """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short."""
+    staleness = recipe.pipeline.optimizer_staleness
+    num_bytes = sum(layout.num_bytes for layout in layouts)
+    available = host_memory().available_bytes
+    short = recipe.weights == "auto" and recipe.method == "lora" and num_bytes > MAX_MEMORY_SHARE * available
+    if recipe.weights != "mmap" and not short:
+        return WeightStore(layouts, staleness)
+    folder = Path(recipe.output_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    what = f"{format_bytes(num_bytes)} of weights are mapped from a file in {folder}"
+    tell(Notice(f"{what}: {format_bytes(available)} of host memory are free" if short else what))
+    require_free_bytes(folder, num_bytes, "the mapped weights")
+    try:
+        return WeightStore(layouts, staleness, folder)
+    except OSError as error:
+        raise disk_error(error, folder, "the mapped weights", num_bytes) from error
 
 
 def _evaluation_rows(
@@ -159,19 +183,21 @@ def _evaluation_rows(
     return dataset, rows
 
 
-def refuse_4bit_full(recipe: Recipe) -> None:
-    """Weights in 4 bit cannot be trained.
+def refuse_frozen_full(recipe: Recipe) -> None:
+    """Weights in 4 bit or on a mapped file cannot be trained.
 
     Raises:
         RefusedError: `method: full`.
     """
-    if recipe.method == "full":
-        raise RefusedError(
-            "4-bit weights are frozen, and full fine-tuning trains them",
-            where="load_in_4bit: true",
-            found="method: full",
-            expected="method: lora",
-        )
+    kinds = {"load_in_4bit: true": recipe.load_in_4bit, "weights: mmap": recipe.weights == "mmap"}
+    for where, asked in kinds.items():
+        if asked and recipe.method == "full":
+            raise RefusedError(
+                "such weights are frozen, and full fine-tuning trains them",
+                where=where,
+                found="method: full",
+                expected="method: lora",
+            )
 
 
 def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:
