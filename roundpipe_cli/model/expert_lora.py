@@ -28,6 +28,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli.model.nf4 import import_bitsandbytes
+
 MAX_PADDING, MAX_ROWS = 8, 2**17
 """Rows of a batched product: for each (token, expert) pair, and in all. Above, experts are looped over."""
 MAX_WASTED_FLOPS = 2e7
@@ -36,6 +38,7 @@ MAX_WASTED_FLOPS = 2e7
 
 def isolate_expert_adapters(model: nn.Module) -> None:
     """Make every wrapper of fused experts in `model` (one worker's own copy) fast and independent of other workers."""
+    import_bitsandbytes()
     from peft.tuners.lora.layer import ParamWrapper
 
     for module in model.modules():

@@ -24,6 +24,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.nf4 import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.weights_io import base_name, open_shard
 from roundpipe_cli.train.durable import (
@@ -265,6 +266,7 @@ def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
     Raises:
         RefusedError: it cannot be read, or does not fit the model.
     """
+    import_bitsandbytes()
     from peft import LoraConfig, PeftConfig, get_peft_model
 
     try:
