@@ -107,6 +107,8 @@ class StepFinished:
     device_peak_bytes: int
     """Of the fullest device; 0 where bytes are not counted."""
     eta_s: float
+    preference: Mapping[str, float] | None = None
+    """Of preference pairs: more keys of the row."""
 
 
 @dataclass(frozen=True)

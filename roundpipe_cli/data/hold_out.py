@@ -38,10 +38,11 @@ def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[Tokeniz
             expected=f"less than {num_rows}",
         )
     kept = np.setdiff1d(np.arange(num_rows, dtype=np.int64), held, assume_unique=True)
-    return _part(dataset, kept), _part(dataset, held)
+    return part_of(dataset, kept), part_of(dataset, held)
 
 
-def _part(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
+def part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
+    """The rows of `dataset` at these ascending positions, as a dataset of their own."""
     rows = dataset.rows.select(positions)
     borders = np.cumsum([0, *dataset.rows_by_spec])
     by_spec = np.diff(np.searchsorted(positions, borders))

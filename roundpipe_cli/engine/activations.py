@@ -15,6 +15,7 @@ import torch
 
 from roundpipe_cli.engine.backends.base import Event
 from roundpipe_cli.model.head import HeadScores
+from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import Prologue
 
@@ -121,5 +122,13 @@ class MicrobatchState:
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""
     loss_sum: float | None = None
+    preference: Preference | None = None
+    rewards: Rewards | None = None
+    """Of preference pairs."""
     scores: HeadScores | None = None
     """Of a pass without backward."""
+
+    @property
+    def num_units(self) -> int:
+        """What the loss is a mean over: target tokens, or pairs."""
+        return len(self.target_ids) if self.preference is None else len(self.preference.reference) // 2

@@ -34,6 +34,7 @@ from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_byte
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
+from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
@@ -56,6 +57,8 @@ class Microbatch:
     """int64 [B, T]; -100 where nothing is trained. The loss at t is for label t + 1."""
     position_ids: torch.Tensor | None = None
     """int64 [B, T], restarting with each of the packed rows of a sequence; None: the model counts from 0."""
+    preference: Preference | None = None
+    """The rows are pairs, chosen ones first; None: the loss is that of the target tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class StepResult:
     """What came of one step. The gradients are in the weight store."""
 
     loss: float
-    """Sum of the target tokens' losses / number of target tokens of the step."""
+    """Sum of the target tokens' losses / number of target tokens of the step; of pairs, the mean of theirs."""
     num_target_tokens: int
     gradient_norm: float
     """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
@@ -75,6 +78,8 @@ class StepResult:
     device_peak_bytes: tuple[int, ...]
     started_s: float = 0.0
     """Of `time.perf_counter`."""
+    rewards: tuple[Rewards, ...] = ()
+    """Of each microbatch of preference pairs."""
 
     @property
     def timeline(self) -> Timeline:
@@ -303,8 +308,10 @@ class Engine:
         states = []
         for index, microbatch in enumerate(microbatches):
             indices, targets = target_rows(microbatch.labels)
-            states.append(MicrobatchState(index, microbatch.input_ids, indices, targets, microbatch.position_ids))
-        num_targets = sum(len(state.target_ids) for state in states)
+            state = MicrobatchState(index, microbatch.input_ids, indices, targets, microbatch.position_ids)
+            state.preference = microbatch.preference
+            states.append(state)
+        num_units = sum(state.num_units for state in states)
         folds = [
             GradientFold(layer, layout, gradients[layer], len(states), progress)
             if layout.num_trainable_elements and scoring is None
@@ -318,7 +325,7 @@ class Engine:
             gradients=gradients,
             program=program,
             microbatches=states,
-            gradient_scale=loss_scale / max(num_targets, 1),
+            gradient_scale=loss_scale / max(num_units, 1),
             dropout_seed=self._seed,
             head_chunk_tokens=self._head_chunk_tokens,
             recompute_each_layer=self._recompute_each_layer,
@@ -407,7 +414,7 @@ class Engine:
         for state in context.microbatches:
             assert state.loss_sum is not None
             loss_sum += state.loss_sum
-        num_targets = sum(len(state.target_ids) for state in context.microbatches)
+        num_units = sum(state.num_units for state in context.microbatches)
         assert len(context.boundaries) == 0, "a boundary tensor was never read"
         actions = []
         for result in results:
@@ -418,8 +425,9 @@ class Engine:
                 op = interval.op
                 actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
         return StepResult(
-            loss=loss_sum / num_targets if num_targets else 0.0,
-            num_target_tokens=num_targets,
+            loss=loss_sum / num_units if num_units else 0.0,
+            num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
+            rewards=tuple(state.rewards for state in context.microbatches if state.rewards is not None),
             gradient_norm=math.sqrt(sum(squares)) / loss_scale,
             step_s=seconds,
             actions=tuple(actions),

@@ -352,8 +352,9 @@ class StageRunner:
                 parameters=self.parameters[layer],
                 take=take,
                 needs_hidden_grad=context.first_trainable_layer < layer,
+                preference=state.preference,
             )
-        state.loss_sum = result.loss_sum
+        state.loss_sum, state.rewards = result.loss_sum, result.rewards
         self._fold(context, layer, state, parts)
         return result.grad_hidden
 

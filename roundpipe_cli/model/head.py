@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.model.gradient_taps import GradientTaps, Take
+from roundpipe_cli.model.preference import Preference, Rewards, preference_loss, sequence_sums
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -24,6 +25,8 @@ class HeadResult:
     """Sum of the target tokens' losses in nats, accumulated in float64."""
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
+    rewards: Rewards | None = None
+    """Of preference pairs."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,8 +107,12 @@ def run_head(
     parameters: Sequence[torch.Tensor],
     take: Take,
     needs_hidden_grad: bool,
+    preference: Preference | None = None,
 ) -> HeadResult:
     """Forward and backward of the head for one microbatch.
+
+    The loss of preference pairs needs the log-probabilities of whole sequences first: a forward of all chunks. It then
+    differs from the sum of tokens' losses by one factor for each sequence.
 
     Args:
         logits_of: hidden states [N, H] -> logits [N, V], with a graph.
@@ -117,10 +124,18 @@ def run_head(
         parameters: the head's trainable parameters.
         take: is given their gradients, one parameter at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
+        preference: the sequences are preference pairs; None: the loss is the sum over target tokens.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     rows = flat[indices]
     result = HeadResult(0.0, None)
+    factors = None
+    if preference is not None:
+        scores = score_head(logits_of, hidden, indices, targets, chunk_tokens=chunk_tokens, greedy=False)
+        sequences = indices // hidden.shape[1]
+        policy = sequence_sums(scores.log_probabilities, sequences, hidden.shape[0])
+        pair_loss, slopes, result.rewards = preference_loss(policy, preference)
+        factors = -slopes.to(hidden.device, torch.float32)[sequences, None]
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
@@ -131,6 +146,8 @@ def run_head(
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue
+        if factors is not None:
+            grad_logits.mul_(factors[part])
         grad_logits = grad_logits.mul_(gradient_scale).to(logits.dtype)
         with GradientTaps(parameters, take):
             torch.autograd.backward(logits, grad_logits)
@@ -138,6 +155,8 @@ def run_head(
         if grad_rows is not None:
             assert chunk.grad is not None
             grad_rows[part] = chunk.grad
+    if preference is not None:
+        result.loss_sum = pair_loss
     if grad_rows is not None:
         grad_flat = torch.zeros_like(flat)
         grad_flat[indices] = grad_rows

@@ -75,7 +75,9 @@ Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
 Device = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpty()]
-Column = Literal["text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations"]
+Column = Literal[
+    "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "chosen", "rejected"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,16 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+    """Direct preference optimisation. Used when `objective` is dpo."""
+
+    beta: Annotated[float, Range(0, above=True)] = 0.1
+    """How strongly the model is held to the reference model: larger stays closer."""
+    label_smoothing: Annotated[float, Range(0, 0.5, below=True)] = 0.0
+    """Share of the pairs that are assumed to be labelled the wrong way round (conservative DPO). 0 is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """One source of rows."""
 
@@ -102,7 +114,7 @@ class DatasetConfig:
     are tried from the working directory, then from the recipe's folder."""
     name: Words | None = None
     """Configuration of a hub dataset, for instance `main` of openai/gsm8k. null is its default."""
-    type: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    type: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = "auto"
     """Shape of the rows; `auto` decides by the columns. Only the chat-shaped types need a chat template."""
     split: Words = "train"
     """Split of a hub dataset; slices such as `train[:1000]` are the hub library's own."""
@@ -166,6 +178,11 @@ class Recipe:
     """Branch, tag or commit of a hub model. null is the default branch."""
     method: Literal["lora", "full"] = "lora"
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """`sft` trains on answers; `dpo` on pairs of a chosen and a rejected answer (datasets of type preference: columns
+    prompt, chosen, rejected), with the base model as the reference. Needs `method: lora`."""
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    """Not used unless `objective` is dpo."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters; not used when `method` is full."""
     load_in_4bit: bool = False

@@ -31,6 +31,7 @@ from roundpipe_cli.train.learning_rate import make_schedule
 from roundpipe_cli.train.optimizer import HostAdamW
 from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, RunState, truncate_metrics
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
+from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_unchanged, run_state
 from roundpipe_cli.train.setup import Setup, Tell, prepare
@@ -164,6 +165,7 @@ class Trainer:
         setup = self.setup
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
+        self._references = Scorer(setup, engine, self._cutter, lambda: False)
         scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
         evaluator.start(evaluation)
@@ -251,7 +253,11 @@ class Trainer:
     def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
         batches = self.sampler.next_step()
-        microbatches, num_tokens = make_microbatches(self.setup, batches)
+        if self.setup.rejected is None:
+            microbatches, num_tokens = make_microbatches(self.setup, batches)
+        else:
+            microbatches, num_tokens = make_pairs(self.setup, batches)
+            microbatches = add_references(self.setup, self._references, microbatches, step)
         log_rows(self.setup, step + 1, batches)
         schedule = self._cutter.schedule(len(microbatches))
         learning_rate = self._learning_rate(step)
@@ -293,6 +299,7 @@ class Trainer:
             upload_bytes=result.upload_bytes,
             device_peak_bytes=max(result.device_peak_bytes),
             eta_s=self._eta_s(step, step_s),
+            preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
         )
         self._rows.append(event)
         self._write_row(metrics, event)
@@ -416,4 +423,5 @@ def _metrics_row(event: StepFinished) -> dict[str, Any]:
         "utilization": list(event.utilization),
         "upload_bytes": event.upload_bytes,
         "device_peak_bytes": event.device_peak_bytes,
+        **(event.preference or {}),
     }

@@ -34,7 +34,6 @@ def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
     check_floors()
     check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
-        spec = DatasetSpec(
-            dataset.path, dataset.type, dataset.split, dataset.name, {str(k): v for k, v in dataset.columns.items()}
-        )
+        columns = {str(key): value for key, value in dataset.columns.items()}
+        spec = DatasetSpec(dataset.path, "auto", dataset.split, dataset.name, columns)  # the type is looked at later
         find_sources(spec, loaded.folder, offline)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.data.dataset import Row, TokenizedDataset, build_dataset
+from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows, build_dataset
 from roundpipe_cli.data.hold_out import hold_out
+from roundpipe_cli.data.pairs import build_pairs
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
@@ -52,6 +53,8 @@ class Setup:
     source: ModelSource
     tokenizer: Any
     dataset: TokenizedDataset
+    rejected: TokenizedRows | None
+    """Beside the rows of `dataset`, of preference pairs."""
     eval_rows: Sequence[Row]
     """Rows that are never trained on."""
     devices: tuple[str, ...]
@@ -85,7 +88,7 @@ def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
 def _spec(dataset: DatasetConfig) -> DatasetSpec:
     return DatasetSpec(
         path=dataset.path,
-        type=dataset.type,
+        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` sets its own
         split=dataset.split,
         name=dataset.name,
         columns={str(key): value for key, value in dataset.columns.items()},
@@ -117,7 +120,11 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
     tell(Phase("tokenising the data"))
     tokenizer = load_tokenizer(source)
-    dataset = build_dataset(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
+    rejected = None
+    if recipe.objective == "dpo":
+        dataset, rejected = build_pairs(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
+    else:
+        dataset = build_dataset(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         tokenizer.chat_template = dataset.chat_template  # saved with the result
     for text in dataset.notices:
@@ -140,7 +147,18 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
             store.set_parameter(name, values)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
     return Setup(
-        recipe, source, tokenizer, dataset, eval_rows, devices, model, peft_model, split, store, fingerprint.result()
+        recipe,
+        source,
+        tokenizer,
+        dataset,
+        rejected,
+        eval_rows,
+        devices,
+        model,
+        peft_model,
+        split,
+        store,
+        fingerprint.result(),
     )
 
 
