@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine import engine as engine_module
+from roundpipe_cli.engine import dispatch
 from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE, FaultError, FaultExit
@@ -87,6 +87,7 @@ def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask, nth
     """With one worker and one visit per stage, the nth upload belongs to the nth distinct stage in its order."""
     schedule = schedule_for(rig, 1, 1)
     order = list(dict.fromkeys((action.kind.value in "RB", action.stage) for action in schedule.actions[0]))
+    assert schedule.backward_stages[order.pop()[1]] == (0, 0), "the embedding is never uploaded"
     wanted = order[min(nth, len(order)) - 1]
     ask(f"prefetch:raise:nth={min(nth, len(order))}")
     with pytest.raises(InternalError) as caught, rig.engine(1, copy=True) as engine:
@@ -148,7 +149,7 @@ def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
 def test_a_stuck_worker_ends_the_step(
     rig: Rig, ask: Ask, point: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_module, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
+    monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
     ask(f"{point}:hang:step=1:worker=0:nth=2")
     before = set(threading.enumerate())
     with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
@@ -156,17 +157,17 @@ def test_a_stuck_worker_ends_the_step(
     assert "no progress" in str(caught.value) and "step 1" in str(caught.value)
     assert "faults.py" in capfd.readouterr().err, "the stacks of all threads are shown"
     time.sleep(0.1)
-    assert new_threads(before) == [f"{'worker' if point == 'compute' else 'prefetch'}-0"]
+    assert new_threads(before) == [f"{'worker' if point == 'compute' else 'up'}-0"]
 
 
 def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the stuck one would never end, and the failure says more than the watchdog."""
-    monkeypatch.setattr(engine_module, "JOIN_TIMEOUT_S", 0.2)
-    ask("compute:hang:worker=0:nth=1,compute:raise:worker=1:nth=1")
+    monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)
+    ask("compute:hang:worker=1:nth=1,compute:raise:worker=0:nth=2")
     with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
         run_steps(rig, engine)
     assert isinstance(caught.value.__cause__, FaultError)
-    assert place_of(caught.value)["worker"] == "1"
+    assert place_of(caught.value)["worker"] == "0"
 
 
 def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:
@@ -187,7 +188,7 @@ def test_an_interrupt_in_the_caller_ends_the_workers(rig: Rig, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), rig.engine(2, copy=True) as engine:
-        monkeypatch.setattr(engine, "_collect", interrupted)
+        monkeypatch.setattr(engine._pool, "_collect", interrupted)
         run_steps(rig, engine)
     assert new_threads(before) == []
-    assert not engine._open
+    assert not engine._open and engine._pool.is_stuck

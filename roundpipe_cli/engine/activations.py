@@ -5,15 +5,13 @@ A boundary is named by (kind, layer, microbatch): the hidden states at the input
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from roundpipe_cli.engine.backends.base import Event
+from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.model.split import BlockCall
@@ -28,44 +26,6 @@ class BoundaryKind(str, Enum):
 
 
 BoundaryKey = tuple[BoundaryKind, int, int]
-
-
-class AbortedError(Exception):
-    """Another thread failed: leave quietly, its error is the one to show."""
-
-
-class Progress:
-    """Shared by all threads of a step: wakes waiters, spreads an abort, tells the watchdog that something moved."""
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.aborted = False
-        self.last_s = time.monotonic()
-
-    def abort(self) -> None:
-        with self.condition:
-            self.aborted = True
-            self.condition.notify_all()
-
-    def moved(self) -> None:
-        """Say that something has happened."""
-        with self.condition:
-            self.last_s = time.monotonic()
-            self.condition.notify_all()
-
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready()`, which is called with the condition held.
-
-        Raises:
-            AbortedError: another thread of the step failed.
-        """
-        with self.condition:
-            while not ready():
-                if self.aborted:
-                    raise AbortedError
-                self.condition.wait()
-            if self.aborted:
-                raise AbortedError
 
 
 @dataclass
@@ -91,15 +51,23 @@ class BoundaryStore:
             self._stored[key] = _Stored(tensor, event, num_readers)
         self._progress.moved()
 
-    def take(self, key: BoundaryKey) -> tuple[torch.Tensor, Event]:
-        """Wait for a boundary and read it once."""
+    def take(self, key: BoundaryKey) -> tuple[torch.Tensor, Event, bool]:
+        """Wait for a boundary and read it once: the tensor, when it is there, and whether nobody else will read it."""
         self._progress.wait_for(lambda: key in self._stored)
-        with self._progress.condition:
-            stored = self._stored[key]
+        found = self.take_if_there(key)
+        assert found is not None
+        return found
+
+    def take_if_there(self, key: BoundaryKey) -> tuple[torch.Tensor, Event, bool] | None:
+        """What `take` returns, or None if nothing was published."""
+        with self._progress.lock:
+            stored = self._stored.get(key)
+            if stored is None:
+                return None
             stored.readers_left -= 1
             if stored.readers_left == 0:
                 del self._stored[key]
-        return stored.tensor, stored.event
+            return stored.tensor, stored.event, stored.readers_left == 0
 
     def __len__(self) -> int:
         return len(self._stored)

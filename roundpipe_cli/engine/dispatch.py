@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from roundpipe_cli.engine.ledger import Ledger, Links
 from roundpipe_cli.engine.progress import AbortedError, Progress
@@ -37,12 +37,21 @@ from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 Event = Any
 """A point in a device's work; None has happened."""
 
+TICK_S = 0.25
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
 """For all threads of a pool together."""
 
 NOBODY = -1
 """The worker of host updates."""
+
+
+class Chunk(NamedTuple):
+    """A piece of a transfer."""
+
+    num_bytes: int
+    content: Any
+    """What the `Work` that made it needs to copy it."""
 
 
 class Work(Protocol):
@@ -63,10 +72,10 @@ class Work(Protocol):
     def run(self, op: Op, ready: Sequence[Event], late: Sequence[Event]) -> Event:
         """Issue a compute operation behind its events (`late`: of `late_deps`); returns when it is done."""
 
-    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Any]:
+    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Chunk]:
         """The chunks of a transfer whose inputs have happened; none where nothing is to be moved."""
 
-    def copy(self, op: Op, chunk: Any) -> Event:
+    def copy(self, op: Op, chunk: Chunk) -> Event:
         """Issue one chunk; returns when it is there."""
 
     def issued(self, op: Op, event: Event) -> None:
@@ -137,6 +146,8 @@ class StepRun:
         self.ledger = Ledger(program, links)
         self.records: list[TransferRecord] = []
         self.errors: list[WorkResult] = []
+        self.is_abandoned = False
+        """Nobody waits for the step any more: a thread of it may never return."""
         self._works = works
         self._lanes = {
             (lane, worker): _LaneState(progress.new_condition(), closed=lane == HOST)
@@ -145,7 +156,7 @@ class StepRun:
         }
         self._workers = [_WorkerState(progress.new_condition()) for _ in program.compute]
         for op in program.ops:
-            if op.lane != COMPUTE:
+            if (op.lane, op.worker) in self._lanes:
                 self._lanes[op.lane, op.worker].num_left += 1
         with progress.lock:
             for op_id in self.ledger.issuable():
@@ -163,9 +174,10 @@ class StepRun:
             if state.waiting_for == op_id:
                 state.condition.notify()
             return
-        lane = self._lanes[op.lane, op.worker]
-        lane.inbox.append(op_id)
-        lane.condition.notify()
+        lane = self._lanes.get((op.lane, op.worker))
+        if lane is not None:  # the engine's steps end before the host's updates, which are not its business
+            lane.inbox.append(op_id)
+            lane.condition.notify()
 
     def issue(self, op_id: int, event: Event) -> None:
         """`op_id` has been issued; whoever waits for it may go on."""
@@ -185,12 +197,14 @@ class StepRun:
             self.ledger.release(op_id, event)
             self._announce(op_id)
 
-    def add(self, kind: Kind, lane: str, like: Op, payload: str, priority: tuple[int, int], event: Event) -> Op:
+    def add(
+        self, kind: Kind, lane: str, like: Op, payload: str, boundary: int, priority: tuple[int, int], event: Event
+    ) -> Op:
         """A transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
         with self.progress.lock:
             op = like._replace(
                 id=len(self.ledger.ops), kind=kind, lane=lane, payload=payload, num_bytes=0, visit=-1,
-                priority=priority, deps=[], late_deps=[],
+                priority=priority, deps=[], late_deps=[], boundary=boundary,
             )  # fmt: skip
             self.ledger.add(op, event)
             self._lanes[lane, op.worker].num_left += 1
@@ -271,7 +285,7 @@ class StepRun:
             for lane in lanes:
                 lane.closed = True
                 lane.condition.notify()
-            while not all(lane.has_left for lane in lanes):
+            while not (self.is_abandoned or all(lane.has_left for lane in lanes)):
                 state.condition.wait()
 
     def lane_left(self, lane: str, worker: int) -> None:
@@ -325,7 +339,7 @@ class _LaneStep:
         self.queue = TransferQueue(options)
         self.waiting: list[tuple[Op, list[Event]]] = []
         """Inputs issued, but perhaps not all happened."""
-        self.chunks: dict[int, deque[Any]] = {}
+        self.chunks: dict[int, deque[Chunk]] = {}
         self.moving: deque[tuple[Event, TransferRecord | None]] = deque()
         """Chunks on the stream, oldest first; the last one of a transfer with its record."""
         self.records: dict[int, TransferRecord] = {}
@@ -394,7 +408,7 @@ class _LaneStep:
             return
         now_s = time.perf_counter()
         ready_s = max((self.work.happened_at_s(event, now_s) for event in events), default=now_s)
-        self.records[op.id] = TransferRecord(op.id, op.payload, op.lane, op.num_bytes, ready_s)
+        self.records[op.id] = TransferRecord(op.id, op.payload, op.lane, sum(c.num_bytes for c in chunks), ready_s)
         self.chunks[op.id] = deque(chunks)
         self.queue.enter(op.id, op.priority, len(chunks))
 
@@ -444,6 +458,8 @@ class Pool:
         self.works: dict[int, Work] = dict(enumerate(works))
         if host is not None:
             self.works[NOBODY] = host
+        self.is_stuck = False
+        """A thread may still be busy with an old step: no other can be run."""
         self._watchdog_s, self._out_of_memory = watchdog_s, out_of_memory
         self._results: queue.Queue[WorkResult] = queue.Queue()
         self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
@@ -486,7 +502,8 @@ class Pool:
             orders.put(run)
         try:
             results = self._collect(run)
-        except BaseException:  # stuck, or interrupted in this thread: the workers leave
+        except BaseException:  # stuck, or interrupted in this thread: the workers leave, the pool is done with
+            self.is_stuck = run.is_abandoned = True
             run.progress.abort()
             raise
         self._raise_first([*results, *run.errors])
@@ -536,13 +553,16 @@ class Pool:
     def _collect(self, run: StepRun) -> list[WorkResult]:
         """One result per worker; a step that stands still is ended by the watchdog."""
         results: list[WorkResult] = []
+        seen_s, still_s = run.progress.last_s, 0.0
         while len(results) < len(self.works):
             try:
-                results.append(self._results.get(timeout=0.5))
+                results.append(self._results.get(timeout=TICK_S))
             except queue.Empty:
                 if max(work.busy_s() for work in self.works.values()) > 0:
                     run.progress.moved()
-                still_s = time.monotonic() - run.progress.last_s
+                # Counted in ticks: while the whole process was stopped (SIGSTOP) nothing could move.
+                still_s = still_s + TICK_S if run.progress.last_s == seen_s else 0.0
+                seen_s = run.progress.last_s
                 if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                     # one failed and another is stuck: the failure says more

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from roundpipe_cli.engine.backends.emulated import EmulatedDevice, Event, finish, happens_in_s
-from roundpipe_cli.engine.dispatch import Pool, StepRun
+from roundpipe_cli.engine.dispatch import Chunk, Pool, StepRun
 from roundpipe_cli.engine.ledger import links_of
 from roundpipe_cli.engine.program import describe
 from roundpipe_cli.engine.progress import Progress
@@ -88,22 +88,22 @@ class EmulatedWork:
         self._note(op, COMPUTE, start_s, end_s)
         return end_s
 
-    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[float]:
-        """Seconds of each chunk."""
+    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Chunk]:
+        """Each chunk with its seconds."""
         costs = self._emulation.costs
         if op.lane == HOST:
-            seconds = [costs.layers[op.stage].optimizer_s] if op.stage >= 0 else []
+            chunks = [Chunk(0, costs.layers[op.stage].optimizer_s)] if op.stage >= 0 else []
         else:
             size = self._emulation.chunk_bytes
-            starts = range(0, op.num_bytes, size)
-            seconds = [min(size, op.num_bytes - start) / costs.link_bytes_per_s for start in starts]
-        if seconds:
+            sizes = [min(size, op.num_bytes - start) for start in range(0, op.num_bytes, size)]
+            chunks = [Chunk(num_bytes, num_bytes / costs.link_bytes_per_s) for num_bytes in sizes]
+        if chunks:
             self._after[op.id] = after
-        return seconds
+        return chunks
 
-    def copy(self, op: Op, chunk: float) -> Event:
+    def copy(self, op: Op, chunk: Chunk) -> Event:
         clock = {UP: self.device.up, DOWN: self.device.down, HOST: self.device.compute}[op.lane]
-        start_s, end_s = clock.issue(chunk, self._after[op.id])
+        start_s, end_s = clock.issue(chunk.content, self._after[op.id])
         self._note(op, op.lane, start_s, end_s)
         return end_s
 

@@ -9,42 +9,38 @@ the schedule or the timing. The threads live as long as the `with` block.
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import queue
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState, Progress
+from roundpipe_cli.engine.activations import BoundaryKey, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.carrier import Carrier, downloads_of
+from roundpipe_cli.engine.dispatch import Pool, StepRun
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.kept import Kept, kept_activations
+from roundpipe_cli.engine.ledger import Links, links_of
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
+from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
+from roundpipe_cli.engine.transfer import TransferOptions, TransferStatistics, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.engine.worker import Worker, WorkItem, WorkResult, stage_bytes, stage_gradient_elements
-from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.engine.worker import Worker, WorkerStep, stage_bytes, stage_gradient_elements
 from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
 from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
-from roundpipe_cli.schedule.lower import Program
-from roundpipe_cli.schedule.timeline import COMPUTE, Interval, Timeline, bubble_ratio, utilization
-
-TICK_S = 0.25
-JOIN_TIMEOUT_S = 5.0
-JOIN_AFTER_ERROR_S = 2.0
-"""For all workers together; one that hangs is left behind (its thread is a daemon)."""
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Program
+from roundpipe_cli.schedule.timeline import COMPUTE, UP, Interval, Timeline, bubble_ratio, utilization
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class StepResult:
     """Forward and backward; without the optimizer."""
     actions: tuple[ActionTime, ...]
     num_workers: int
-    upload_bytes: int
+    transfers: TransferStatistics
     device_peak_bytes: tuple[int, ...]
     started_s: float = 0.0
     """Of `time.perf_counter`."""
@@ -99,6 +95,15 @@ class StepResult:
         return Timeline(self.num_workers, intervals, device_peak_bytes=self.device_peak_bytes)
 
     @property
+    def upload_bytes(self) -> int:
+        """Weights and gradient sums that went up to the devices."""
+        return sum(
+            entry.num_bytes
+            for (lane, payload), entry in self.transfers.classes.items()
+            if lane == UP and payload in (WEIGHTS, WEIGHT_GRADIENT)
+        )
+
+    @property
     def utilization(self) -> tuple[float, ...]:
         """Per worker, the share of the step that it computed."""
         return tuple(utilization(self.timeline))
@@ -107,6 +112,15 @@ class StepResult:
     def bubble_ratio(self) -> float:
         """1 - busy / (workers x makespan)."""
         return bubble_ratio(self.timeline)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule's program with what is made from it once."""
+
+    program: Program
+    links: Links
+    downloads: dict[BoundaryKey, int]
 
 
 class Engine:
@@ -127,6 +141,7 @@ class Engine:
         keep_blocks: int = 0,
         num_slots: int = 2,
         watchdog_s: float | None = 600.0,
+        transfers: TransferOptions | None = None,
     ) -> None:
         """
         Args:
@@ -144,6 +159,7 @@ class Engine:
                 where both run on the same worker. Blocks in 4 bit are recomputed all the same.
             num_slots: stages whose weights are on a device at once.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
+            transfers: how they share a link.
         """
         self.store = store
         self.split = split
@@ -160,19 +176,25 @@ class Engine:
             if not any(place.in_4bit for place in store.layouts[layer].places)
         )
         self._num_slots = num_slots
-        self._watchdog_s = watchdog_s
-        self._results: queue.Queue[WorkResult] = queue.Queue()
+        options = transfers or TransferOptions()
         self._workers = []
         for index, backend in enumerate(backends):
             worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device)
             worker_model.leave_out(unread or {})
             runner = StageRunner(index, worker_model, backend)
-            self._workers.append(Worker(index, runner, backend, store, self._results))
+            names = split.layer_names()
+            self._workers.append(Worker(index, runner, backend, store, names, options.chunk_bytes))
+        self._pool = Pool(
+            self._workers,
+            options=options,
+            watchdog_s=watchdog_s,
+            out_of_memory=(torch.OutOfMemoryError, MemoryError),
+        )
         trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         self._first_trainable_layer = self._lowest_trained(trained)
         self._late_layers = self._ending_last()
         self._open = False
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, Lowered] = {}
         self.step_in_work: StepInWork | None = None
         """For whoever watches, from any thread."""
 
@@ -195,8 +217,7 @@ class Engine:
         return len(self._workers)
 
     def __enter__(self) -> Engine:
-        for worker in self._workers:
-            worker.start()
+        self._pool.__enter__()
         self._open = True
         return self
 
@@ -204,11 +225,7 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
-        for worker in self._workers:
-            worker.ask_to_stop()
-        for worker in self._workers:
-            worker.join(deadline_s)
+        self._pool.__exit__(kind, error, trace)
 
     def run_step(
         self,
@@ -236,13 +253,12 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        context = self._context(microbatches, self._lowered(schedule), step, loss_scale, version=version)
+        context = self._context(microbatches, self._lowered(schedule).program, step, loss_scale, version=version)
         context.on_gradient = on_gradient
         started_s = time.perf_counter()
         starts = [worker.backend.mark() for worker in self._workers]
-        results = self._carry_out(context, started_s, starts)
-        result = self._finish(context, results, starts, time.perf_counter() - started_s, loss_scale)
-        return replace(result, started_s=started_s)
+        run, steps = self._carry_out(context, started_s, starts)
+        return self._finish(context, run, steps, starts, started_s, loss_scale)
 
     def score(
         self,
@@ -267,32 +283,32 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        context = self._context(microbatches, self._lowered(schedule), step, 1.0, Scoring(adapters, greedy))
+        context = self._context(microbatches, self._lowered(schedule).program, step, 1.0, Scoring(adapters, greedy))
         self._carry_out(context, time.perf_counter(), [worker.backend.mark() for worker in self._workers])
         scores = [state.scores for state in context.microbatches]
         return [item for item in scores if item is not None]
 
-    def _carry_out(self, context: StepContext, started_s: float, starts: list[object]) -> list[WorkResult]:
+    def _carry_out(
+        self, context: StepContext, started_s: float, starts: list[object]
+    ) -> tuple[StepRun, list[WorkerStep]]:
         """Have the workers run the context's program, and wait for all of them."""
+        assert not self._pool.is_stuck, "an engine that got stuck cannot be used any more"
+        lowered = self._lowered(context.program.schedule)
         self._reserve(context.program)
-        rows = context.program.compute
-        items = [WorkItem(context, row, WorkResult(index)) for index, row in enumerate(rows)]
+        run = StepRun(context.program, lowered.links, context.step, context.progress, self._pool.works)
+        steps = [worker.begin_step(context, self._carrier(worker, context, run, lowered)) for worker in self._workers]
         if context.scoring is None:
-            item_results = [item.result for item in items]
-            self.step_in_work = StepInWork(context.step, started_s, starts, self._workers, item_results)
-        for worker, item in zip(self._workers, items, strict=True):
-            worker.backend.reset_peak()
-            worker.give(item)
+            self.step_in_work = StepInWork(context.step, started_s, starts, self._workers, steps)
         try:
-            results = self._collect(context)
-        except BaseException:  # stuck, or interrupted in this thread: the workers leave, the engine is done with
-            self._open = False
-            context.progress.abort()
-            raise
+            self._pool.run(run)
         finally:
             self.step_in_work = None
-        self._raise_first(results, context)
-        return results
+        return run, steps
+
+    def _carrier(self, worker: Worker, context: StepContext, run: StepRun, lowered: Lowered) -> Carrier:
+        return Carrier(
+            worker.backend, context.boundaries, run, lowered.downloads, recompute_each_layer=self._recompute_each_layer
+        )
 
     def _context(
         self,
@@ -342,11 +358,13 @@ class Engine:
             late_layers=self._late_layers,
         )
 
-    def _lowered(self, schedule: Schedule) -> Program:
+    def _lowered(self, schedule: Schedule) -> Lowered:
         """The program of `schedule`; a run has few schedules and uses each for many steps."""
         known = self._programs.get(id(schedule))
-        if known is None or known.schedule is not schedule:
-            known = self._programs[id(schedule)] = lower_for_engine(schedule, self.store.layouts, self._num_slots)
+        if known is None or known.program.schedule is not schedule:
+            copies = not self._workers[0].backend.aliases_host
+            program = lower_for_engine(schedule, self.store.layouts, self._num_slots, copies=copies)
+            known = self._programs[id(schedule)] = Lowered(program, links_of(program), downloads_of(program))
         return known
 
     def _kept(self, program: Program) -> Kept:
@@ -361,53 +379,16 @@ class Engine:
         for worker in self._workers:
             worker.reserve_slots(self._num_slots, weight_bytes, elements)
 
-    def _collect(self, context: StepContext) -> list[WorkResult]:
-        """One result per worker; a step that stands still is ended by the watchdog."""
-        results: list[WorkResult] = []
-        seen_s, still_s = context.progress.last_s, 0.0
-        while len(results) < self.num_workers:
-            try:
-                results.append(self._results.get(timeout=TICK_S))
-            except queue.Empty:
-                # Counted in ticks: while the whole process was stopped (SIGSTOP) nothing could move.
-                still_s = still_s + TICK_S if context.progress.last_s == seen_s else 0.0
-                seen_s = context.progress.last_s
-                if self._watchdog_s is not None and still_s > self._watchdog_s:
-                    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    self._raise_first(results, context)  # one failed and another is stuck: the failure says more
-                    raise InternalError(
-                        f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
-                        where=f"step {context.step}",
-                    ) from None
-        return results
-
-    def _raise_first(self, results: list[WorkResult], context: StepContext) -> None:
-        failed = [result for result in results if result.error is not None]
-        if not failed:
-            return
-        result = failed[0]
-        error = result.error
-        assert error is not None
-        if isinstance(error, RoundpipeError):
-            raise error
-        worker = self._workers[result.worker]
-        where = f"worker {result.worker} ({worker.backend.device}), {result.where}, layer {self._layer_name(worker)}"
-        text = f"{type(error).__name__}: {error}".strip()
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            raise ResourceError(
-                "out of memory on a worker",
-                where=where,
-                found=text,
-                hint="lower micro_batch_size or max_seq_length, or set pipeline.recompute=layer",
-            ) from error
-        raise InternalError(f"a worker failed: {text}", where=where) from error
-
-    def _layer_name(self, worker: Worker) -> str:
-        return self.split.layer_names()[worker.runner.layer]
-
     def _finish(
-        self, context: StepContext, results: list[WorkResult], starts: list[object], seconds: float, loss_scale: float
+        self,
+        context: StepContext,
+        run: StepRun,
+        steps: Sequence[WorkerStep],
+        starts: Sequence[object],
+        started_s: float,
+        loss_scale: float,
     ) -> StepResult:
+        seconds = time.perf_counter() - started_s
         self._fold_embed_gradients(context)
         squares = [float(context.square_sums[layer]) for layer, fold in enumerate(context.folds) if fold is not None]
         loss_sum = 0.0
@@ -417,12 +398,14 @@ class Engine:
         num_units = sum(state.num_units for state in context.microbatches)
         assert len(context.boundaries) == 0, "a boundary tensor was never read"
         actions = []
-        for result in results:
-            backend, start = self._workers[result.worker].backend, starts[result.worker]
-            for interval in result.intervals:
+        compute_s = {}
+        for step in steps:
+            backend, start = self._workers[step.worker].backend, starts[step.worker]
+            for interval in step.intervals:
                 begin_s = backend.seconds_between(start, interval.start)
                 end_s = backend.seconds_between(start, interval.end)
                 op = interval.op
+                compute_s[op.id] = (started_s + begin_s, started_s + end_s)
                 actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
         return StepResult(
             loss=loss_sum / num_units if num_units else 0.0,
@@ -432,7 +415,8 @@ class Engine:
             step_s=seconds,
             actions=tuple(actions),
             num_workers=self.num_workers,
-            upload_bytes=context.upload_bytes,
+            started_s=started_s,
+            transfers=statistics_of(context.program, compute_s, run.records, started_s),
             device_peak_bytes=tuple(worker.backend.peak_bytes for worker in self._workers),
         )
 
@@ -444,8 +428,6 @@ class Engine:
                 layer = self.store.layer_of(item.name)
                 fold = context.folds[layer]
                 assert fold is not None
-                if layer not in touched:
-                    self._workers[0].backend.finish(fold.event)
                 touched.add(layer)
                 target = self.store.gradient(item.name, context.step)
                 if item.token_ids is None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_cli.engine.activations import Progress
-from roundpipe_cli.engine.backends.base import Event
+from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.model.layout import LayerLayout
 
 Parts = list[tuple[int, torch.Tensor]]
@@ -41,8 +40,6 @@ class GradientFold:
         self._next = 0
         self._folding = False
         self._waiting: dict[int, Parts] = {}
-        self.event: Event = None
-        """When the device's last download into `flat` is complete."""
         flat.zero_()
 
     def is_turn(self, microbatch: int) -> bool:
@@ -75,18 +72,10 @@ class GradientFold:
         self._progress.moved()
         return complete
 
-    def wait_turn(self, microbatch: int) -> Event:
-        """Block until all microbatches before `microbatch` are in `flat`; returns the event of their download."""
-        self._progress.wait_for(lambda: self._next >= microbatch)
-        assert self._next == microbatch, "a stage was visited out of order"
-        return self.event
-
-    def finish_visit(self, next_microbatch: int, event: Event) -> None:
-        """`flat` holds (once `event` has happened) the sum of all microbatches before `next_microbatch`."""
-        with self._progress.condition:
-            self.event = event
-            self._next = next_microbatch
-        self._progress.moved()
+    def finish_visit(self, next_microbatch: int) -> None:
+        """`flat` holds the sum of all microbatches before `next_microbatch`, or soon will: its download is issued."""
+        assert next_microbatch > self._next, "a stage was visited out of order"
+        self._next = next_microbatch
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.base import Backend, Event
 
 NUM_REPEATS = 4
 
@@ -60,21 +60,23 @@ def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> Li
         with backend.worker_thread():
             device = backend.allocate(num_bytes)
         with backend.copy_thread():
-            backend.finish(backend.upload([(device, host)], ()))  # warms up
-            barrier.wait()
-            start_s = time.perf_counter()
-            for _ in range(NUM_REPEATS):
-                backend.finish(backend.upload([(device, host)], ()))
-            up_s = time.perf_counter() - start_s
-        with backend.worker_thread():
-            barrier.wait()
-            start_s = time.perf_counter()
-            for _ in range(NUM_REPEATS):
-                backend.finish(backend.download(host, device))
-            down_s = time.perf_counter() - start_s
+            up_s = _timed(lambda: backend.copy_up([(device, host)]), backend, barrier)
+            down_s = _timed(lambda: backend.copy_down([(host, device)]), backend, barrier)
     finally:
         if registered:
             with contextlib.suppress(RuntimeError):
                 cuda.unregister_host_buffer(host)
     moved = NUM_REPEATS * num_bytes
     return LinkSpeed(moved / up_s, moved / down_s)
+
+
+def _timed(copy: Callable[[], Event], backend: Backend, barrier: threading.Barrier) -> float:
+    """Seconds that `NUM_REPEATS` copies take, begun with those of all other devices."""
+    copy()  # warms up
+    backend.synchronize()
+    barrier.wait()
+    start_s = time.perf_counter()
+    for _ in range(NUM_REPEATS):
+        copy()
+    backend.synchronize()
+    return time.perf_counter() - start_s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_cli.engine.worker import ComputeInterval, Worker, WorkResult
+from roundpipe_cli.engine.worker import ComputeInterval, Worker, WorkerStep
 from roundpipe_cli.schedule.actions import Action
 
 
@@ -31,7 +31,7 @@ class StepInWork:
     starts: Sequence[Any]
     """Each worker's mark of the step's start."""
     workers: Sequence[Worker]
-    results: Sequence[WorkResult]
+    results: Sequence[WorkerStep]
     """Growing."""
 
 

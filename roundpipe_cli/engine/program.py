@@ -18,16 +18,24 @@ if TYPE_CHECKING:
     from roundpipe_cli.model.layout import LayerLayout
 
 
-def lower_for_engine(schedule: Schedule, layouts: Sequence[LayerLayout], num_slots: int) -> Program:
-    """Lower `schedule` for a model of these layers. Times do not matter here: the engine measures them."""
+def lower_for_engine(
+    schedule: Schedule, layouts: Sequence[LayerLayout], num_slots: int, *, copies: bool = True
+) -> Program:
+    """Lower `schedule` for a model of these layers. Times do not matter here: the engine measures them.
+
+    Args:
+        copies: whether tensors have to be moved to the devices; without, the program has compute operations only.
+    """
+    last = len(layouts) - 1
     layers = tuple(
         LayerCost(
             layout.name,
             forward_s=0.0,
             backward_s=0.0,
-            recompute=index < len(layouts) - 1,
-            param_bytes=layout.num_bytes if index else 0,  # the embedding stays on the host
-            grad_bytes=4 * layout.num_trainable_elements if index else 0,
+            recompute=index < last,
+            param_bytes=layout.num_bytes if copies and index else 0,  # the embedding stays on the host
+            boundary_bytes=1 if copies and index < last else 0,  # how many depends on the microbatch
+            grad_bytes=4 * layout.num_trainable_elements if copies and index else 0,
         )
         for index, layout in enumerate(layouts)
     )

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState, Progress
+from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.gradients import GradientFold, Parts, square_sum
 from roundpipe_cli.engine.kept import Kept, weights_found_again
 from roundpipe_cli.engine.program import layer_range, stage_layers
+from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.gradient_taps import GradientTaps, Take
@@ -76,27 +79,20 @@ class StepContext:
     gradients: Sequence[torch.Tensor]
     """Per layer, the host's gradient sum of this step."""
     on_gradient: OnGradient | None = None
-    """Told of each layer whose gradient is complete and whose weights the step reads no more, with a function that
-    waits until the gradient is on the host and returns its sum of squares."""
+    """Told of each layer whose gradient is complete, on the host, and whose weights the step reads no more, with a
+    function that returns the gradient's sum of squares."""
     late_layers: frozenset[int] = frozenset()
     """Whose gradient is complete at the end of the step only: the embed layer's, and the table tied to it."""
     square_sums: dict[int, torch.Tensor] = field(default_factory=dict)
     embed_gradients: dict[int, list[EmbedGradient]] = field(default_factory=dict)
-    upload_bytes: int = 0
     scoring: Scoring | None = None
     """None in a training step."""
 
-    def gradient_complete(self, layer: int, squares: torch.Tensor, wait: Callable[[], None] | None = None) -> None:
-        """Note the sum of squares of a complete gradient; `wait` blocks until the gradient is on the host."""
+    def gradient_complete(self, layer: int, squares: torch.Tensor) -> None:
+        """Note the sum of squares of a complete gradient, which is on the host."""
         self.square_sums[layer] = squares
         if self.on_gradient is not None and layer not in self.late_layers:
-
-            def square_sum() -> float:
-                if wait is not None:
-                    wait()
-                return float(squares)
-
-            self.on_gradient(layer, square_sum)
+            self.on_gradient(layer, partial(float, squares))
 
 
 @dataclass
@@ -122,6 +118,8 @@ class StageRunner:
         """Per layer, the trainable parameters as bound now, in layout order."""
         self.accumulators: dict[int, list[torch.Tensor]] = {}
         """Per layer of the current visit, the device's gradient sums (empty if folded on the host)."""
+        self.carrier: Carrier | None = None
+        """How the step's boundary tensors come and go."""
         self._graphs: dict[int, list[_LayerGraph]] = {}
         self._kept: dict[tuple[int, int], _LayerGraph] = {}
         """By (layer, microbatch), from the forward to the backward."""
@@ -234,7 +232,7 @@ class StageRunner:
 
             def move(tensor: torch.Tensor) -> torch.Tensor:
                 if id(tensor) not in moved:
-                    moved[id(tensor)] = self.backend.receive(tensor, None)
+                    moved[id(tensor)] = self.backend.receive(tensor)
                 return moved[id(tensor)]
 
             state.calls_by_worker[self.worker] = tuple(call.map_tensors(move) for call in state.prologue.calls)
@@ -243,13 +241,13 @@ class StageRunner:
     def _take_hidden(self, context: StepContext, layer: int, state: MicrobatchState) -> torch.Tensor:
         self.layer = layer
         if layer == 0:
-            return self.backend.receive(self._embed(context, state), None)
+            return self.backend.receive(self._embed(context, state))
         return self._take(context, (BoundaryKind.HIDDEN, layer, state.index))
 
     def _take(self, context: StepContext, key: BoundaryKey) -> torch.Tensor:
         """Wait for a boundary tensor; it is on this worker's device when the next computation starts."""
-        host, event = context.boundaries.take(key)
-        tensor = self.backend.receive(host, event)
+        assert self.carrier is not None
+        tensor = self.carrier.take(key)
         if self.started is None:
             self.started = self.backend.mark()
         return tensor
@@ -267,8 +265,8 @@ class StageRunner:
     def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:
         readers = context.readers[layer]
         if readers:
-            host, event = self.backend.send(self._poisoned(hidden.detach()))
-            context.boundaries.put((BoundaryKind.HIDDEN, layer, state.index), host, event, readers)
+            assert self.carrier is not None
+            self.carrier.put((BoundaryKind.HIDDEN, layer, state.index), self._poisoned(hidden.detach()), readers)
 
     # -- recompute -----------------------------------------------------------------------------------------------
 
@@ -334,9 +332,8 @@ class StageRunner:
         if first == 0:
             self._embed_backward(context, state, gradient)
         elif first > context.first_trainable_layer:
-            assert gradient is not None
-            tensor, event = self.backend.send(gradient)
-            context.boundaries.put((BoundaryKind.GRADIENT, first, state.index), tensor, event, 1)
+            assert gradient is not None and self.carrier is not None
+            self.carrier.put((BoundaryKind.GRADIENT, first, state.index), gradient, 1)
 
     def _run_head(self, context: StepContext, state: MicrobatchState) -> torch.Tensor | None:
         layer = self.layer = len(context.folds) - 1
@@ -412,7 +409,5 @@ class StageRunner:
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
         self.layer = 0
         if state.prologue is not None and state.prologue.leaves and gradient is not None:
-            host, event = self.backend.send(gradient)
-            self.backend.finish(event)
-            context.embed_gradients[state.index] = state.prologue.backward(host)
+            context.embed_gradients[state.index] = state.prologue.backward(self.backend.send(gradient))
             state.prologue.hidden = state.prologue.hidden.detach()

@@ -65,6 +65,8 @@ class Op(NamedTuple):
     priority: tuple[int, int]
     deps: list[int]
     late_deps: list[int]
+    boundary: int = -1
+    """Of a transfer of hidden states or their gradient: the layer at whose input they are."""
 
 
 @dataclass(slots=True)
@@ -158,11 +160,27 @@ class _Lowering:
     def _add(
         self, kind: Kind, lane: str, worker: int, stage: int, microbatch: int, step: int, payload: str = "",
         num_bytes: int = 0, visit: int = -1, priority: tuple[int, int] = (0, 0), deps: list[int] | None = None,
+        boundary: int = -1,
     ) -> int:  # fmt: skip
         op_id = len(self.ops)
         deps = [] if deps is None else deps
         self.ops.append(
-            Op(op_id, kind, lane, worker, stage, microbatch, step, payload, num_bytes, visit, priority, deps, [])
+            Op(
+                op_id,
+                kind,
+                lane,
+                worker,
+                stage,
+                microbatch,
+                step,
+                payload,
+                num_bytes,
+                visit,
+                priority,
+                deps,
+                [],
+                boundary,
+            )
         )
         return op_id
 
@@ -250,16 +268,15 @@ class _Lowering:
             -1,
             priority,
             [producer],
+            boundary,
         )
         return self.boundary_ops[key]
 
     def _input(self, op: Op, consumer: Op, boundary: int, position: int, staged: list[int]) -> None:
         """The hidden states that `op` reads; `consumer` ends the use of their buffer."""
-        first_layer_is_embed = boundary == 0 and self.layers[0].name == "embed"
-        num_bytes = self.layers[0].boundary_bytes if first_layer_is_embed else self.hidden_bytes[boundary]
-        if num_bytes:
+        if self._bytes_at(boundary):
             deps = [] if boundary == 0 else [self._boundary_download(boundary, op.microbatch)]
-            self._upload(op, consumer, ACTIVATION, num_bytes, position, deps, staged)
+            self._upload(op, consumer, ACTIVATION, boundary, position, deps, staged)
         elif op.kind is Kind.FORWARD:
             if op.stage:
                 op.deps.append(self.forward_ops[op.stage - 1][op.microbatch])
@@ -271,18 +288,17 @@ class _Lowering:
     def _gradient_input(self, op: Op, consumer: Op, position: int, staged: list[int]) -> None:
         if op.stage == 0:
             return
-        num_bytes = self._gradient_bytes(op.stage - 1)
-        if num_bytes:
+        if self._gradient_bytes(op.stage - 1):
             deps = [self._gradient_download(op.stage - 1, op.microbatch)]
-            upload = self._upload(
-                op, consumer, GRADIENT, num_bytes, position, deps, staged, late=self.schedule.fused_head
-            )
+            boundary = self.schedule.backward_stages[op.stage - 1][0]
+            late = self.schedule.fused_head
+            upload = self._upload(op, consumer, GRADIENT, boundary, position, deps, staged, late=late)
         else:
             upload = self.backward_ops[op.stage - 1][op.microbatch]
             (op.late_deps if self.schedule.fused_head else op.deps).append(upload)
 
     def _upload(
-        self, op: Op, consumer: Op, payload: str, num_bytes: int, position: int, deps: list[int], staged: list[int],
+        self, op: Op, consumer: Op, payload: str, boundary: int, position: int, deps: list[int], staged: list[int],
         late: bool = False,
     ) -> int:  # fmt: skip
         if len(staged) >= NUM_STAGING:
@@ -296,13 +312,19 @@ class _Lowering:
             op.microbatch,
             op.step,
             payload,
-            num_bytes,
+            self._bytes_at(boundary),
             -1,
             (URGENT, position),
             deps,
+            boundary,
         )
         (op.late_deps if late else op.deps).append(upload)
         return upload
+
+    def _bytes_at(self, boundary: int) -> int:
+        """Bytes of what goes up to a stage that begins there; the embedding's rows come from the host."""
+        from_host = boundary == 0 and self.layers[0].name == "embed"
+        return self.layers[0].boundary_bytes if from_host else self.hidden_bytes[boundary]
 
     def _gradient_bytes(self, stage: int) -> int:
         """Bytes of the gradient that a backward stage passes on."""
@@ -314,7 +336,7 @@ class _Lowering:
             op = self.ops[self.backward_ops[stage][microbatch]]
             self.gradient_ops[key] = self._add(
                 Kind.DOWNLOAD, DOWN, op.worker, stage, microbatch, op.step, GRADIENT, self._gradient_bytes(stage), -1,
-                (URGENT, op.id), [op.id],
+                (URGENT, op.id), [op.id], self.schedule.backward_stages[stage][0],
             )  # fmt: skip
         return self.gradient_ops[key]
 

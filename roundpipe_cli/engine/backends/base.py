@@ -1,7 +1,7 @@
 """The one seam to a device: a small vocabulary of memory, copies, events and time.
 
-A backend serves one worker. Its worker thread computes; its prefetch thread uploads. Events order work on a device
-without blocking the host where the device can; on the CPU everything is done when the call returns.
+A backend serves one worker. Its worker thread computes, its lane threads copy. Events order work on a device without
+blocking the host where the device can; on the CPU everything is done when the call returns.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-CHUNK_BYTES = 32 * 1024**2
-"""Copies are cut into chunks of this size, so that a more urgent one can overtake."""
-
 Event = Any
-"""A point in a device's work; opaque to everybody but the backend that made it."""
+"""A point in a device's work; opaque to everybody but the backend that made it. None has happened."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(target, source) of a copy, of one shape and type."""
 
 
 class Backend(ABC):
@@ -25,7 +25,7 @@ class Backend(ABC):
 
     device: torch.device
     aliases_host: bool
-    """True: the device reads host weights where they lie, so nothing is uploaded."""
+    """True: the device reads host memory where it lies, so nothing is moved."""
 
     @abstractmethod
     def worker_thread(self) -> AbstractContextManager[None]:
@@ -33,7 +33,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copy_thread(self) -> AbstractContextManager[None]:
-        """Set the current thread up to issue uploads to this device."""
+        """Set the current thread up to issue copies to and from this device."""
 
     @abstractmethod
     def compute(self) -> AbstractContextManager[None]:
@@ -44,20 +44,32 @@ class Backend(ABC):
         """A device buffer, uint8 [num_bytes], that lives until the backend is closed."""
 
     @abstractmethod
-    def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> Event:
-        """Copy (device tensor, host tensor) pairs once all of `after` have happened; the event says when it is done."""
+    def device_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Device memory for `host`, to be filled by `copy_up` and then read by the worker thread's computations."""
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """A host copy of what the worker thread just computed, and when it is complete."""
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for a device tensor, to be filled by `copy_down`."""
 
     @abstractmethod
-    def download(self, host: torch.Tensor, tensor: torch.Tensor) -> Event:
-        """Copy what the worker thread just computed into `host`."""
+    def give_back(self, host: torch.Tensor) -> None:
+        """Nobody reads `host`, which is from `host_like`, any more."""
 
     @abstractmethod
-    def receive(self, tensor: torch.Tensor, ready: Event) -> torch.Tensor:
-        """A device copy of a host tensor for the worker thread's next computation."""
+    def copy_up(self, pairs: Sequence[Pair]) -> Event:
+        """Copy host tensors to the device; the event says when they are there."""
+
+    @abstractmethod
+    def copy_down(self, pairs: Sequence[Pair]) -> Event:
+        """Copy device tensors to the host; the event says when they are there."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host copy of what the worker thread just computed; it is complete. Past the lanes, for rare tensors."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A device copy of a host tensor for the worker thread's next computation. Past the lanes, for small ones."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -68,8 +80,8 @@ class Backend(ABC):
         """Make the worker thread's next computation wait for `event`."""
 
     @abstractmethod
-    def finish(self, event: Event) -> None:
-        """Block the host until `event` has happened."""
+    def happens_in_s(self, event: Event) -> float:
+        """0 if `event` has happened, else seconds after which to look again."""
 
     @abstractmethod
     def mark(self) -> Any:

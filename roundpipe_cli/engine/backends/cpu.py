@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_cli.engine.backends.base import CHUNK_BYTES, Backend, Event
+from roundpipe_cli.engine.backends.base import Backend, Event, Pair
 
 
 class LiveBytes(TorchDispatchMode):
@@ -20,20 +21,24 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lock = threading.Lock()
         self.permanent_bytes = 0
         self.peak_bytes = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count `tensor`'s storage, once, until it is freed."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        with self._lock:
+            known = self._storages.get(storage._cdata)
+            if known is None or known[0].expired():
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def update_peak(self) -> None:
         """Forget what has been freed and note the total."""
-        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
-        total = self.permanent_bytes + sum(size for _, size in self._storages.values())
-        self.peak_bytes = max(self.peak_bytes, total)
+        with self._lock:
+            self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+            total = self.permanent_bytes + sum(size for _, size in self._storages.values())
+            self.peak_bytes = max(self.peak_bytes, total)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -83,25 +88,34 @@ class CpuBackend(Backend):
         start = -padded.data_ptr() % 64
         return padded[start : start + num_bytes]
 
-    def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> Event:
-        for target, source in copies:
-            size = max(1, CHUNK_BYTES // source.element_size())
-            for start in range(0, source.numel(), size):
-                target[start : start + size].copy_(source[start : start + size])
+    def device_like(self, host: torch.Tensor) -> torch.Tensor:
+        tensor = torch.empty_like(host)
+        if self._live is not None:
+            self._live.add(tensor)
+            self._live.update_peak()
+        return tensor
 
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        return (tensor if self.aliases_host else tensor.clone()), None
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
 
-    def download(self, host: torch.Tensor, tensor: torch.Tensor) -> Event:
-        host.copy_(tensor)
+    def give_back(self, host: torch.Tensor) -> None:
+        return None
 
-    def receive(self, tensor: torch.Tensor, ready: Event) -> torch.Tensor:
+    def copy_up(self, pairs: Sequence[Pair]) -> Event:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def copy_down(self, pairs: Sequence[Pair]) -> Event:
+        self.copy_up(pairs)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.aliases_host else tensor.clone()
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.aliases_host:
             return tensor
-        copied = tensor.clone()
-        if self._live is not None:
-            self._live.add(copied)
-            self._live.update_peak()
+        copied = self.device_like(tensor)
+        copied.copy_(tensor)
         return copied
 
     def record(self) -> Event:
@@ -110,8 +124,8 @@ class CpuBackend(Backend):
     def wait(self, event: Event) -> None:
         return None
 
-    def finish(self, event: Event) -> None:
-        return None
+    def happens_in_s(self, event: Event) -> float:
+        return 0.0
 
     def mark(self) -> Any:
         return time.perf_counter()

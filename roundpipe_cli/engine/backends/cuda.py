@@ -6,13 +6,17 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from roundpipe_cli.engine.backends.base import CHUNK_BYTES, Backend, Event
+from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+
+POLL_S = 100e-6
+"""How often a lane asks whether what it waits for has happened."""
 
 
 def num_devices() -> int:
@@ -67,6 +71,9 @@ class CudaBackend(Backend):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
             self._down = torch.cuda.Stream(self.device)
+        self._staging: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        """Page-locked host tensors that nobody uses, by shape and type: locking memory anew is slow."""
+        self._staging_lock = threading.Lock()
 
     @contextmanager
     def worker_thread(self) -> Iterator[None]:
@@ -86,38 +93,41 @@ class CudaBackend(Backend):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> Event:
-        for event in after:
-            if event is not None:
-                self._up.wait_event(event)
-        for target, source in copies:
-            size = max(1, CHUNK_BYTES // source.element_size())
-            for start in range(0, source.numel(), size):
-                target[start : start + size].copy_(source[start : start + size], non_blocking=True)
-        return self._up.record_event()
-
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host, self.download(host, tensor)
-
-    def download(self, host: torch.Tensor, tensor: torch.Tensor) -> Event:
-        self._down.wait_event(self._compute.record_event())
-        with torch.cuda.stream(self._down):
-            host.copy_(tensor, non_blocking=True)
-            event = self._down.record_event()
-        tensor.record_stream(self._down)  # its memory is not reused before the copy is done
-        return event
-
-    def receive(self, tensor: torch.Tensor, ready: Event) -> torch.Tensor:
+    def device_like(self, host: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(self._up):
-            if ready is not None:
-                self._up.wait_event(ready)
-            source = tensor if tensor.is_pinned() else tensor.pin_memory()
-            copied = source.to(self.device, non_blocking=True)
-            arrived = self._up.record_event()
-        self._compute.wait_event(arrived)
-        copied.record_stream(self._compute)
-        return copied
+            tensor = torch.empty_like(host, device=self.device, pin_memory=False)
+        tensor.record_stream(self._compute)  # freed by the host while the compute stream may still read it
+        return tensor
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._staging_lock:
+            free = self._staging.get(_kind_of(tensor))
+            if free:
+                return free.pop()
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def give_back(self, host: torch.Tensor) -> None:
+        with self._staging_lock:
+            self._staging.setdefault(_kind_of(host), []).append(host)
+
+    def copy_up(self, pairs: Sequence[Pair]) -> Event:
+        with torch.cuda.stream(self._up):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._up.record_event()
+
+    def copy_down(self, pairs: Sequence[Pair]) -> Event:
+        with torch.cuda.stream(self._down):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._down.record_event()
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        # On the compute stream itself, in order; torch keeps and reuses the page-locked copy until it has been read.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def record(self) -> Event:
         return self._compute.record_event()
@@ -126,9 +136,8 @@ class CudaBackend(Backend):
         if event is not None:
             self._compute.wait_event(event)
 
-    def finish(self, event: Event) -> None:
-        if event is not None:
-            event.synchronize()
+    def happens_in_s(self, event: Event) -> float:
+        return 0.0 if event is None or event.query() else POLL_S
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -152,3 +161,7 @@ class CudaBackend(Backend):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype

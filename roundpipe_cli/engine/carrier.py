@@ -1,0 +1,171 @@
+"""How boundary tensors get to and from one worker's device: the ones that its stages read and make.
+
+Where the device reads host memory as it is (the processor), they pass through the store untouched. Elsewhere they go
+over the worker's lanes: down as soon as they are computed, up ahead of the operation that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore
+from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.dispatch import StepRun
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
+
+_PAYLOADS = {BoundaryKind.HIDDEN: ACTIVATION, BoundaryKind.GRADIENT: GRADIENT}
+_KINDS = {ACTIVATION: BoundaryKind.HIDDEN, GRADIENT: BoundaryKind.GRADIENT}
+
+
+def key_of(op: Op) -> BoundaryKey:
+    """The boundary that a transfer carries."""
+    return _KINDS[op.payload], op.boundary, op.microbatch
+
+
+_Reader = tuple[bool, int]
+"""(whether forward, stage): a recompute and its backward are one reader, whichever of them is told to wait."""
+
+
+def _reader(op: Op) -> _Reader:
+    return op.kind is Kind.FORWARD, op.stage
+
+
+def downloads_of(program: Program) -> dict[BoundaryKey, int]:
+    """Boundary -> the program's download of it; what passes by a stage without layers is not downloaded again."""
+    downloads = (op for op in program.ops if op.lane == DOWN and op.payload in _KINDS)
+    return {key_of(op): op.id for op in downloads if program.ops[op.deps[0]].visit >= 0}
+
+
+@dataclass
+class _Held:
+    """What a transfer reads or writes, kept until it has arrived."""
+
+    tensor: torch.Tensor
+    """On the host."""
+    is_last: bool = False
+    """The host tensor has no other reader."""
+    on_device: torch.Tensor | None = None
+
+
+class Carrier:
+    """One worker's boundary tensors in one step. `take` and `put` are for the compute thread, the rest for lanes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        store: BoundaryStore,
+        run: StepRun,
+        downloads: dict[BoundaryKey, int],
+        *,
+        recompute_each_layer: bool,
+    ) -> None:
+        self._backend, self._store, self._run = backend, store, run
+        self._downloads = downloads
+        self._recompute_each_layer = recompute_each_layer
+        self.op: Op | None = None
+        """The compute operation at work."""
+        self._inputs: dict[tuple[_Reader, BoundaryKey], torch.Tensor] = {}
+        """(reader, boundary) -> device tensor that is there, or whose arrival the reader has been told to wait for."""
+        self._outputs: dict[int, tuple[torch.Tensor, int]] = {}
+        """Download -> (device tensor, number of readers)."""
+        self._leaving: deque[Op] = deque(maxlen=NUM_STAGING)
+        self._fetched: dict[int, tuple[_Reader, torch.Tensor, bool]] = {}
+        """Upload that was asked for by the compute thread -> (reader, host tensor, whether nobody else reads it)."""
+        self._held: dict[int, _Held] = {}
+
+    # -- compute thread ------------------------------------------------------------------------------------------
+
+    def take(self, key: BoundaryKey) -> torch.Tensor:
+        """A boundary tensor, on this worker's device when the next computation starts."""
+        if self._backend.aliases_host:
+            return self._store.take(key)[0]
+        assert self.op is not None
+        tensor = self._inputs.pop((_reader(self.op), key), None)
+        if tensor is not None:
+            return tensor
+        host, event, is_last = self._store.take(key)
+        transfer = self._run.add(Kind.UPLOAD, UP, self.op, _PAYLOADS[key[0]], key[1], (URGENT, -1), event)
+        self._fetched[transfer.id] = (_reader(self.op), host, is_last)
+        self._run.start(transfer.id)
+        self._backend.wait(self._run.wait_issued(transfer))
+        return self._inputs.pop((_reader(self.op), key))
+
+    def put(self, key: BoundaryKey, tensor: torch.Tensor, num_readers: int) -> None:
+        """Publish what was just computed; waits while two others are still on their way."""
+        if self._backend.aliases_host:
+            self._store.put(key, tensor, None, num_readers)
+            return
+        if len(self._leaving) == NUM_STAGING:
+            self._backend.wait(self._run.wait_issued(self._leaving[0]))
+        assert self.op is not None
+        event = self._backend.record()
+        known = self._downloads.get(key)
+        if known is None:
+            priority = (SAVED, self.op.id)
+            transfer = self._run.add(Kind.DOWNLOAD, DOWN, self.op, _PAYLOADS[key[0]], key[1], priority, event)
+            self._outputs[transfer.id] = (tensor, num_readers)
+            self._run.start(transfer.id)
+        else:
+            transfer = self._run.program.ops[known]
+            self._outputs[known] = (tensor, num_readers)
+            self._run.release(known, event)
+        self._leaving.append(transfer)
+
+    # -- lane threads --------------------------------------------------------------------------------------------
+
+    def prepare(self, op: Op) -> Sequence[Pair]:
+        """What a boundary's transfer copies; nothing where no tensor was made, or where its reader reads none."""
+        return self._prepare_up(op) if op.lane == UP else self._prepare_down(op)
+
+    def _prepare_up(self, op: Op) -> Sequence[Pair]:
+        key = key_of(op)
+        if op.id in self._fetched:
+            reader, host, is_last = self._fetched.pop(op.id)
+        else:
+            consumer = self._consumer(op)
+            reader = _reader(consumer)
+            unread = consumer.kind is Kind.RECOMPUTE and self._recompute_each_layer
+            from_embed = op.boundary == 0  # the compute thread itself gathers the embedding's rows
+            found = None if from_embed or unread or consumer.visit < 0 else self._store.take_if_there(key)
+            if found is None:
+                return ()
+            host, _, is_last = found
+        device = self._backend.device_like(host)
+        self._inputs[reader, key] = device
+        self._held[op.id] = _Held(host, is_last, device)
+        return [(device, host)]
+
+    def _consumer(self, op: Op) -> Op:
+        ops = (self._run.program.ops[follower] for follower in self._run.ledger.followers(op.id))
+        return next(other for other in ops if other.lane == COMPUTE)
+
+    def _prepare_down(self, op: Op) -> Sequence[Pair]:
+        found = self._outputs.get(op.id)
+        if found is None:
+            return ()
+        host = self._backend.host_like(found[0])
+        self._held[op.id] = _Held(host, on_device=found[0])
+        return [(host, found[0])]
+
+    def issued(self, op: Op, event: Event) -> None:
+        """A transfer is on its way; what it brings to the host may be asked for."""
+        held = self._held.get(op.id)
+        if held is None:
+            return
+        if op.lane == DOWN:
+            _, num_readers = self._outputs.pop(op.id)
+            self._store.put(key_of(op), held.tensor, event, num_readers)
+        if event is None:  # it has arrived: nothing keeps its source any longer
+            held.on_device = None
+
+    def ended(self, op: Op) -> None:
+        """A transfer has arrived."""
+        held = self._held.pop(op.id, None)
+        if held is not None and op.lane == UP and held.is_last:
+            self._backend.give_back(held.tensor)
