@@ -166,6 +166,8 @@ class CheckpointSaved:
     step: int
     folder: str
     seconds: float
+    pause_s: float = 0.0
+    """How long training waited for it; the rest was done meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ class LinePrinter:
         elif isinstance(event, Phase):
             say(f"{event.text} ...")
         elif isinstance(event, CheckpointSaved):
-            say(f"checkpoint {event.folder} ({format_seconds(event.seconds)})")
+            waited = f", training waited {format_seconds(event.pause_s)}"
+            say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")
         elif isinstance(event, RunFinished):
             say(
                 f"done: {event.num_steps} steps in {format_seconds(event.seconds)}; the result is in {event.output_dir}"

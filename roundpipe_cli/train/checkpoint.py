@@ -30,6 +30,7 @@ from roundpipe_cli.train.durable import (
     DELETED_PREFIX,
     STATE_FOLDER_MODE,
     TEMPORARY_PREFIX,
+    NewFile,
     Warn,
     disk_error,
     remove_tree,
@@ -37,7 +38,7 @@ from roundpipe_cli.train.durable import (
     sync_folder,
     write_new_file,
 )
-from roundpipe_cli.train.safetensors_stream import TensorGroup, TensorStream, stream_file
+from roundpipe_cli.train.safetensors_stream import FileSet, TensorGroup, encode_header
 from roundpipe_cli.train.step_folders import STEP_FOLDER, list_checkpoints, step_folder
 from roundpipe_cli.watchdog import at_work
 
@@ -123,7 +124,7 @@ class Checkpoint:
 def save_checkpoint(
     output_dir: Path,
     step: int,
-    files: Mapping[str, TensorGroup],
+    files: Mapping[str, TensorGroup] | FileSet,
     meta: Mapping[str, Any],
     keep: int,
     warn: Warn | None = None,
@@ -131,8 +132,8 @@ def save_checkpoint(
     """Write `step-<step>` durably, then remove all but the newest `keep` checkpoints. Returns the folder.
 
     Args:
-        files: tensor groups by name; `{"masters": ...}` becomes `masters.safetensors`. See `TensorStream` for groups
-            that come layer by layer. The tensors must not change while they are written.
+        files: tensor groups by name; `{"masters": ...}` becomes `masters.safetensors`. See `TensorStream` and `FileSet`
+            for what comes layer by layer. The tensors must not change while they are written.
         meta: plain JSON values (no NaN).
         keep: at least 2.
         warn: told about old checkpoints that could not be removed.
@@ -142,17 +143,18 @@ def save_checkpoint(
     """
     if keep < MIN_KEEP:
         raise ValueError(f"keep must be at least {MIN_KEEP}, not {keep}")
-    bad_names = [name for name in files if not _GROUP_NAME.match(name)]
+    if not isinstance(files, FileSet):
+        files = FileSet.of(files)
+    bad_names = [name for name in files.specs if not _GROUP_NAME.match(name)]
     if bad_names:
         raise ValueError(f"not a name for a tensor group: {bad_names[0]!r}")
-    streams = {name: TensorStream.of(group) for name, group in files.items()}
     state = _encode_json({"format_version": FORMAT_VERSION, "step": step, "meta": dict(meta)})
-    needed_bytes = sum(stream.num_bytes for stream in streams.values()) + len(state) + _FILE_SYSTEM_SLACK_BYTES
+    needed_bytes = sum(files.num_bytes(name) for name in files.specs) + len(state) + _FILE_SYSTEM_SLACK_BYTES
     target = step_folder(output_dir, step)
     require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}")
     temporary = output_dir / f"{TEMPORARY_PREFIX}{target.name}"
     try:
-        records = _write_folder(temporary, step, streams, state)
+        records = _write_folder(temporary, step, files, state)
         if _already_there(target, step, records):
             remove_tree(temporary)
         else:
@@ -167,16 +169,12 @@ def save_checkpoint(
     return target
 
 
-def _write_folder(temporary: Path, step: int, streams: Mapping[str, TensorStream], state: bytes) -> list[FileRecord]:
+def _write_folder(temporary: Path, step: int, files: FileSet, state: bytes) -> list[FileRecord]:
     """Write and fsync every file of a checkpoint, the manifest last, then the folder."""
     if os.path.lexists(temporary):
         remove_tree(temporary)
     temporary.mkdir(mode=STATE_FOLDER_MODE)
-    records = []
-    for group, stream in streams.items():
-        _pass_fault(step)
-        name = f"{group}.safetensors"
-        records.append(FileRecord(name, *write_new_file(temporary / name, stream_file(stream))))
+    records = _write_tensors(temporary, step, files)
     _pass_fault(step)
     records.append(FileRecord(STATE_NAME, *write_new_file(temporary / STATE_NAME, [state])))
     manifest = {
@@ -188,6 +186,28 @@ def _write_folder(temporary: Path, step: int, streams: Mapping[str, TensorStream
     write_new_file(temporary / MANIFEST_NAME, [_encode_json(manifest)])
     sync_folder(temporary)
     return records
+
+
+def _write_tensors(temporary: Path, step: int, files: FileSet) -> list[FileRecord]:
+    """Write and fsync the tensor files, all of them at once, in the order in which their bytes come."""
+    _pass_fault(step)
+    open_files: dict[str, NewFile] = {}
+    try:
+        for group, specs in files.specs.items():
+            open_files[group] = NewFile(temporary / f"{group}.safetensors")
+            open_files[group].write(encode_header(specs))
+        for group, piece in files.pieces:
+            open_files[group].write(piece)
+        records: list[FileRecord] = []
+        for group, file in open_files.items():
+            if records:
+                _pass_fault(step)
+            assert file.num_bytes == files.num_bytes(group), f"{group}: not as many bytes as announced"
+            records.append(FileRecord(f"{group}.safetensors", *file.finish()))
+        return records
+    finally:
+        for file in open_files.values():
+            file.close()
 
 
 def _pass_fault(step: int) -> None:

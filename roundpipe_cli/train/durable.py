@@ -71,34 +71,66 @@ def disk_error(error: OSError, path: Path, what: str, needed_bytes: int | None =
     return ResourceError(f"could not write {what}", where=str(path), found=found, expected=expected, hint=hint)
 
 
-def write_new_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = STATE_FILE_MODE) -> tuple[int, str]:
-    """Write a file that does not exist yet, and fsync it. Returns its size in bytes and its SHA-256, hexadecimal.
+class NewFile:
+    """A file that does not exist yet, written piece by piece. `close` is for those that fail.
 
-    The digest is of the bytes as they are handed over, so a later mismatch means that the disk changed them.
+    Size and digest are of the bytes as they are handed over, so a later mismatch means that the disk changed them.
+    Every method may raise OSError as the system reports it; the file may then be there in part.
+    """
+
+    def __init__(self, path: Path, mode: int = STATE_FILE_MODE) -> None:
+        self._name = path.name
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor: int | None = os.open(path, flags, mode)
+        try:
+            os.fchmod(self._descriptor, mode)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append all of `chunk`."""
+        assert self._descriptor is not None
+        view = memoryview(chunk)
+        rest = view.cast("B") if view.nbytes else memoryview(b"")
+        while rest:
+            piece = rest[:_CHUNK_BYTES]
+            with at_work(f"writing {self._name}"):
+                written = os.write(self._descriptor, piece)
+            self._digest.update(piece[:written])
+            self.num_bytes += written
+            rest = rest[written:]
+
+    def finish(self) -> tuple[int, str]:
+        """fsync and close. Returns the size in bytes and the SHA-256, hexadecimal."""
+        assert self._descriptor is not None
+        with at_work(f"fsync of {self._name}"):
+            os.fsync(self._descriptor)
+        self.close()
+        return self.num_bytes, self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Close without a promise; does nothing after `finish`."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def write_new_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = STATE_FILE_MODE) -> tuple[int, str]:
+    """Write a `NewFile` and fsync it. Returns its size in bytes and its SHA-256, hexadecimal.
 
     Raises:
         OSError: as the system reports it; the file may then be there in part.
     """
-    digest = hashlib.sha256()
-    num_bytes = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    file = NewFile(path, mode)
     try:
-        os.fchmod(descriptor, mode)
         for chunk in chunks:
-            view = memoryview(chunk)
-            rest = view.cast("B") if view.nbytes else memoryview(b"")
-            while rest:
-                piece = rest[:_CHUNK_BYTES]
-                with at_work(f"writing {path.name}"):
-                    written = os.write(descriptor, piece)
-                digest.update(piece[:written])
-                num_bytes += written
-                rest = rest[written:]
-        with at_work(f"fsync of {path.name}"):
-            os.fsync(descriptor)
+            file.write(chunk)
+        return file.finish()
     finally:
-        os.close(descriptor)
-    return num_bytes, digest.hexdigest()
+        file.close()
 
 
 def sync_folder(folder: Path) -> None:

@@ -217,9 +217,9 @@ class Evaluator:
         counts = {"last_step": self._last_step, "last_loss": self.last_loss, "num_worse": self._num_worse}
         return {"best_step": self.best_step, "best_loss": best, **counts}
 
-    def saved(self) -> None:
-        """A checkpoint with `state()` is durable: older best weights can go."""
-        self._saved_best = self.best_step
+    def saved(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint with `state`, from `state()`, is durable: older best weights can go."""
+        self._saved_best = state["best_step"]
         self._prune()
 
     def start(self, state: Mapping[str, Any] | None) -> None:
@@ -234,7 +234,7 @@ class Evaluator:
                     Notice(f"the best weights so far, of step {self.best_step}, are gone; the search begins anew")
                 )
                 self.best_step, self.best_loss, self._num_worse = None, math.inf, 0
-        self.saved()
+        self.saved(self.state())
 
 
 def best_folder(output_dir: Path, step: int) -> Path:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from typing import Any
 from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.errors import NotFiniteError, StoppedError
-from roundpipe_cli.events import CheckpointSaved, Notice, Paused, Phase, RunFinished, StepFinished, run_clock
+from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
-from roundpipe_cli.train.checkpoint import Checkpoint, load_newest, save_checkpoint
+from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
 from roundpipe_cli.train.durable import disk_error, write_atomically
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
@@ -34,6 +35,7 @@ from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_unchanged, run_state
+from roundpipe_cli.train.saver import Saver, Snapshot, State
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
@@ -169,12 +171,16 @@ class Trainer:
         scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
         evaluator.start(evaluation)
-        started_s = time.monotonic()
-        self._started_s = started_s
+        self._started_s = time.monotonic()
+        self._saver = Saver(
+            self.output_dir, recipe.save_total_limit, self._tell, lambda meta: evaluator.saved(meta["evaluation"])
+        )
+        self._updater.before_layer = self._saver.before_layer
         with (
             page_locked(setup, self._tell),
             engine,
             self._updater,
+            self._saver,
             metrics_path.open("ab", buffering=0) as metrics,
         ):
             self._signals.guard()
@@ -220,6 +226,7 @@ class Trainer:
         last = self._is_last(done)
         due = last or done % self.recipe.save_steps == 0
         held = False
+        self._saver.poll()
         while True:
             asked = self._signals.take_save() or self._signals.requested is not None
             if (due or asked) and self._saved_step != done:
@@ -232,6 +239,8 @@ class Trainer:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
+        if last or self._signals.requested is not None:
+            self._saver.wait()
         if not last:
             self._stop_if_asked(done)
 
@@ -355,32 +364,27 @@ class Trainer:
         except OSError as error:
             raise disk_error(error, self.output_dir / METRICS_NAME, "the metrics") from error
         self._saved_step = step
-        store = self.setup.store
-        self._updater.wait()
-        names = sorted(store.trainable_names)
-        files = {
-            "masters": [(name, store.master(name)) for name in names],
-            "moments": list(self.optimizer.moments()),
+        meta = {
+            **run_state(self.setup, self._loss_scale, self._seconds()),
+            "num_updates": self.optimizer.num_updates,
+            "steps_since_overflow": self._steps_since_overflow,
+            "data_position": self.sampler.position.to_json(),
+            "evaluation": self.evaluator.state(),
         }
+        layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
+        state_of, ready = partial(self._state_of, step), partial(self._updater.wait_for, version=step)
+        self._saver.begin(Snapshot(step, layers, state_of, ready, meta), started_s)
+
+    def _state_of(self, step: int, layer: int) -> State:
+        """What the checkpoint after `step` updates holds of one layer."""
+        store = self.setup.store
+        names = [place.name for place in store.layouts[layer].trainable]
+        state = [("masters", name, store.master(name)) for name in names]
+        state += [("moments", name, tensor) for name, tensor in self.optimizer.moments_of(layer)]
         if store.staleness:
             stale = store.views_at(store.step_version(step))
-            files["weights"] = [(name, stale[name]) for name in names]
-        folder = save_checkpoint(
-            self.output_dir,
-            step,
-            files,
-            {
-                **run_state(self.setup, self._loss_scale, self._seconds()),
-                "num_updates": self.optimizer.num_updates,
-                "steps_since_overflow": self._steps_since_overflow,
-                "data_position": self.sampler.position.to_json(),
-                "evaluation": self.evaluator.state(),
-            },
-            keep=self.recipe.save_total_limit,
-            warn=lambda text: self._tell(Notice(text)),
-        )
-        self.evaluator.saved()
-        self._tell(CheckpointSaved(step, str(folder), time.monotonic() - started_s))
+            state += [("weights", name, stale[name]) for name in names]
+        return state
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         store, meta = self.setup.store, checkpoint.meta
@@ -392,6 +396,9 @@ class Trainer:
             weights, stale = checkpoint.tensors("weights"), store.views_at(store.step_version(checkpoint.step))
             for name in sorted(store.trainable_names):
                 stale[name].copy_(weights[name])
+        elif store.staleness:
+            text = "the checkpoint was written without staleness: the next two steps compute with the same weights"
+            self._tell(Notice(text))
         self.optimizer.load(checkpoint.tensors("moments"), int(meta["num_updates"]))
         self._loss_scale = float(meta["loss_scale"])
         self._steps_since_overflow = int(meta["steps_since_overflow"])

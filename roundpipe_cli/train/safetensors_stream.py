@@ -81,11 +81,6 @@ class TensorStream:
         pairs.sort(key=lambda pair: -pair[1].dtype.itemsize)
         return TensorStream(tuple(TensorSpec.of(name, tensor) for name, tensor in pairs), pairs)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file that `stream_file` makes of it."""
-        return len(encode_header(self.specs, self.metadata)) + sum(spec.num_bytes for spec in self.specs)
-
 
 TensorGroup = TensorStream | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -124,6 +119,38 @@ def stream_file(stream: TensorStream) -> Iterator[bytes | memoryview]:
         ValueError: `stream.tensors` does not yield what `stream.specs` announces.
     """
     yield encode_header(stream.specs, stream.metadata)
+    yield from _checked_pieces(stream)
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Several files whose bytes come in one run, for instance all that belongs to one layer, then the next layer.
+
+    `specs` announces each file's tensors, in their order; `pieces` is run through once and yields (file, next bytes of
+    its tensors). A piece may be overwritten by its owner as soon as the next one is asked for.
+    """
+
+    specs: Mapping[str, tuple[TensorSpec, ...]]
+    pieces: Iterable[tuple[str, memoryview]]
+
+    @staticmethod
+    def of(groups: Mapping[str, TensorGroup]) -> FileSet:
+        """One file after the other, a tensor at a time (its own memory where it is contiguous, on the CPU)."""
+        streams = {name: TensorStream.of(group) for name, group in groups.items()}
+        pieces = ((name, piece) for name, stream in streams.items() for piece in _checked_pieces(stream))
+        return FileSet({name: stream.specs for name, stream in streams.items()}, pieces)
+
+    def num_bytes(self, name: str) -> int:
+        """Size of one of the files."""
+        return len(encode_header(self.specs[name])) + sum(spec.num_bytes for spec in self.specs[name])
+
+
+def _checked_pieces(stream: TensorStream) -> Iterator[memoryview]:
+    """The bytes of each tensor.
+
+    Raises:
+        ValueError: `stream.tensors` does not yield what `stream.specs` announces.
+    """
     num_seen = 0
     for name, tensor in stream.tensors:
         expected = stream.specs[num_seen] if num_seen < len(stream.specs) else None
