@@ -82,6 +82,10 @@ class ResourceError(RoundpipeError):
     exit_code = 5
 
 
+class OutOfDeviceMemoryError(ResourceError):
+    """A worker's device is out of memory; the step can be computed again with less. Exit code 5."""
+
+
 class NoCheckpointError(RoundpipeError):
     """Nothing valid to resume from. Exit code 6."""
 

@@ -283,7 +283,6 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
 REFUSED_NOW = {
     "optim": "adafactor",
     "report_to": "[wandb]",
-    "on_oom": "adapt",
     "pipeline.devices": "emulated",
 }
 

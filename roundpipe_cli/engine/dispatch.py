@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from roundpipe_cli.engine.ledger import Ledger, Links
 from roundpipe_cli.engine.progress import AbortedError, Progress
 from roundpipe_cli.engine.transfer import TransferOptions, TransferQueue, TransferRecord
-from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import WEIGHTS, Op, Program
@@ -38,6 +38,7 @@ Event = Any
 """A point in a device's work; None has happened."""
 
 TICK_S = 0.25
+MEMORY_HINT = "lower micro_batch_size or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
 """For all threads of a pool together."""
@@ -583,11 +584,8 @@ class Pool:
             raise error
         text = f"{type(error).__name__}: {error}".strip()
         if isinstance(error, self._out_of_memory):
-            raise ResourceError(
-                "out of memory on a worker",
-                where=failed.where,
-                found=text,
-                hint="lower micro_batch_size or max_seq_length, or set pipeline.recompute=layer",
+            raise OutOfDeviceMemoryError(
+                "out of memory on a worker", where=failed.where, found=text, hint=MEMORY_HINT
             ) from error
         raise InternalError(f"a worker failed: {text}", where=failed.where) from error
 

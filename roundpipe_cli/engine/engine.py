@@ -22,7 +22,7 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier, downloads_of
-from roundpipe_cli.engine.dispatch import Pool, StepRun
+from roundpipe_cli.engine.dispatch import MEMORY_HINT, Pool, StepRun
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.kept import Kept, kept_activations
 from roundpipe_cli.engine.ledger import Links, links_of
@@ -33,6 +33,7 @@ from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepCon
 from roundpipe_cli.engine.transfer import TransferOptions, TransferStatistics, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerStep, stage_bytes, stage_gradient_elements
+from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
 from roundpipe_cli.model.preference import Preference, Rewards
@@ -248,7 +249,7 @@ class Engine:
             on_gradient: see `StepContext`; called by the workers' threads.
 
         Raises:
-            ResourceError: out of device memory (exit code 5).
+            OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
             InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
         """
         assert self._open, "use the engine inside its `with` block"
@@ -358,6 +359,14 @@ class Engine:
             late_layers=self._late_layers,
         )
 
+    def use_less_memory(self) -> None:
+        """After a step that ran out of it: from now on recompute one layer at a time, which changes no bit."""
+        self._recompute_each_layer = True
+        self._read_layers = frozenset(range(1, self.num_layers))
+        self._keep_layers = frozenset()
+        for worker in self._workers:
+            worker.backend.release_unused()
+
     def _lowered(self, schedule: Schedule) -> Lowered:
         """The program of `schedule`; a run has few schedules and uses each for many steps."""
         known = self._programs.get(id(schedule))
@@ -377,7 +386,12 @@ class Engine:
         weight_bytes = max(stage_bytes(layouts, layers) for layers in held)
         elements = max((stage_gradient_elements(layouts, layers) for layers in summed), default=0)
         for worker in self._workers:
-            worker.reserve_slots(self._num_slots, weight_bytes, elements)
+            try:
+                worker.reserve_slots(self._num_slots, weight_bytes, elements)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                where = f"worker {worker.index} ({worker.backend.device}), {self._num_slots} slots for stages"
+                text = f"{type(error).__name__}: {error}".strip()
+                raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error
 
     def _finish(
         self,

@@ -262,7 +262,11 @@ class Recipe:
     resume_from_checkpoint: Words | None = None
     """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. null starts afresh."""
     on_oom: Literal["stop", "adapt"] = "stop"
-    """When a device runs out of memory: stop with advice, or adapt the plan and go on."""
+    """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
+    (same rows, same loss), compute the step again and say what to write here."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or gradient is NaN or infinite: stop (exit code 4), or leave that update out, name its rows and go
+    on; ten such steps in a row stop the run all the same."""
     watchdog_s: Annotated[float, Range(0)] = 600.0
     """Seconds without progress after which a run ends with exit code 1 and the stacks of all threads. 0 is never."""
     weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"

@@ -32,7 +32,6 @@ class NotYet:
 NOT_YET: tuple[NotYet, ...] = (
     NotYet("optim", "an optimizer other than adamw", "adamw"),
     NotYet("report_to", "reporting to trackers", []),
-    NotYet("on_oom", "adapting to a device that is out of memory", "stop"),
     NotYet("pipeline.devices", "training on emulated devices", "auto", refused=("emulated",)),
 )
 

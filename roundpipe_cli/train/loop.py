@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.batching import Position, RowBatch
-from roundpipe_cli.engine.engine import Engine, StepResult
-from roundpipe_cli.errors import NotFiniteError, StoppedError
+from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
 from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
+from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
 from roundpipe_cli.train.durable import disk_error, write_atomically
@@ -50,6 +52,8 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000
 """As in torch.amp.GradScaler."""
 ETA_STEPS = 20
+MAX_SKIPPED_IN_A_ROW = 10
+"""One more and the weights are to blame, not the rows."""
 TRACE_NAME = "trace.json"
 TRACED_STEPS = 3
 PAUSE_LOOK_S = 0.1
@@ -138,10 +142,13 @@ class Trainer:
         )
         self.optimizer = HostAdamW(setup.store, weight_decay=recipe.weight_decay)
         self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores())
-        self._updates_early = (
-            recipe.pipeline.optimizer_staleness == 0 and recipe.max_grad_norm == 0 and recipe.dtype != "float16"
-        )
-        """Whether a layer is updated as soon as its gradient is complete; otherwise the norm of all is needed first."""
+        needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
+        may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip"
+        self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (needs_norm or may_compute_again)
+        """Whether a layer is updated as soon as its gradient is complete."""
+        self._fit = Fit.of(recipe)
+        self._num_skipped = 0
+        self._skipped_in_a_row = 0
         self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
         self._steps_since_overflow = 0
         self._cutter = make_cutter(setup)
@@ -167,6 +174,8 @@ class Trainer:
         setup = self.setup
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
+        if self._fit.recompute != self.recipe.pipeline.recompute:
+            engine.use_less_memory()
         self._references = Scorer(setup, engine, self._cutter, lambda: False)
         scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
@@ -205,6 +214,7 @@ class Trainer:
         save_result(setup, self.output_dir, evaluator.best_folder)
         seconds = self._seconds()
         report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s)
+        report |= {"skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": evaluator.report()})
         self._tell(RunFinished(str(self.output_dir), done, seconds))
 
@@ -262,24 +272,11 @@ class Trainer:
     def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
         batches = self.sampler.next_step()
-        if self.setup.rejected is None:
-            microbatches, num_tokens = make_microbatches(self.setup, batches)
-        else:
-            microbatches, num_tokens = make_pairs(self.setup, batches)
-            microbatches = add_references(self.setup, self._references, microbatches, step)
         log_rows(self.setup, step + 1, batches)
-        schedule = self._cutter.schedule(len(microbatches))
         learning_rate = self._learning_rate(step)
         if self._updates_early:
             self._updater.begin_early(step, learning_rate)
-        result = engine.run_step(
-            microbatches,
-            schedule,
-            step=step,
-            loss_scale=self._loss_scale,
-            version=self.setup.store.step_version(step),
-            on_gradient=self._updater.gradient_complete if self._updates_early else None,
-        )
+        result, microbatches, num_tokens = self._compute(engine, step, batches)
         self._updater.wait()  # at staleness 1 for the update that ran beside this step
         self._cutter.observe(result)
         self._pipeline_s.append(result.step_s)
@@ -287,10 +284,12 @@ class Trainer:
         if self._timelines is not None:
             self._timelines.append(result.timeline)
         result = _poisoned(result, self._updater.poison(step))
-        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+        is_finite = math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
+        if is_finite:
             self._update(step, result.gradient_norm, learning_rate)
         else:
             self._not_finite(step, batches, result)
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row
         if self.recipe.pipeline.optimizer_staleness == 0:
             self._updater.wait()
         step_s = time.monotonic() - started_s
@@ -314,8 +313,51 @@ class Trainer:
         self._write_row(metrics, event)
         self._tell(event)
 
+    def _compute(self, engine: Engine, step: int, batches: list[RowBatch]) -> tuple[StepResult, list[Microbatch], int]:
+        """One step's forward and backward, what it was made of, and its number of tokens; again with less memory, where it adapts."""
+        while True:
+            try:
+                microbatches, num_tokens = self._microbatches(step, self._fit.divide(batches))
+                result = engine.run_step(
+                    microbatches,
+                    self._cutter.schedule(len(microbatches)),
+                    step=step,
+                    loss_scale=self._loss_scale,
+                    version=self.setup.store.step_version(step),
+                    on_gradient=self._updater.gradient_complete if self._updates_early else None,
+                )
+                return result, microbatches, num_tokens
+            except OutOfDeviceMemoryError as error:
+                smaller = self._fit.smaller(step + 1)
+                if self.recipe.on_oom != "adapt" or smaller is None:
+                    raise
+                problem = error.problems[0]
+                error.__cause__ = None  # its frames hold what was computed
+            self._fit = smaller
+            gc.collect()
+            engine.use_less_memory()
+            lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
+            self._tell(
+                Notice(
+                    f"step {step + 1}: {problem.what} ({problem.where}: {problem.found}); computing it again, and all "
+                    f"that follows, with less; to have it so from the start, write {lines}"
+                )
+            )
+
+    def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
+        """A step's microbatches, pairs with what the base model says of them, and the number of tokens."""
+        if self.setup.rejected is None:
+            return make_microbatches(self.setup, batches)
+        microbatches, num_tokens = make_pairs(self.setup, batches)
+        return add_references(self.setup, self._references, microbatches, step), num_tokens
+
     def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
-        line = (json.dumps(_metrics_row(event)) + "\n").encode()
+        row = _metrics_row(event)
+        if self._fit.first_step == event.step and (segment := self._fit.to_json(self.recipe)):
+            row["segment"] = segment  # the curve goes on with other microbatches from here
+        if self._skipped_in_a_row:
+            row["skipped"] = True
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
             if metrics.write(line) < len(line):  # the rest does not fit; --resume cuts a torn line off
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -342,13 +384,22 @@ class Trainer:
             self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {self._loss_scale:g}"))
             return
         dataset = self.setup.dataset
+        self._num_skipped += 1
+        self._skipped_in_a_row += 1
         rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for rows in batch for index in rows]
         what = "loss" if not math.isfinite(result.loss) else "gradient"
+        found = f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}"
+        if self.recipe.on_nonfinite == "skip" and self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+            self._updater.skip(step)
+            text = f"step {step + 1}: the {what} is not finite ({found}): no update; {self._num_skipped} skipped so far"
+            self._tell(Notice(text))
+            return
         raise NotFiniteError(
             f"the {what} is not finite: stopped before the update",
             where=f"step {step + 1}",
-            found=f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}",
-            hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume",
+            found=found,
+            hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
+            "such steps out with on_nonfinite=skip",
         )
 
     def _eta_s(self, step: int, step_s: float) -> float:
@@ -370,6 +421,8 @@ class Trainer:
             "steps_since_overflow": self._steps_since_overflow,
             "data_position": self.sampler.position.to_json(),
             "evaluation": self.evaluator.state(),
+            "fit": self._fit.to_json(self.recipe),
+            "skipped_steps": self._num_skipped,
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
         state_of, ready = partial(self._state_of, step), partial(self._updater.wait_for, version=step)
@@ -403,6 +456,8 @@ class Trainer:
         self._loss_scale = float(meta["loss_scale"])
         self._steps_since_overflow = int(meta["steps_since_overflow"])
         self._earlier_s = float(meta["training_s"])
+        self._num_skipped = int(meta.get("skipped_steps", 0))
+        self._fit = resumed_fit(meta.get("fit"), self.recipe)
         self.sampler.seek(Position.from_json(meta["data_position"]))
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
         return checkpoint.step
@@ -416,13 +471,12 @@ def _poisoned(result: StepResult, poison: float | None) -> StepResult:
 
 
 def _metrics_row(event: StepFinished) -> dict[str, Any]:
-    finite = math.isfinite(event.grad_norm)
     return {
         "step": event.step,
-        "loss": event.loss,
+        "loss": event.loss if math.isfinite(event.loss) else None,
         "loss_hex": event.loss.hex(),
         "learning_rate": event.learning_rate,
-        "grad_norm": event.grad_norm if finite else None,
+        "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
         "tokens": event.tokens,
         "tokens_per_s": event.tokens_per_s,
         "step_s": event.step_s,

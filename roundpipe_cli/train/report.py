@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import resource
 import statistics
@@ -35,7 +36,7 @@ def make_report(
     import transformers
 
     store = setup.store
-    losses = [row.loss for row in rows]
+    losses = [row.loss for row in rows if math.isfinite(row.loss)]
     return {
         "tool_version": __version__,
         "model": setup.source.name,

@@ -27,6 +27,7 @@ FREE_KEYS = (
     "report_to",
     "resume_from_checkpoint",
     "on_oom",
+    "on_nonfinite",
     "watchdog_s",
     "weights",
     "hardware",
@@ -80,6 +81,8 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         name = {DATA_KEY: "data_hash", TOKENIZER_KEY: "tokenizer_hash", MODEL_KEY: "model_hash"}[key]
         if name in saved and saved.get(name) != now:
             changes.append((key, saved.get(name), now))
+    if _as_advised(saved, setup.recipe):
+        changes = [change for change in changes if change[0] not in ("micro_batch_size", "gradient_accumulation_steps")]
     for key, old, new in changes:
         if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:
             problems.append(
@@ -93,6 +96,14 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
             )
     if problems:
         raise RecipeError(problems)
+
+
+def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether the microbatches are now those to which the run had adapted itself: the same rows in each step."""
+    fit, old = saved.get("fit"), saved["recipe"]
+    rows = old["micro_batch_size"] * old["gradient_accumulation_steps"]
+    same_rows = recipe.micro_batch_size * recipe.gradient_accumulation_steps == rows
+    return fit is not None and recipe.micro_batch_size == fit["micro_batch_size"] and same_rows
 
 
 def _filled(old: Any, defaults: Any) -> Any:

@@ -43,6 +43,9 @@ class Backend(ABC):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A device buffer, uint8 [num_bytes], that lives until the backend is closed."""
 
+    def release_unused(self) -> None:  # noqa: B027 - most devices keep nothing back
+        """Give memory that nothing uses any more back to the device."""
+
     @abstractmethod
     def device_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for `host`, to be filled by `copy_up` and then read by the worker thread's computations."""

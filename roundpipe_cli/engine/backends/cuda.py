@@ -93,6 +93,10 @@ class CudaBackend(Backend):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def release_unused(self) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     def device_like(self, host: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(self._up):
             tensor = torch.empty_like(host, device=self.device, pin_memory=False)

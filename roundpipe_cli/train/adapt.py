@@ -1,0 +1,66 @@
+"""What a run changes when a device runs out of memory and the recipe says `on_oom: adapt`.
+
+First one layer is recomputed at a time, which changes no bit; then microbatches are divided, again and again: more of
+them in a step, of fewer rows, the same rows and the same loss (dropout masks differ: each microbatch has its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from roundpipe_cli.data.batching import RowBatch
+from roundpipe_cli.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a step is computed, from some step of the run on."""
+
+    micro_batch_size: int
+    """Sequences of one microbatch; divides the recipe's."""
+    recompute: str
+    first_step: int = 1
+    """The first one computed so, from 1."""
+
+    @staticmethod
+    def of(recipe: Recipe) -> Fit:
+        """As the recipe says."""
+        return Fit(recipe.micro_batch_size, recipe.pipeline.recompute)
+
+    def smaller(self, step: int) -> Fit | None:
+        """The next one that needs less device memory, from `step` (from 1) on; None if there is none."""
+        if self.recompute != "layer":
+            return Fit(self.micro_batch_size, "layer", step)
+        divisors = (size for size in range(self.micro_batch_size // 2, 0, -1) if self.micro_batch_size % size == 0)
+        size = next(divisors, None)
+        return None if size is None else Fit(size, self.recompute, step)
+
+    def divide(self, batches: Sequence[RowBatch]) -> list[RowBatch]:
+        """A step's microbatches, each cut into microbatches of at most `micro_batch_size` sequences."""
+        size = self.micro_batch_size
+        return [batch[start : start + size] for batch in batches for start in range(0, len(batch), size)]
+
+    def recipe_lines(self, recipe: Recipe) -> dict[str, int | str]:
+        """What to write in the recipe to compute so from the start."""
+        steps = recipe.gradient_accumulation_steps * recipe.micro_batch_size // self.micro_batch_size
+        lines: dict[str, int | str] = {}
+        if self.micro_batch_size != recipe.micro_batch_size:
+            lines = {"micro_batch_size": self.micro_batch_size, "gradient_accumulation_steps": steps}
+        if self.recompute != recipe.pipeline.recompute:
+            lines["pipeline.recompute"] = self.recompute
+        return lines
+
+    def to_json(self, recipe: Recipe) -> dict[str, Any] | None:
+        """For checkpoint, metrics and report; None if it is as the recipe says."""
+        return asdict(self) if self.recipe_lines(recipe) else None
+
+
+def resumed_fit(saved: Mapping[str, Any] | None, recipe: Recipe) -> Fit:
+    """How a run that continues computes: as it did in the end, `saved`, as far as the recipe asks for more."""
+    own = Fit.of(recipe)
+    if saved is None:
+        return own
+    size, first_step = int(saved["micro_batch_size"]), int(saved["first_step"])
+    return Fit(size if own.micro_batch_size % size == 0 else own.micro_batch_size, "layer", first_step)
