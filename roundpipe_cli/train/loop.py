@@ -182,7 +182,7 @@ class Trainer:
         evaluator.start(evaluation)
         self._started_s = time.monotonic()
         self._saver = Saver(
-            self.output_dir, recipe.save_total_limit, self._tell, lambda meta: evaluator.saved(meta["evaluation"])
+            self.output_dir, self.recipe.save_total_limit, self._tell, lambda meta: evaluator.saved(meta["evaluation"])
         )
         self._updater.before_layer = self._saver.before_layer
         with (
@@ -249,23 +249,21 @@ class Trainer:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
-        if last or self._signals.requested is not None:
+        signal = self._signals.requested  # read once: a later one is for the next border
+        if signal is not None and self._saved_step != done:
+            self._save(done, metrics)
+        if last or signal is not None:
             self._saver.wait()
-        if not last:
-            self._stop_if_asked(done)
-
-    def _is_last(self, done: int) -> bool:
-        """Whether nothing is left to train after `done` updates."""
-        return (done >= self.num_steps or self.evaluator.exhausted) and not self.evaluator.is_owed(done)
-
-    def _stop_if_asked(self, done: int) -> None:
-        signal = self._signals.requested
-        if signal is not None:
+        if signal is not None and not last:
             raise StoppedError(
                 f"stopped by {signal.name} after step {done} of {self.num_steps}, with a checkpoint",
                 exit_code=EXIT_CODES[signal],
                 hint="the same command with --resume continues",
             )
+
+    def _is_last(self, done: int) -> bool:
+        """Whether nothing is left to train after `done` updates."""
+        return (done >= self.num_steps or self.evaluator.exhausted) and not self.evaluator.is_owed(done)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
