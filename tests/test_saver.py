@@ -60,7 +60,7 @@ class Run:
     def update(self, step: int) -> None:
         """Slowly, element after element, as torn as an update can be; the saver is asked before each layer."""
         for layer, tensors in self.values.items():
-            self.saver.before_layer(layer)
+            self.saver.before_layer(layer, step)
             for tensor in tensors:
                 half = len(tensor) // 2
                 tensor[:half] = step
@@ -123,8 +123,8 @@ def test_an_update_waits_for_the_copy_of_its_layer_and_for_no_other(tmp_path: Pa
             Snapshot(1, list(range(NUM_LAYERS)), run.state_of, hold_the_last, {"step": 1}), time.monotonic()
         )
         for layer in range(NUM_LAYERS - 1):
-            run.saver.before_layer(layer)  # comes back although the save is far from its end
-        waiting = threading.Thread(target=run.saver.before_layer, args=(NUM_LAYERS - 1,))
+            run.saver.before_layer(layer, 2)  # comes back although the save is far from its end
+        waiting = threading.Thread(target=run.saver.before_layer, args=(NUM_LAYERS - 1, 2))
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
@@ -133,6 +133,16 @@ def test_an_update_waits_for_the_copy_of_its_layer_and_for_no_other(tmp_path: Pa
         assert not waiting.is_alive()
     saved = next(event for event in run.events if isinstance(event, CheckpointSaved))
     assert saved.seconds >= saved.pause_s >= 0.1, "what training waited is reported"
+
+
+def test_the_update_that_is_to_be_saved_does_not_wait_for_its_own_copy(tmp_path: Path) -> None:
+    """At staleness 1 a save begins before the update has come to an end, or to a beginning. It used to hang."""
+    run = Run(tmp_path)
+    with run.saver:
+        run.save(1)
+        run.update(1)
+        run.saver.wait()
+        assert steps_in(tmp_path, 1) == {1.0}
 
 
 def test_the_ring_is_never_a_second_copy() -> None:

@@ -290,7 +290,7 @@ def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: l
         Updater(rig.store, optimizer, num_threads=1) as updater,
         rig.engine(2, copy=copy) as engine,
     ):
-        updater.before_layer = order.append
+        updater.before_layer = lambda layer, version: order.append(layer)
         updater.begin_early(0, 1e-3)
         microbatches = random_microbatches([(1, 6), (2, 5), (1, 4)])
         engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0, on_gradient=updater.gradient_complete)

@@ -160,10 +160,10 @@ class _Save:
         for thread in self.threads:
             thread.start()
 
-    def before_layer(self, layer: int) -> None:
-        """Block until `layer` has been copied, or never will be."""
+    def before_layer(self, layer: int, version: int) -> None:
+        """Block until `layer` has been copied, or never will be; not for the version that is itself to be copied."""
         with self._changed:
-            if layer in self._waiting:
+            if layer in self._waiting and version > self.snapshot.step:
                 started_s = time.monotonic()
                 while layer in self._waiting:
                     self._changed.wait()
@@ -267,11 +267,14 @@ class Saver:
         pause_s = time.monotonic() - started_s
         self._save = _Save(snapshot, self._output_dir, self._keep, self._tell, pause_s)
 
-    def before_layer(self, layer: int) -> None:
-        """Block until the save in flight, if any, has copied `layer`. Called by the thread that changes it."""
+    def before_layer(self, layer: int, version: int) -> None:
+        """Block until the save in flight, if any, has copied `layer`, which is about to become that of step `version`.
+
+        Called by the thread that changes it.
+        """
         save = self._save
         if save is not None:
-            save.before_layer(layer)
+            save.before_layer(layer, version)
 
     def poll(self) -> None:
         """Take notice of a save that has come to its end.

@@ -40,8 +40,9 @@ class Updater:
             optimizer: what an update is.
             num_threads: intra-op threads of the update.
         """
-        self.before_layer: Callable[[int], None] | None = None
-        """Called in the thread before a layer changes: a checkpoint may still have to copy it."""
+        self.before_layer: Callable[[int, int], None] | None = None
+        """Called in the thread with a layer and the version that it is about to get, before it changes: a checkpoint
+        may still have to copy what is there."""
         self._store = store
         self._optimizer = optimizer
         self._num_threads = num_threads
@@ -167,7 +168,7 @@ class Updater:
     def _enter_layer(self, step: int, layer: int) -> None:
         self._where = f"the optimizer, step {step + 1}, layer {self._store.layouts[layer].name}"
         if self.before_layer is not None:
-            self.before_layer(layer)
+            self.before_layer(layer, self._store.version_of(layer) + 1)
 
     def _update(self, step: int, layer: int, number: int, learning_rate: float, gradient_factor: float) -> None:
         self._enter_layer(step, layer)
