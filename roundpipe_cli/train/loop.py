@@ -312,7 +312,7 @@ class Trainer:
         self._tell(event)
 
     def _compute(self, engine: Engine, step: int, batches: list[RowBatch]) -> tuple[StepResult, list[Microbatch], int]:
-        """One step's forward and backward, what it was made of, and its number of tokens; again with less memory, where it adapts."""
+        """One step's forward and backward, with its microbatches and tokens; again with less, where it adapts."""
         while True:
             try:
                 microbatches, num_tokens = self._microbatches(step, self._fit.divide(batches))
