@@ -75,7 +75,7 @@ def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[st
     assert err.splitlines() == [
         "note: a",
         "b ...",
-        "checkpoint out/step-00000005 (500 ms)",
+        "checkpoint out/step-00000005 (500 ms, training waited 0 us)",
         "done: 12 steps in 1m00s; the result is in out",
     ]
 
