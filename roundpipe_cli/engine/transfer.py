@@ -131,7 +131,8 @@ def statistics_of(
     """Bytes, waiting and exposed time per class.
 
     A gap in a worker's compute counts as exposed where a transfer that the next operation waits for, or one that such
-    a transfer waits for, was in its queue or moving at that time.
+    a transfer waits for, was in its queue or moving at that time, and everything that had to be computed before had
+    been: a worker that waits for another worker's result does not wait for the link.
 
     Args:
         compute_s: compute operation -> (start, end).
@@ -150,25 +151,37 @@ def statistics_of(
         for op_id in row:
             start_s, end_s = compute_s.get(op_id, (free_s, free_s))
             if start_s > free_s:
-                _add_exposed(found, program, of_op, op_id, (free_s, start_s))
+                _add_exposed(found, program, of_op, compute_s, op_id, (free_s, start_s))
             free_s = max(free_s, end_s)
     return found
 
 
 def _add_exposed(
-    found: TransferStatistics, program: Program, records: Mapping[int, TransferRecord], op_id: int, gap: Span
+    found: TransferStatistics,
+    program: Program,
+    records: Mapping[int, TransferRecord],
+    compute_s: Mapping[int, Span],
+    op_id: int,
+    gap: Span,
 ) -> None:
-    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    waited: list[TransferRecord] = []
+    begin_s, end_s = gap
     todo = [*program.ops[op_id].deps, *program.ops[op_id].late_deps]
     while todo:
         dep = program.ops[todo.pop()]
         if dep.lane == COMPUTE:
+            begin_s = max(begin_s, compute_s[dep.id][1] if dep.id in compute_s else begin_s)
             continue
         record = records.get(dep.id)
-        if record is not None and record.end_s > gap[0]:
-            spans[record.lane, record.payload].append((max(record.ready_s, gap[0]), min(record.end_s, gap[1])))
-        if dep.lane == UP:
-            todo += [other for other in dep.deps if program.ops[other].lane == DOWN]
+        if record is not None:
+            waited.append(record)
+        if dep.lane in (UP, DOWN):
+            todo += [other for other in dep.deps if program.ops[other].lane in (COMPUTE, DOWN)]
+    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for record in waited:
+        span = max(record.ready_s, begin_s), min(record.end_s, end_s)
+        if span[1] > span[0]:
+            spans[record.lane, record.payload].append(span)
     for key, pieces in spans.items():
         found.classes[key].exposed_s += covered_s(pieces)
     found.exposed_s += covered_s([piece for pieces in spans.values() for piece in pieces])
