@@ -11,7 +11,7 @@ import pytest
 from roundpipe_cli.cli import predict
 from roundpipe_cli.cli.fitting import fitting_recipe
 from roundpipe_cli.cli.plan import plan_document, plan_text
-from roundpipe_cli.cli.predict import make_plan
+from roundpipe_cli.cli.predict import ask, make_plan
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.hardware import parse_hardware
 from roundpipe_cli.plan.models import shipped_architecture
@@ -23,10 +23,10 @@ from tests.e2e import fresh, run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
-MAX_SEARCHED_LAYERS = 32
-"""With more, a few even cuts stand for the planner's search, which takes seconds each; scripts/recipe_verdicts.py
-compares all of them exactly."""
-ALWAYS_SEARCHED = ("qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb")
+MAX_SEARCHED_LAYERS = 26
+"""The planner's search of a recipe with more layers takes seconds. scripts/recipe_verdicts.py searches all of them."""
+PROMISED = ("qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb")
+ALWAYS_SEARCHED = PROMISED[:1]
 
 
 def test_the_combinations_that_are_promised() -> None:
@@ -38,7 +38,7 @@ def test_the_combinations_that_are_promised() -> None:
         *("_1x16gb", "_1x24gb", "_2x24gb", "_4x24gb", "_8x24gb"),
     ):
         assert model in names, model
-    for name in ALWAYS_SEARCHED:
+    for name in PROMISED:
         verdict = RECIPES[name].verdict
         assert verdict is not None and verdict.hardware == "2x3090,host_memory_gib=64"
 
@@ -67,25 +67,36 @@ def test_header(name: str) -> None:
     assert loaded.recipe.model.startswith("package:") or shipped_architecture(loaded.recipe.model) is not None
 
 
+def is_searched(name: str, num_layers: int) -> bool:
+    """Whether the tests do for a recipe exactly what `plan` does."""
+    return num_layers <= MAX_SEARCHED_LAYERS or num_layers > predict.MAX_SEARCHED_LAYERS or name in ALWAYS_SEARCHED
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the figure where the search is short. For the others what no cut changes, and a step between two bounds: no
+    cut is faster than arithmetic alone, and the search must not end behind the few even cuts that it is spared here.
+    """
     recipe = RECIPES[name]
     assert recipe.verdict is not None
-    if name not in ALWAYS_SEARCHED:
-        monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", min(MAX_SEARCHED_LAYERS, predict.MAX_SEARCHED_LAYERS))
-    plan = make_plan(load_recipe(recipe.path), recipe.verdict.hardware)
-    document = plan_document(plan, None)
-    assert document["fits"], document["reasons"]
-    now = verdict_of_plan(plan, recipe.verdict.hardware)
-    num_layers = len(document["layers"])
-    if num_layers <= MAX_SEARCHED_LAYERS or num_layers > 72 or name in ALWAYS_SEARCHED:
-        off = differences(recipe.verdict, now, tolerance=0.05, device_tolerance=0.5)
+    header, loaded = recipe.verdict, load_recipe(recipe.path)
+    layers = ask(loaded, header.hardware).analytic.costs.layers
+    searched = is_searched(name, len(layers))
+    if not searched:
+        monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", 0)
+    plan = make_plan(loaded, header.hardware)
+    assert plan.verdict.fits, plan.verdict.reasons
+    now = verdict_of_plan(plan, header.hardware)
+    if searched:
+        off = differences(header, now, tolerance=0.05, device_tolerance=0.5)
         assert not off, f"{off}: python scripts/recipe_verdicts.py --write"
-    else:
-        assert now.tokens_per_step == recipe.verdict.tokens_per_step
-        assert now.disk_bytes == pytest.approx(recipe.verdict.disk_bytes, rel=0.02, abs=0.06 * GIB)
-        assert now.host_bytes == pytest.approx(recipe.verdict.host_bytes, rel=0.1, abs=0.06 * GIB)
-        assert 0.6 < now.step_s / recipe.verdict.step_s < 1.2
+        return
+    assert now.tokens_per_step == header.tokens_per_step
+    assert now.disk_bytes == pytest.approx(header.disk_bytes, rel=0.02, abs=0.06 * GIB)
+    assert now.host_bytes == pytest.approx(header.host_bytes, rel=0.15, abs=0.06 * GIB)
+    work_s = sum(layer.forward_s + layer.backward_s for layer in layers) * plan.question.settings.num_microbatches
+    assert work_s / plan.question.num_workers <= header.step_s <= now.step_s * 1.02
+    assert header.tokens_per_s == pytest.approx(header.tokens_per_step / header.step_s, rel=0.02)
 
 
 def test_verdict_lines_can_be_read_back_and_replaced() -> None:
@@ -120,16 +131,16 @@ def test_names_that_mean_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.Mo
             find_shipped(name)
 
 
-def test_plan_that_says_no_names_the_recipe_that_fits() -> None:
+def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = "2x3090,host_memory_gib=64"
     full = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml", ["method=full"]), small)
     assert plan_document(full, None)["shipped_recipe"] == "recipes/qwen3/8b_lora_2x24gb.yaml"
     assert "The nearest recipe of the tool that fits: recipes/qwen3/8b_lora_2x24gb.yaml" in plan_text(full, None)
-    large = make_plan(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small)
-    fitting = fitting_recipe(large.question)
+    fitting = fitting_recipe(ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small))
     assert fitting is not None and fitting.name == "qwen3/14b_lora_2x24gb"
     none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")
     assert plan_document(none, None)["shipped_recipe"] is None
+    monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     fits = make_plan(load_recipe(ROOT / "recipes/quickstart.yaml"), small)
     assert "shipped_recipe" not in plan_document(fits, None)
 

@@ -321,15 +321,16 @@ def _planned(question: Question) -> _Cut:
         return _Cut(tuple(forward), tuple(backward), question.num_workers, (why,))
     limits = stage_limits(architecture, settings, hardware, question.analytic)
     staleness: Literal[0, 1] = 1 if settings.staleness else 0
+    even = quick_cut(
+        question.analytic.costs,
+        num_workers=question.num_workers,
+        num_microbatches=settings.num_microbatches,
+        staleness=staleness,
+        limits=limits,
+    )
+    quick = _Cut(*even, ("the best of a few even cuts",))
     if len(question.analytic.costs.layers) > MAX_SEARCHED_LAYERS:
-        quick = quick_cut(
-            question.analytic.costs,
-            num_workers=question.num_workers,
-            num_microbatches=settings.num_microbatches,
-            staleness=staleness,
-            limits=limits,
-        )
-        return _Cut(*quick, ("the best of a few even cuts: with so many layers evenness hardly matters",))
+        return replace(quick, explanation=(f"{quick.explanation[0]}: with so many layers evenness hardly matters",))
     try:
         partition = plan_partition(
             question.analytic.costs,
@@ -340,15 +341,19 @@ def _planned(question: Question) -> _Cut:
             limits=limits,
         )
     except ResourceError:
-        forward, backward = coarsest_stages(architecture, settings, hardware, question.analytic)
-        return _Cut(tuple(forward), tuple(backward), question.num_workers, ("no cut keeps the devices' limits",))
-    return _Cut(
+        coarsest = coarsest_stages(architecture, settings, hardware, question.analytic)
+        return _Cut(tuple(coarsest[0]), tuple(coarsest[1]), question.num_workers, ("no cut keeps the devices' limits",))
+    searched = _Cut(
         partition.forward_stages,
         partition.backward_stages,
         partition.microbatches_per_round,
         partition.explanation,
         partition.workers,
     )
+    if quick.microbatches_per_round <= searched.microbatches_per_round:
+        return searched
+    # the search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut
+    return min(searched, quick, key=lambda cut: _simulate_step(question, cut, "roundpipe").step_s)
 
 
 def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.evaluate import Chain, Links, chain_of, steady_chain, worker_speeds
-from roundpipe_cli.plan.search_batch import INFEASIBLE, BatchScorer, DeviceMemory
+from roundpipe_cli.plan.search_batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
 from roundpipe_cli.plan.search_explain import explain
 from roundpipe_cli.plan.search_run import Candidate, Effort, Search
-from roundpipe_cli.plan.search_seeds import unit_bounds
+from roundpipe_cli.plan.search_seeds import layer_bounds, unit_bounds
 from roundpipe_cli.plan.stages import StageLimits, StageRange, StageSums, backward_ranges, check_costs, forward_ranges
 from roundpipe_cli.units import format_bytes
 
@@ -85,6 +86,13 @@ class _Task:
             limits=self.limits,
             memory=memory,
         )
+
+    def bounds(self) -> list[int]:
+        """Units of equal work; layers where such a unit, which may hold two layers of unequal work, breaks a limit."""
+        units, scorer = unit_bounds(self.sums), self.scorer()
+        body = [stop - first for first, stop in pairwise(units)]
+        finest = Batch(*map(scorer.numpy.array, ([[*body, 1, *reversed(body)]], [len(body)], [2 * len(body) + 1])))
+        return units if scorer.works(finest)[1].all() else layer_bounds(self.sums)
 
     def chain(self) -> Chain:
         """What the plan's times are those of."""
@@ -167,13 +175,13 @@ def _best_workers(task: _Task) -> _Plan:
     plan = _best_rounds(task)
     speeds = worker_speeds(task.costs, max(task.workers) + 1)
     workers = task.workers
-    while len(workers) > 1:
+    while len(workers) > 1 and plan.found:
         idle = min(reversed(workers), key=lambda worker: speeds[worker])
         workers = tuple(worker for worker in workers if worker != idle)
         fewer = replace(task, workers=workers, effort=QUICK)
         if _least_s(fewer) >= plan.value_s:
             break
-        if _search(fewer, plan.value_s * NEAR).found:
+        if _search(fewer, plan.value_s * NEAR).value_s < plan.value_s * NEAR:
             other = _best_rounds(replace(fewer, effort=task.effort))
             if other.value_s < plan.value_s:
                 plan = other
@@ -199,11 +207,11 @@ def _least_s(task: _Task) -> float:
 def _best_rounds(task: _Task) -> _Plan:
     """The best plan over the numbers of microbatches per round that the accounting leaves open."""
     plan = _search(task, INFEASIBLE)
-    if not task.default:
+    if not task.default or not plan.found:  # limits do not depend on the round
         return plan
     for per_round in _other_round_sizes(task):
         other = replace(task, per_round=per_round)
-        if _search(replace(other, effort=QUICK), plan.value_s * NEAR).found:
+        if _search(replace(other, effort=QUICK), plan.value_s * NEAR).value_s < plan.value_s * NEAR:
             found = _search(other, INFEASIBLE)
             if found.value_s < plan.value_s * (1 - 1e-9):
                 plan = found
@@ -220,7 +228,7 @@ def _other_round_sizes(task: _Task) -> list[int]:
 
 
 def _search(task: _Task, beat_s: float) -> _Plan:
-    search = Search(task.scorer(), unit_bounds(task.sums), task.judged(), task.effort, beat_s)
+    search = Search(task.scorer(), task.bounds(), task.judged(), task.effort, beat_s)
     return _Plan(task, search.run(), search.least_s)
 
 

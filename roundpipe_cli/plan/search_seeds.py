@@ -24,14 +24,21 @@ def unit_bounds(sums: StageSums) -> list[int]:
     total, usual = sum(work), sorted(work)[body // 2] if body else 0.0
     if usual <= 0:
         return list(range(body + 1))
-    num_units = min(body, max(1, round(total / usual)))
+    num_units = min(sum(seconds > 0 for seconds in work), max(1, round(total / usual)))
     bounds, passed, layer = [0], 0.0, 0
     for unit in range(1, num_units):
         while layer < body and passed + work[layer] / 2 <= (unit + 1e-6) * total / num_units:
             passed += work[layer]
             layer += 1
         bounds.append(layer)
-    return [*bounds, body]
+    return sorted({*bounds, body})
+
+
+def layer_bounds(sums: StageSums) -> list[int]:
+    """Every layer a unit, for limits so tight that no stage holds two; those without work join the next one."""
+    body = sums.num_layers - 1
+    work = [sums.forward_s[i][i + 1] + sums.recompute_s[i][i + 1] + sums.backward_s[i][i + 1] for i in range(body)]
+    return [0, *(layer + 1 for layer in range(body - 1) if work[layer] > 0), *([body] if body else [])]
 
 
 @dataclass(frozen=True)
