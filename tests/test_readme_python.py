@@ -1,0 +1,27 @@
+"""The Python of README's "From Python" runs as it stands there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from tests.e2e import child_environment, make_model, make_workspace
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+def test_from_python(tmp_path: Path) -> None:
+    text = README.read_text(encoding="utf-8").partition("## From Python")[2].partition("\n## ")[0]
+    code = textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line.strip()))
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "made"))
+    (folder / "recipe.yaml").rename(folder / "first.yaml")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    losses = [float(loss) for _, loss, _ in steps]
+    assert [step for step, _, _ in steps] == ["0", "1", "2"]
+    assert len(set(losses)) == 3 and all(0 < loss < 20 for loss in losses), "it trains"
