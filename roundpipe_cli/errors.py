@@ -118,5 +118,23 @@ def closest(word: str, candidates: list[str]) -> str | None:
     import difflib
 
     lowered = {candidate.lower(): candidate for candidate in candidates}
+    near = [candidate for candidate in lowered if one_edit_apart(word.lower(), candidate)]
+    if near:
+        return lowered[max(near, key=lambda one: difflib.SequenceMatcher(None, word.lower(), one).ratio())]
     matches = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[matches[0]] if matches else None
+
+
+def one_edit_apart(one: str, other: str) -> bool:
+    """Equal, or one letter dropped, added, changed, or two neighbours swapped."""
+    if one == other:
+        return True
+    if len(one) > len(other):
+        one, other = other, one
+    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+    if len(other) - len(one) == 1:
+        return one[start:] == other[start + 1 :]
+    if len(other) != len(one):
+        return False
+    swapped = one[start + 1 : start + 2] + one[start : start + 1] + one[start + 2 :]
+    return one[start + 1 :] == other[start + 1 :] or swapped == other[start:]

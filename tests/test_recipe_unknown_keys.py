@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.errors import RecipeError
+from roundpipe_cli.errors import RecipeError, one_edit_apart
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART
-from roundpipe_cli.recipe.check import known_keys, one_edit_apart
+from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import Recipe
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from roundpipe_cli import __version__
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.cli.convert import convert
 from roundpipe_cli.cli.data import data
@@ -35,15 +34,18 @@ app = typer.Typer(
 def _version(value: bool) -> None:
     if value:
         from roundpipe_cli.cli.output import say_data
+        from roundpipe_cli.cli.version import version_lines
 
-        say_data(f"roundpipe {__version__}")
+        for line in version_lines():
+            say_data(line)
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Versions of roundpipe, torch, CUDA, driver."),
     ] = False,
 ) -> None:
     """Fine-tune language models larger than your GPUs, from one YAML recipe."""

@@ -28,7 +28,10 @@ def data(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
 ) -> None:
-    """Show what training would see: rows kept and lost, lengths, packing, and samples with trained tokens marked."""
+    """Show what training would see: rows kept and lost, lengths, packing, and samples with trained tokens marked.
+
+    Example: roundpipe data recipes/quickstart.yaml
+    """
     from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals

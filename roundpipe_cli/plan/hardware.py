@@ -21,7 +21,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
@@ -227,7 +227,7 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
 def _unknown_gpu(name: str, where: str) -> RefusedError:
     plain = _squeeze(name)
     likeness = {known: _likeness(plain, known) for known in catalogue()}
-    near = max(likeness, key=lambda known: likeness[known])
+    near = max(likeness, key=lambda known: (one_edit_apart(name.lower(), known), likeness[known]))
     custom = "a GPU that is not in the catalogue: --hardware 2xcustom:memory_gib=24:acc32_tflops=70"
     return RefusedError(
         f"unknown GPU {name!r}",

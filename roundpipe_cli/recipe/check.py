@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from roundpipe_cli.errors import Problem, closest
+from roundpipe_cli.errors import Problem, closest, one_edit_apart
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, show
 
@@ -279,6 +279,8 @@ def _advice(value: Any, hint: Any) -> str | None:
         ):
             return f"write {value.replace('_', '')}, without quotes or underscores"
         choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
+        if "cuda:N" in wanted and not choices:  # an item of `devices`
+            choices = ["cpu", *(f"cuda:{index}" for index in range(8))]
         return _mean(value, choices) or (f"write [{value}]" if "a list" in wanted else None)
     if isinstance(value, float) and "integer" in wanted and math.isfinite(value) and value == int(value) < 2**31:
         return f"write {int(value)}"
@@ -336,18 +338,3 @@ def suggest(key: str, path: KeyPath, siblings: list[str], also_known: list[str])
     by_last = {full.rpartition(".")[2]: full for full in reversed(everywhere + also_known)}
     near = closest(word, list(by_last))
     return by_last[near] if near else None
-
-
-def one_edit_apart(one: str, other: str) -> bool:
-    """Equal, or one letter dropped, added, changed, or two neighbours swapped."""
-    if one == other:
-        return True
-    if len(one) > len(other):
-        one, other = other, one
-    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-    if len(other) - len(one) == 1:
-        return one[start:] == other[start + 1 :]
-    if len(other) != len(one):
-        return False
-    swapped = one[start + 1 : start + 2] + one[start : start + 1] + one[start + 2 :]
-    return one[start + 1 :] == other[start + 1 :] or swapped == other[start:]

@@ -1,0 +1,264 @@
+"""Misspelt words get the right suggestion; help is quick, whole and free of markup; README's commands are known."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from roundpipe_cli.cli.app import app
+from roundpipe_cli.cli.usage import UsageError, explain_usage
+from roundpipe_cli.cli.version import version_lines
+from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.plan.hardware import catalogue, find_gpu, parse_hardware
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.recipe.shipped import find_shipped, shipped_recipes
+from tests.e2e import child_environment, command_line
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = sorted(getattr(typer.main.get_command(app), "commands", {}))
+RECIPE_COMMANDS = ["cp", "ls", "show", "validate"]
+SEED = 7
+LETTERS = string.ascii_lowercase + string.digits + "-_"
+
+
+def single_edits(word: str) -> list[str]:
+    """Every word that is one letter more, less or other, or has two neighbours swapped."""
+    drops = {word[:i] + word[i + 1 :] for i in range(len(word))}
+    swaps = {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in range(len(word) - 1)}
+    changes = {word[:i] + letter + word[i + 1 :] for i in range(len(word)) for letter in LETTERS}
+    inserts = {word[:i] + letter + word[i:] for i in range(len(word) + 1) for letter in LETTERS}
+    return sorted((drops | swaps | changes | inserts) - {word, ""})
+
+
+def share_right(
+    words: list[str], hint_of: Callable[[str], str | None], is_right: Callable[[str, str], bool], number: int
+) -> tuple[float, list[str]]:
+    """How often a misspelt word's hint names the word, over a sample of all edits; and where it does not."""
+    pairs = [(word, typo) for word in words for typo in single_edits(word) if typo not in words]
+    pairs = random.Random(SEED).sample(pairs, min(number, len(pairs)))
+    tried, wrong = 0, []
+    for word, typo in pairs:
+        hint = hint_of(typo)
+        if hint is None:
+            continue  # another way to write something that exists
+        tried += 1
+        if not is_right(word, hint):
+            wrong.append(f"{typo} for {word}: {hint}")
+    assert tried > 50
+    return 1 - len(wrong) / tried, wrong
+
+
+def command_hint(words: list[str]) -> str | None:
+    """The hint for a command line, or None if it is one that would run."""
+    try:
+        app(words, prog_name="roundpipe", standalone_mode=False)
+    except UsageError as error:
+        return explain_usage(error, words).problems[0].hint or ""
+    raise AssertionError(words)
+
+
+def test_misspelt_commands() -> None:
+    def hint(typo: str) -> str | None:
+        return None if typo.startswith("-") else command_hint([typo])
+
+    right, wrong = share_right(COMMANDS, hint, lambda word, text: f"roundpipe {word}?" in text, 200)
+    assert right >= 0.95, wrong
+
+
+def test_misspelt_subcommands_and_recipes() -> None:
+    def hint(typo: str) -> str | None:
+        return None if typo.startswith("-") else command_hint(["recipes", typo])
+
+    # `lp` is one letter from both ls and cp: either is right
+    right, wrong = share_right(RECIPE_COMMANDS, hint, lambda word, text: text.startswith("did you mean"), 100)
+    assert right >= 0.95, wrong
+
+    def recipe_hint(typo: str) -> str | None:
+        try:
+            find_shipped(typo)
+        except RefusedError as error:
+            return error.problems[0].hint or ""
+        return None
+
+    names = [recipe.short_name for recipe in shipped_recipes() if recipe.short_name]
+    right, wrong = share_right(names, recipe_hint, lambda word, text: f"did you mean {word}?" in text, 100)
+    assert right >= 0.9, wrong  # qwen3-8b and qwen3-4b are one letter apart
+
+
+def test_misspelt_hardware() -> None:
+    def hint(typo: str) -> str | None:
+        try:
+            parse_hardware(f"2x{typo}")
+        except RefusedError as error:
+            return error.problems[0].hint or ""
+        return None
+
+    names = [name for name in catalogue() if name.startswith(("rtx", "a1", "h1", "l4"))]
+    right, wrong = share_right(names, hint, lambda word, text: f"did you mean {word}?" in text, 150)
+    assert right >= 0.95, (right, wrong[:40])
+    short = [name.removeprefix("rtx-") for name in names]
+    assert all(find_gpu(name) is not None for name in short)
+
+
+def test_misspelt_devices() -> None:
+    def hint(typo: str) -> str | None:
+        try:
+            load_text(f"model: a/b\ndatasets: [{{path: x}}]\npipeline: {{devices: ['{typo}']}}\n", "a.yaml")
+        except RecipeError as error:
+            return error.problems[0].hint or ""
+        return None
+
+    words = ["cpu", "cuda:0", "cuda:1"]
+    right, wrong = share_right(words, hint, lambda word, text: f"did you mean {word[:4]}" in text, 300)
+    assert right >= 0.95, (right, wrong[:40])  # which GPU was meant nobody can tell from `cuda:x`
+
+
+# --- help -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
+def test_help_has_an_example_and_imports_little(command: str) -> None:
+    """Its time is that of its imports, 0.1 s on an idle machine. On a busy one a time tells nothing: modules count."""
+    program = (
+        "import sys\n"
+        f"sys.argv = ['roundpipe', *{[*command.split(), '--help']!r}]\n"
+        "from roundpipe_cli.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(len(sys.modules), *sorted(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=child_environment(), timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert not command or "Example: roundpipe " in done.stdout, done.stdout
+    assert "[/" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
+    loaded = set(done.stderr.split())
+    assert not {"numpy", "yaml", "omegaconf", "huggingface_hub", "transformers", "torch"} & loaded
+    assert int(done.stderr.split()[0]) < 500
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion(shell: str) -> None:
+    """The script that a shell sources, and what it gets for a word that is begun."""
+    environment = child_environment({"_ROUNDPIPE_COMPLETE": f"source_{shell}"})
+    source = subprocess.run(command_line(), capture_output=True, text=True, env=environment, timeout=60, check=True)
+    assert "_ROUNDPIPE_COMPLETE" in source.stdout
+    begun = {"COMP_WORDS": "roundpipe pl", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "roundpipe pl"}
+    begun |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "pl"}
+    environment = child_environment({**begun, "_ROUNDPIPE_COMPLETE": f"complete_{shell}"})
+    words = subprocess.run(command_line(), capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert "plan" in words.stdout and "finetune" not in words.stdout
+
+
+def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines = version_lines()
+    assert re.fullmatch(r"roundpipe \d+\.\d+\.\d+\S*", lines[0])
+    assert re.fullmatch(r"torch \d+\.\d+\S*, built for (the processor only|(CUDA|ROCm) [\d.]+)", lines[1])
+    assert lines[2] == "driver: none (no nvidia-smi)"
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 570.86.10\necho 570.86.10\n")
+    program.chmod(0o755)
+    assert version_lines()[2] == "driver: NVIDIA 570.86.10"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert version_lines()[2] == "driver: nvidia-smi finds no GPU"
+
+
+# --- README ---------------------------------------------------------------------------------------------------------
+
+RUN_HERE = ("roundpipe plan ", "roundpipe recipes ls", "roundpipe recipes show", "roundpipe --version")
+"""Beginnings of README's commands that this file runs as they stand, unless they name a file of the user's."""
+RUN_ELSEWHERE = {
+    "scripts/": "by hand and by .ci/run: each takes minutes",
+    "roundpipe finetune": "tests/test_finetune_*.py, with tiny models",
+    "roundpipe bench": "tests/test_bench_cli.py, tests/test_bench_run.py",
+    "roundpipe watch": "tests/test_dashboard_watch.py",
+    "roundpipe data": "tests/test_data_command.py",
+    "roundpipe export": "tests/test_export.py",
+    "roundpipe init": "tests/test_init_doctor.py",
+    "roundpipe doctor": "tests/test_init_doctor.py",
+    "roundpipe convert": "tests/test_convert.py",
+    "roundpipe recipes": "tests/test_shipped_recipes.py",
+    "roundpipe plan": "tests/test_plan_cli.py",
+    "roundpipe --": "the tests above",
+}
+"""Beginning of a command -> what runs that command with files of its own."""
+NEEDS = {
+    r"\bcuda\b|nvidia-smi|scripts/gpu_check": "a GPU",
+    r"^(hf|huggingface-cli) |^(git|pip|pipx|uv) ": "the network",
+    r"^(torchrun|ssh|tmux|source|cd|export|docker) ": "another program",
+}
+"""Commands that no test runs, by what they need."""
+
+
+def readme_commands() -> list[str]:
+    """Command lines of README's code blocks, indented or fenced, without prompt, comment and the environment's path."""
+    commands: list[str] = []
+    fenced, continued = False, ""
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            text = continued + re.sub(r"\s{2,}#.*$", "", line.strip()).removeprefix("$ ")
+            continued = text[:-1] if text.endswith("\\") else ""
+            text = re.sub(r"^(\w+=\S+ )*(\.venv/bin/)?", "", text)
+            if not continued and re.match(r"(roundpipe|python|torchrun|hf|pip) (?!=)\S|scripts/\w+( |$)(?!.*, )", text):
+                commands.append(text)
+    return commands
+
+
+def reason_not_to_run(command: str) -> str | None:
+    """What a command of the README needs that is not here, or None."""
+    return next((what for pattern, what in NEEDS.items() if re.search(pattern, command)), None)
+
+
+def runs_here(command: str) -> bool:
+    """Whether this file runs the command as it stands: it needs nothing but what is shipped."""
+    files = [word for word in command.split() if word.endswith((".yaml", ".json", ".svg")) and "recipes/" not in word]
+    return command.startswith(RUN_HERE) and not files and reason_not_to_run(command) is None
+
+
+def test_every_readme_command_is_run_somewhere() -> None:
+    commands = readme_commands()
+    assert len([command for command in commands if command.startswith("roundpipe")]) > 5, commands
+    for command in commands:
+        known = runs_here(command) or reason_not_to_run(command) or command.startswith(tuple(RUN_ELSEWHERE))
+        script = re.match(r"(?:python )?(scripts/\w+(?:\.py)?)", command)
+        assert known or script, f"{command}: say in tests/test_words.py what runs it or what it needs"
+        assert not script or (ROOT / script[1]).is_file(), command
+    for where in RUN_ELSEWHERE.values():
+        for file in re.findall(r"tests/[\w*]+\.py", where):
+            assert list(ROOT.glob(file)), f"{file} is gone"
+
+
+@pytest.mark.parametrize("command", [one for one in readme_commands() if one.startswith("roundpipe ")])
+def test_readme_commands_are_understood(command: str) -> None:
+    """Every option, argument and subcommand of the README's commands exists: parsed as the program does, not run."""
+    words = shlex.split(command, comments=True)[1:]
+    parser, name = typer.main.get_command(app), "roundpipe"
+    while words and words[0] in getattr(parser, "commands", {}):
+        name = words.pop(0)
+        parser = parser.commands[name]  # type: ignore[attr-defined]
+    if parser is not typer.main.get_command(app) and not {"--help", "-h"} & set(words):
+        parser.make_context(name, words)
+    elif words:
+        known = {option for parameter in parser.params for option in parameter.opts}
+        assert words[0] in known | {"--help", "-h"}, command
+
+
+@pytest.mark.parametrize("command", sorted({one for one in readme_commands() if runs_here(one)}))
+def test_readme_commands_run(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command_line(*shlex.split(command)[1:]), cwd=tmp_path, env=child_environment({"HF_HUB_OFFLINE": "1"}),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout, done.stderr
