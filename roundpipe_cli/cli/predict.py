@@ -115,6 +115,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         staleness=recipe.pipeline.optimizer_staleness,
         head_chunk_tokens=recipe.head_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
+        weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,
         weights_on_disk=recipe.weights == "mmap",
     )
 

@@ -141,6 +141,7 @@ class Engine:
         keep_inputs: bool = False,
         keep_blocks: int = 0,
         num_slots: int = 2,
+        weight_cache_bytes: int = 0,
         watchdog_s: float | None = 600.0,
         transfers: TransferOptions | None = None,
     ) -> None:
@@ -159,6 +160,7 @@ class Engine:
             keep_blocks: blocks, counted from the last, whose activations stay on the device from forward to backward
                 where both run on the same worker. Blocks in 4 bit are recomputed all the same.
             num_slots: stages whose weights are on a device at once.
+            weight_cache_bytes: of each device, for weights that stay there; see `weight_cache.py`.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
             transfers: how they share a link.
         """
@@ -184,7 +186,7 @@ class Engine:
             worker_model.leave_out(unread or {})
             runner = StageRunner(index, worker_model, backend)
             names = split.layer_names()
-            self._workers.append(Worker(index, runner, backend, store, names, options.chunk_bytes))
+            self._workers.append(Worker(index, runner, backend, store, names, options.chunk_bytes, weight_cache_bytes))
         self._pool = Pool(
             self._workers,
             options=options,
@@ -296,6 +298,9 @@ class Engine:
         assert not self._pool.is_stuck, "an engine that got stuck cannot be used any more"
         lowered = self._lowered(context.program.schedule)
         self._reserve(context.program)
+        if context.scoring is None:
+            for worker in self._workers:
+                worker.keep_weights(context.program)
         run = StepRun(context.program, lowered.links, context.step, context.progress, self._pool.works)
         steps = [worker.begin_step(context, self._carrier(worker, context, run, lowered)) for worker in self._workers]
         if context.scoring is None:
@@ -304,6 +309,8 @@ class Engine:
             self._pool.run(run)
         finally:
             self.step_in_work = None
+        for worker in self._workers:
+            worker.cache.step_done()
         return run, steps
 
     def _carrier(self, worker: Worker, context: StepContext, run: StepRun, lowered: Lowered) -> Carrier:

@@ -20,13 +20,16 @@ from roundpipe_cli.engine.dispatch import Chunk
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.program import backward_ops, describe, layer_range, stage_layers
 from roundpipe_cli.engine.stage import StageRunner, StepContext
+from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.actions import Kind, StageRange
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Op, Visit
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Op, Program, Visit
 from roundpipe_cli.schedule.timeline import DOWN, UP
 
 SLOT_ALIGNMENT_BYTES = 256
+KEPT = -1
+"""In place of a slot's index: the weight cache."""
 
 
 @dataclass
@@ -87,8 +90,10 @@ class Worker:
         store: WeightStore,
         layer_names: Sequence[str],
         chunk_bytes: int,
+        weight_cache_bytes: int = 0,
     ) -> None:
         self.index = index
+        self.cache = WeightCache(index, backend, store, weight_cache_bytes)
         self.runner = runner
         self.backend = backend
         self.lanes: tuple[str, ...] = () if backend.aliases_host else (UP, DOWN)
@@ -97,6 +102,7 @@ class Worker:
         self._chunk_bytes = chunk_bytes
         self._slots: list[Slot] = []
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
+        """By (slot or `KEPT`, offset, layer)."""
         self._bound_visit = -1
         self._last_ops: frozenset[int] = frozenset()
         """Each microbatch's last operation here."""
@@ -123,8 +129,14 @@ class Worker:
             gradients = self.backend.allocate(4 * gradient_elements).view(torch.float32)
             self._slots.append(Slot(index, weights, gradients))
 
+    def keep_weights(self, program: Program) -> None:
+        """Settle which layers' weights stay on the device. Called between steps, for a training program."""
+        if self.cache.choose(program):
+            self._bound = {key: bound for key, bound in self._bound.items() if key[0] != KEPT}
+
     def begin_step(self, context: StepContext, carrier: Carrier) -> WorkerStep:
         """Take up a step before its threads begin; returns where the worker notes what it does."""
+        self.cache.begin_step(context.program)
         self.backend.reset_peak()
         self._context, self._carrier, self.runner.carrier = context, carrier, carrier
         self._bound_visit = -1
@@ -225,7 +237,7 @@ class Worker:
         context, carrier = self._context, self._carrier
         assert context is not None and carrier is not None
         if op.payload == WEIGHTS:
-            pairs = self._weight_copies(context, context.program.visits[op.visit])
+            pairs = self._weight_copies(context, op.visit)
         elif op.payload == WEIGHT_GRADIENT:
             pairs = self._sum_copies(context, op)
         else:
@@ -252,13 +264,19 @@ class Worker:
 
     # -- weights and gradient sums -------------------------------------------------------------------------------
 
-    def _weight_copies(self, context: StepContext, visit: Visit) -> list[Pair]:
+    def _weight_copies(self, context: StepContext, visit_id: int) -> list[Pair]:
+        visit = context.program.visits[visit_id]
         weights, pairs, offset = self._slots[visit.slot].weights, [], 0
         for layer in layer_range(visit.layers):
-            if layer > 0:
-                for start, piece in self._store.pieces(layer, context.version):
-                    pairs.append((weights[offset + start : offset + start + piece.nbytes], piece))
-                offset += round_up(self._store.layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES)
+            if layer == 0:
+                continue
+            size, kept = self._store.layouts[layer].num_bytes, self.cache.buffer(layer)
+            if kept is None:
+                target, pieces = weights[offset : offset + size], self._store.pieces(layer, context.version)
+            else:
+                target, pieces = kept, self.cache.missing(layer, visit_id, context.version)
+            pairs += [(target[start : start + piece.nbytes], piece) for start, piece in pieces]
+            offset += round_up(size, SLOT_ALIGNMENT_BYTES)
         return pairs
 
     def _sum_copies(self, context: StepContext, op: Op) -> list[Pair]:
@@ -300,7 +318,12 @@ class Worker:
         offset = 0
         for layer in layer_range(visit.layers):
             if layer > 0:
-                self._bind(layer, slot, offset)
+                kept = self.cache.buffer(layer)
+                if kept is None:
+                    size = self._store.layouts[layer].num_bytes
+                    self._bind((slot.index, offset, layer), slot.weights[offset : offset + size])
+                else:
+                    self._bind((KEPT, 0, layer), kept)
                 offset += round_up(self._store.layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES)
         self.runner.accumulators = {}
         if backward_ops(context.program, visit_id):
@@ -308,12 +331,11 @@ class Worker:
                 places = self._store.layouts[fold.layer].trainable
                 self.runner.accumulators[fold.layer] = [place.trainable_view(flat) for place in places]
 
-    def _bind(self, layer: int, slot: Slot, offset: int) -> None:
-        key = (slot.index, offset, layer)
+    def _bind(self, key: tuple[int, int, int], buffer: torch.Tensor) -> None:
+        """Point a layer's modules at its weights in `buffer`. `key`: (slot or `KEPT`, offset, layer)."""
         if key not in self._bound:
-            num_bytes = self._store.layouts[layer].num_bytes
-            self._bound[key] = self._parameters(layer, slot.weights[offset : offset + num_bytes])
-        self._use(layer, self._bound[key])
+            self._bound[key] = self._parameters(key[2], buffer)
+        self._use(key[2], self._bound[key])
 
     def _bind_host(self, version: int) -> None:
         """Point what is read from host memory at the weights of `version`: the embed layer, aliased layers."""

@@ -65,6 +65,8 @@ class TrainingSettings:
     staleness: int = 0
     head_chunk_tokens: int = 1024
     save_total_limit: int = 2
+    weight_cache_bytes: int = 0
+    """Of each GPU's memory, for weights that stay there."""
     weights_on_disk: bool = False
     """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
 

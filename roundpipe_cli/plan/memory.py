@@ -115,6 +115,8 @@ def fixed_device_need(
         parts.append(Part("activations of the layer at work", one_layer_bytes(architecture, settings)))
     if any(not device.is_cpu for device in hardware.devices):
         parts.append(Part("CUDA context", CONTEXT_BYTES))
+        if settings.weight_cache_bytes:
+            parts.append(Part("weight cache", settings.weight_cache_bytes))
     return Need(tuple(parts))
 
 

@@ -149,6 +149,10 @@ class PipelineConfig:
     as many bytes as a round's microbatches have there. They stay where a block's forward and backward run on the same
     worker: always with one worker or a schedule that binds stages, sometimes with roundpipe on several. Blocks in 4 bit
     are always recomputed. `auto` is 0."""
+    weight_cache: Literal["auto"] | Annotated[int, Range(0)] = "auto"
+    """Bytes of each GPU's memory for weights that stay there beside the slots: frozen weights are uploaded once,
+    trained ones once a step, in place of every time that their stage is visited. Workers on the processor read host
+    memory and need none. `auto` is 0."""
     head_workers: Literal["auto"] | PositiveInt = "auto"
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
     much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for

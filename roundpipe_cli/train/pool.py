@@ -46,6 +46,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         unread=find_unread(setup.model, setup.split, setup.store) if skip else None,
         keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
         keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
+        weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
         watchdog_s=recipe.watchdog_s or None,
     )
 
@@ -55,6 +56,11 @@ def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
     if pipeline.recompute == "none":
         return num_blocks
     return 0 if pipeline.keep_activations == "auto" else min(pipeline.keep_activations, num_blocks)
+
+
+def weight_cache_bytes(pipeline: PipelineConfig) -> int:
+    """Of each GPU's memory, for weights that stay there."""
+    return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
 
 
 def _inputs_bytes(setup: Setup) -> int:
@@ -73,7 +79,10 @@ def make_cutter(setup: Setup) -> Cutter:
     on_gpu = setup.devices[0] != "cpu"
     config: Any = setup.model.config
     if on_gpu:
-        memory = min(cuda.memory_bytes(int(name.removeprefix("cuda:"))) for name in setup.devices)
+        memory = min(
+            cuda.memory_bytes(int(name.removeprefix("cuda:"))) // setup.devices.count(name) for name in setup.devices
+        )
+        memory = max(0, memory - weight_cache_bytes(recipe.pipeline))
     else:
         memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
     costs = rough_costs(
