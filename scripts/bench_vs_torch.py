@@ -40,7 +40,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.cut import PROFILE_STEPS
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
 from roundpipe_cli.train.pool import make_cutter
 from roundpipe_cli.train.setup import Setup, prepare
 
@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     setup = setup_for(args, dtype)
     plain = plain_stepper(plain_model(setup, args.device), args.device)
     independent = Independent(args, dtype) if args.device == "cpu" and not args.no_independent else None
-    optimizer = HostAdamW(setup.store)
+    optimizer = HostOptimizer(setup.store)
     workers = backends(args)
     cutter = make_cutter(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}

@@ -139,13 +139,13 @@ trust_remote_code: true
 """,
         {
             **{"method": "lora", "lora.target_modules": ["q_proj", "v_proj"], "micro_batch_size": 4},
+            **{"lora.modules_to_save": ["embed_tokens"], "neftune_noise_alpha": 5, "optim": "adamw_8bit"},
             "datasets": [
                 {"path": "data/conversations.jsonl", "type": "sharegpt"},
                 {"path": "org/completions", "type": "text", "columns": {"text": "body"}},
             ],
         },
-        {"datasets[0].conversation", "lora_modules_to_save", "lr_scheduler", "neftune_noise_alpha", "trust_remote_code"}
-        | {"adapter", "optimizer"},
+        {"datasets[0].conversation", "lr_scheduler", "trust_remote_code", "adapter"},
     ),
     "axolotl_columns": Example(
         "axolotl",
@@ -321,8 +321,9 @@ train_on_prompt: false
         {
             **{"lora.target_modules": ["q_proj", "k_proj", "v_proj"], "lora.r": 64, "lora.alpha": 128},
             **{"lora.dropout": 0.1, "micro_batch_size": 8, "lr_scheduler_type": "linear", "num_train_epochs": 2},
+            **{"lora.use_rslora": True},
         },
-        {"quantization_bit", "use_rslora", "template", "neat_packing"},
+        {"quantization_bit", "template", "neat_packing"},
     ),
     "factory_defaults": Example(
         "llama-factory",
@@ -366,10 +367,11 @@ seed: 1
 """,
         {
             **{"lora.r": 16, "max_seq_length": 3000, "weight_decay": 0.1, "seed": 1, "optim": "adamw"},
+            **{"lora.modules_to_save": ["embed_tokens"], "lora.loraplus_lr_ratio": 16.0},
+            "lr_scheduler_type": "cosine_with_restarts",
             "datasets": [{"path": "data/notes.json", "type": "auto"}, {"path": "data/mails.json", "type": "auto"}],
         },
-        {"additional_target", "template", "image_max_pixels", "freeze_vision_tower", "lr_scheduler_type"}
-        | {"save_strategy", "loraplus_lr_ratio", "mix_strategy"},
+        {"template", "image_max_pixels", "freeze_vision_tower", "save_strategy", "mix_strategy"},
     ),
     "trl_lora": Example(
         "trl",
@@ -429,9 +431,10 @@ completion_only_loss: true
 """,
         {
             **{"method": "full", "max_seq_length": 1024, "micro_batch_size": 4, "warmup_steps": 0.03, "seed": 100},
+            **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
             "datasets": [{"path": "openai/gsm8k", "name": "main", "split": "train[:5000]"}],
         },
-        {"dataset_test_split", "lr_scheduler_type", "lr_scheduler_kwargs"},
+        {"dataset_test_split"},
     ),
     "trl_mixture": Example(
         "trl",
@@ -490,9 +493,10 @@ neftune_noise_alpha: 5
 """,
         {
             **{"max_seq_length": 4096, "lora.r": 64, "lora.alpha": 32, "dtype": "float16", "max_steps": 2000},
+            **{"lora.modules_to_save": ["lm_head"], "neftune_noise_alpha": 5},
             "datasets": [{"path": "data/articles.parquet", "type": "text", "columns": {"text": "body"}}],
         },
-        {"load_in_4bit", "lora_modules_to_save", "save_strategy", "neftune_noise_alpha"},
+        {"load_in_4bit", "save_strategy"},
     ),
     "trl_defaults": Example(
         "trl",

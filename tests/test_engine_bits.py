@@ -13,7 +13,8 @@ import torch
 
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, build_schedule
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
+from roundpipe_cli.train.update_rules import AdamW
 from tests.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 12), (2, 12), (1, 7), (2, 9), (1, 5)]
@@ -129,7 +130,7 @@ def _train(name: str, schedule: Schedule, *, copy: bool, num_steps: int = 3) -> 
     """Losses, then masters and weights, of a few steps with updates."""
     model_type, method, options = MODELS[name]
     rig = make_rig(model_type, method, **options)
-    optimizer = HostAdamW(rig.store, weight_decay=0.01)
+    optimizer = HostOptimizer(rig.store, AdamW(weight_decay=0.01))
     losses = []
     with rig.engine(schedule.num_workers, copy=copy, seed=3) as engine:
         for step in range(num_steps):

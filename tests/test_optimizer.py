@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
+from roundpipe_cli.train.update_rules import AdamW
 from tests.tiny import Rig, make_rig
 
 NUM_STEPS = 6
@@ -32,7 +33,7 @@ def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float) -> No
     names = sorted(rig.store.trainable_names)
     parameters = [torch.nn.Parameter(rig.store.master(name).clone()) for name in names]
     theirs = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-7, weight_decay=weight_decay, fused=True)
-    ours = HostAdamW(rig.store, betas=(0.9, 0.95), eps=1e-7, weight_decay=weight_decay)
+    ours = HostOptimizer(rig.store, AdamW(betas=(0.9, 0.95), eps=1e-7, weight_decay=weight_decay))
     for step in range(NUM_STEPS):
         fill_gradients(rig, step)
         factor, rate = (1.0, 0.3)[step % 2], 1e-3 / (step + 1)
@@ -50,7 +51,7 @@ def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float) -> No
 def test_sixteen_bit_weights_are_the_rounded_masters() -> None:
     rig = make_rig("llama", dtype=torch.bfloat16)
     before = masters(rig)
-    optimizer = HostAdamW(rig.store)
+    optimizer = HostOptimizer(rig.store)
     for step in range(3):
         fill_gradients(rig, step)
         optimizer.step(1e-5)  # less than bfloat16 can show: only masters keep it
@@ -62,7 +63,7 @@ def test_sixteen_bit_weights_are_the_rounded_masters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded_moments_go_on_identically(dtype: torch.dtype) -> None:
     whole, first, second = (make_rig("gemma3_text", dtype=dtype) for _ in range(3))
-    uncut, before = HostAdamW(whole.store, weight_decay=0.1), HostAdamW(first.store, weight_decay=0.1)
+    uncut, before = HostOptimizer(whole.store, AdamW(weight_decay=0.1)), HostOptimizer(first.store, AdamW(weight_decay=0.1))
     for step in range(NUM_STEPS):
         fill_gradients(whole, step)
         uncut.step(1e-3, 0.5)
@@ -72,7 +73,7 @@ def test_saved_and_loaded_moments_go_on_identically(dtype: torch.dtype) -> None:
     saved = {name: tensor.clone() for name, tensor in before.moments()}
     for name in second.store.trainable_names:
         second.store.set_parameter(name, first.store.master(name))
-    after = HostAdamW(second.store, weight_decay=0.1)
+    after = HostOptimizer(second.store, AdamW(weight_decay=0.1))
     after.load(saved, before.num_updates)
     for step in range(3, NUM_STEPS):
         fill_gradients(second, step)
@@ -85,7 +86,7 @@ def test_saved_and_loaded_moments_go_on_identically(dtype: torch.dtype) -> None:
 
 def test_padding_between_parameters_stays_zero() -> None:
     rig = make_rig("gpt2")
-    optimizer = HostAdamW(rig.store, weight_decay=0.1)
+    optimizer = HostOptimizer(rig.store, AdamW(weight_decay=0.1))
     for step in range(3):
         fill_gradients(rig, step)
         optimizer.step(1e-2)
@@ -99,4 +100,4 @@ def test_padding_between_parameters_stays_zero() -> None:
 def test_bytes_of_the_moments() -> None:
     rig = make_rig("llama", "lora")
     elements = sum(layout.num_trainable_elements for layout in rig.store.layouts)
-    assert HostAdamW(rig.store).num_bytes == 8 * elements
+    assert HostOptimizer(rig.store).num_bytes == 8 * elements

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
+from roundpipe_cli.train.update_rules import AdamW
 from tests.tiny import EXTRA, Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
 NUM_STEPS = 5
@@ -73,7 +74,7 @@ def check_parity(
     synced = plain_copy(rig.skeleton, rig.store)
     trained = [parameter for parameter in rig.plain.parameters() if parameter.requires_grad]
     theirs = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY)
-    ours = HostAdamW(rig.store, weight_decay=WEIGHT_DECAY)
+    ours = HostOptimizer(rig.store, AdamW(weight_decay=WEIGHT_DECAY))
     schedule = schedule_for(rig, 2, len(SIZES))
     with rig.engine(2, copy=copy, seed=seed or 0, head_chunk_tokens=head_chunk_tokens) as engine:
         for step in range(NUM_STEPS):

@@ -21,7 +21,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
 from roundpipe_cli.train.pool import make_engine
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import StopSignals
@@ -233,7 +233,7 @@ def test_staleness_matters_and_lags_by_one(tmp_path: Path, models: dict[str, Pat
 def test_a_step_refuses_weights_of_another_version(copy: bool) -> None:
     """Staleness is asserted: a worker that is about to bind a layer of the wrong version fails, naming it."""
     rig = make_rig("llama", staleness=1)
-    optimizer = HostAdamW(rig.store)
+    optimizer = HostOptimizer(rig.store)
     microbatches = random_microbatches([(1, 6), (1, 6)])
     schedule = schedule_for(rig, 2, 2)
     with rig.engine(2, copy=copy) as engine:
@@ -254,7 +254,7 @@ def test_each_version_has_its_own_memory_and_frozen_weights_have_one() -> None:
         before = {name: view.clone() for name, view in rig.store.views_at(0).items()}
         for name in rig.store.trainable_names:
             rig.store.gradient(name).fill_(1.0)
-        HostAdamW(rig.store).step(1e-2)
+        HostOptimizer(rig.store).step(1e-2)
         old, new = rig.store.views_at(0), rig.store.views_at(1)
         for name, values in before.items():
             assert torch.equal(old[name], values), name
@@ -284,7 +284,7 @@ def test_early_updates_change_no_bit(method: str, model: str, tmp_path: Path, mo
 def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: list[int], copy: bool) -> None:
     """What gets a gradient from the embedding too, the tied table, is last; all else during the backward."""
     rig = make_rig(model_type)
-    optimizer = HostAdamW(rig.store)
+    optimizer = HostOptimizer(rig.store)
     order: list[int] = []
     with (
         Updater(rig.store, optimizer, num_threads=1) as updater,

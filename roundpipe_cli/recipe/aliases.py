@@ -39,6 +39,14 @@ _NAMES = {
     "lora.alpha": "lora_alpha lora.lora_alpha",
     "lora.dropout": "lora_dropout lora.lora_dropout",
     "lora.target_modules": "lora_target_modules lora.lora_target_modules lora.modules",
+    "lora.modules_to_save": "lora_modules_to_save modules_to_save",
+    "lora.use_dora": "use_dora peft_use_dora",
+    "lora.use_rslora": "use_rslora peft_use_rslora",
+    "lora.loraplus_lr_ratio": "loraplus_lr_ratio",
+    "lora.init": "lora.init_lora_weights peft_init_lora_weights",
+    "lora.start_from": "lora_model_dir adapter_name_or_path",
+    "label_smoothing_factor": "label_smoothing",
+    "neftune_noise_alpha": "noisy_embedding_alpha",
 }
 """Plain renamings: recipe key -> other spellings."""
 
@@ -85,6 +93,13 @@ def _target_list(value: Any) -> Writes:
     return {"lora.target_modules": value}
 
 
+def _saved_list(value: Any) -> Writes:
+    """LLaMA-Factory: names with commas between them."""
+    if isinstance(value, str):
+        return {"lora.modules_to_save": [name.strip() for name in value.split(",")]}
+    return {"lora.modules_to_save": value}
+
+
 def _dataset_name(value: Any) -> Writes:
     return {"datasets": [{"path": value}]}
 
@@ -110,6 +125,7 @@ ALIASES: dict[str, Conversion] = {
     "use_peft": _one_of({True: {"method": "lora"}, False: {"method": "full"}}),
     "quantization_bit": _one_of({4: {"load_in_4bit": True}, None: {}}),
     "lora_target": _target_list,
+    "additional_target": _saved_list,
     "lora_target_linear": _one_of({True: {"lora.target_modules": "all-linear"}, False: {}, None: {}}),
     "dataset_name": _dataset_name,
     "completion_only_loss": _one_of(_ON_INPUTS),
@@ -142,11 +158,8 @@ NO_COUNTERPART: dict[str, str] = {
     "hub_token": "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable",
     "use_auth_token": "secrets do not belong into a recipe: use `hf auth login` or the HF_TOKEN variable",
     "push_to_hub": "upload the finished adapter with `hf upload`",
-    "peft_use_dora": "DoRA is not offered",
-    "use_dora": "DoRA is not offered",
     "tf32": "float32 products are exact here; for speed use dtype: bfloat16",
     "flash_attn": "the attention kernel is chosen automatically",
-    "lora_model_dir": "training starts from a fresh adapter; a checkpoint goes into resume_from_checkpoint",
     "special_tokens": "the tokenizer's own special tokens are used",
     "tokens": "the tokenizer's own tokens are used",
     "wandb_project": "see report_to; the project's name goes into the WANDB_PROJECT variable",
@@ -165,8 +178,13 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {**_DTYPES, **{f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}},
     "method": {"full_finetune": "full", "sft": "full"},
-    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "AdamW": "adamw"},
+    "optim": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
+        **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit_bnb", "AdamW8bit"), "adamw_8bit"),
+        "paged_adamw_32bit": "adamw",
+    },
     "lr_scheduler_type": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
+    "lora.init": {True: "default"},
     "report_to": {"none": [], "tensorboard": ["tensorboard"], "wandb": ["wandb"], None: []},
     "max_steps": {-1: None},
     "resume_from_checkpoint": {True: "auto", False: None},

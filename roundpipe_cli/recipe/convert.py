@@ -32,6 +32,7 @@ from roundpipe_cli.recipe.convert_tables import (
 )
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.together import NEEDED_SCHEDULE_KEYS, SCHEDULE_KEYS
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes, show
 
 
@@ -262,14 +263,23 @@ def _mistake(target: str, value: Any) -> str | None:
     for part in outer:
         section = section.setdefault(part, {})
     section[last] = value
-    if target == "eval_steps":
-        data["val_set_size"] = 0.1  # evaluation needs rows
+    for key, needed in _together(target, value).items():
+        data.setdefault(key, needed)
     try:
         load_text(yaml.dump(data, Dumper=_Dumper), "recipe.yaml")
     except RecipeError as error:
         problem = error.problems[0]
         return problem.what + (f" (expected: {problem.expected})" if problem.expected else "")
     return None
+
+
+def _together(target: str, value: Any) -> dict[str, Any]:
+    """What a recipe needs beside a key so that this key makes sense."""
+    if target == "lr_scheduler_kwargs" and isinstance(value, dict):
+        return {"lr_scheduler_type": name for name, keys in SCHEDULE_KEYS.items() if set(value) <= set(keys)}
+    if target == "lr_scheduler_type" and isinstance(value, str):
+        return {"lr_scheduler_kwargs": {key: 1 for key in NEEDED_SCHEDULE_KEYS.get(value, ())[:1]}}
+    return {"eval_steps": {"val_set_size": 0.1}, "sgd_momentum": {"optim": "sgd"}}.get(target, {})
 
 
 def _multiply(writes: _Writes, num_gpus: int, result: Conversion) -> None:

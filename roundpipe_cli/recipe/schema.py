@@ -78,6 +78,10 @@ Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpt
 Column = Literal[
     "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "chosen", "rejected"
 ]
+ScheduleKey = Literal[
+    *("num_cycles", "lr_end", "power", "timescale", "min_lr", "min_lr_rate"),
+    *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +95,24 @@ class LoraConfig:
     dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
     """Probability that an input of the adapter is zeroed in training. 0 is off."""
     target_modules: Words | Annotated[tuple[Words, ...], NotEmpty()] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer but the LM head), or a list of names such as
-    [q_proj, v_proj]."""
+    """Modules that get an adapter: `all-linear` (every linear layer but the LM head), a list of names such as
+    [q_proj, v_proj], or a regular expression that matches a module's whole name, such as .*layers.1[0-9].*_proj"""
+    modules_to_save: tuple[Words, ...] = ()
+    """Names of modules that are trained whole beside the adapters and saved with them, such as [embed_tokens, lm_head]
+    (a table that both share cannot be) or a norm of the blocks."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead of alpha / r, so that a high rank learns as fast (arXiv 2312.03732)."""
+    use_dora: bool = False
+    """Train the length of each output's weights apart from their direction (DoRA, arXiv 2402.09353). Slower: the
+    adapted weights' norms are computed in every call. Not for fused experts."""
+    init: Literal["default", "gaussian"] = "default"
+    """Start of the A matrices: Kaiming uniform, or normal with deviation 1 / r. B starts at zero. Starts that change
+    the base weights (PiSSA, OLoRA, LoftQ) are not offered."""
+    loraplus_lr_ratio: Annotated[float, Range(0, above=True)] = 1.0
+    """The learning rate of the B matrices is this many times the recipe's (LoRA+, arXiv 2402.12354; 16 is usual)."""
+    start_from: Words | None = None
+    """Folder of a LoRA adapter in PEFT's format to train further. Rank, alpha, targets and the other shapes are the
+    adapter's. null starts with a fresh one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,18 +244,49 @@ class Recipe:
     """Passes over the training rows."""
     learning_rate: Annotated[float, Range(0, 10, above=True)] = 2.0e-4
     """Peak learning rate, after warmup."""
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after warmup: to zero by a cosine or a line, or not at all."""
+    lr_scheduler_type: Literal[
+        "cosine",
+        "linear",
+        "constant",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "cosine"
+    """How the learning rate falls after warmup, by transformers' schedules: to zero by a cosine or a line, not at all,
+    ..."""
+    lr_scheduler_kwargs: Mapping[ScheduleKey, int | float | Words] = field(default_factory=dict)
+    """Settings of the schedule, by transformers' names: {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup_steps: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.03
     """Steps in which the learning rate rises from zero: a number of steps, or a fraction (below 1) of all steps."""
-    optim: Words = "adamw"
-    """The optimizer, by name."""
+    optim: Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"] = "adamw"
+    """The optimizer on the host. Bytes of its state for each trained parameter: adamw 8; adamw_bf16 4, the moments in
+    bfloat16; adamw_8bit 2 (bitsandbytes; many times slower on the host); sgd 0, with momentum 4; adafactor (that of
+    transformers, without a rate of its own) next to nothing."""
+    adam_beta1: Annotated[float, Range(0, 1, below=True)] = 0.9
+    """AdamW: decay of the gradient's average."""
+    adam_beta2: Annotated[float, Range(0, 1, below=True)] = 0.999
+    """AdamW: decay of the average of the gradient's square."""
+    adam_epsilon: Annotated[float, Range(0, 1, above=True)] = 1.0e-8
+    """AdamW: added to the root of that average."""
+    sgd_momentum: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Momentum of sgd. 0 is off."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """AdamW's decoupled weight decay. 0 is off."""
+    """Decoupled weight decay of adamw and adafactor; with sgd it is added to the gradient. 0 is off."""
+    frozen_parameters: tuple[Words, ...] = ()
+    """With `method: full`: regular expressions; a parameter in whose name one of them is found stays as it is, such as
+    [embed_tokens, 'layers[.][0-7][.]']."""
+    label_smoothing_factor: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Share of the training loss that is the mean over the whole vocabulary instead of the target token's. 0 is off.
+    Evaluation is without it."""
+    neftune_noise_alpha: Annotated[float, Range(0)] = 0.0
+    """Uniform noise on the embeddings in training, at most alpha / sqrt(tokens x hidden size) (NEFTune, arXiv
+    2310.05914; 5 is usual). 0 is off."""
     max_grad_norm: Annotated[float, Range(0)] = 1.0
     """Gradients of a step are scaled down to this global 2-norm. 0 is off, and lets a layer update early."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights and activations; masters and moments are float32 always. float16 uses loss scaling."""
+    """Of weights and activations; masters are float32 always. float16 uses loss scaling."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 42
     """For shuffling, dropout and the start of the adapters."""
     head_chunk_tokens: PositiveInt = 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schema import Recipe
 
@@ -14,9 +16,26 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
+SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+}
+"""Settings of each schedule in transformers."""
+NEEDED_SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
+"""Exactly one of these has to be there."""
+
+
 def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
     _find_preference_problems(recipe, findings)
+    _find_schedule_problems(recipe, findings)
+    _find_optimizer_problems(recipe, findings)
     if not recipe.val_set_size and not recipe.eval_datasets:
         for key, off in NEEDS_EVALUATION:
             if getattr(recipe, key) != off:
@@ -36,7 +55,7 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
                 findings.add(path, "preference pairs need another objective", hint="add the line `objective: dpo`")
         return
     wanted = (("method", "lora", "the reference is the base model below the adapters"),)
-    off = (("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()))
+    off = (("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0))
     for key, value, why in wanted:
         if getattr(recipe, key) != value:
             findings.add((key,), f"objective dpo needs {key} {value}", found=str(getattr(recipe, key)), hint=why)
@@ -47,3 +66,32 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         if dataset.type not in ("auto", "preference"):
             path = ("datasets", index, "type")
             findings.add(path, "objective dpo needs preference pairs", found=dataset.type, expected="preference")
+
+
+def _find_schedule_problems(recipe: Recipe, findings: Findings) -> None:
+    name, given = recipe.lr_scheduler_type, recipe.lr_scheduler_kwargs
+    for key in given:
+        if key not in SCHEDULE_KEYS.get(name, ()):
+            known = ", ".join(SCHEDULE_KEYS.get(name, ())) or "no settings"
+            path = ("lr_scheduler_kwargs", key)
+            findings.add(path, f"the schedule {name} has no setting {key}", expected=known)
+    needed = NEEDED_SCHEDULE_KEYS.get(name, ())
+    if needed and sum(key in given for key in needed) != 1:
+        findings.add(
+            ("lr_scheduler_kwargs",),
+            f"the schedule {name} needs {' or '.join(needed)}",
+            hint=f"add a line such as `lr_scheduler_kwargs: {{{needed[-1]}: {0.1 if len(needed) > 1 else 100}}}`",
+        )
+
+
+def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:
+    """What would be read by nobody."""
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    unused = ["sgd_momentum"] if recipe.optim != "sgd" else []
+    unused += [] if recipe.optim.startswith("adamw") else ["adam_beta1", "adam_beta2", "adam_epsilon"]
+    for key in unused:
+        if getattr(recipe, key) != defaults[key]:
+            findings.add((key,), f"{key} is not used by optim {recipe.optim}", hint=f"delete the line {key}")
+    if recipe.frozen_parameters and recipe.method == "lora":
+        hint = "choose what is adapted with lora.target_modules"
+        findings.add(("frozen_parameters",), "with method lora the base weights are frozen anyway", hint=hint)

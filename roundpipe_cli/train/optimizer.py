@@ -1,44 +1,100 @@
-"""AdamW on the host: float32 masters, torch's fused kernel, each layer in one sweep.
+"""The optimizer on the host: float32 masters, each layer in one sweep, by one of the rules in `update_rules.py`.
 
-Equal to `torch.optim.AdamW(parameters, lr, betas, eps, weight_decay)` on float32 masters: the update goes element by
-element, so a layer's flat tensor is updated as one parameter, block by block. Padding between parameters stays zero.
+Equal to the library's own optimizer on float32 masters. Padding between parameters stays zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch.optim.adamw import adamw
 
-from roundpipe_cli.engine.weights import WeightStore, page_aligned
+from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
+from roundpipe_cli.train.update_rules import AdamW, Rule
 
 BLOCK_ELEMENTS = 2**20
 """Of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all that is done."""
 
 
-class HostAdamW:
+@dataclass(frozen=True)
+class _Piece:
+    """A run of a layer's elements that is updated in one go, or block by block if the rule is flat."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+    rate: float
+    """Multiplies the learning rate."""
+    state: Mapping[str, torch.Tensor]
+
+    def blocks(self, size: int) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """(elements of the layer, their state) from end to end."""
+        for start in range(self.start, self.stop, size):
+            block = slice(start, min(start + size, self.stop))
+            inner = slice(block.start - self.start, block.stop - self.start)
+            yield block, {name: tensor[inner] for name, tensor in self.state.items()}
+
+
+class HostOptimizer:
     """Updates the masters of a weight store from its gradients and rounds them to the weights of the next version."""
 
-    def __init__(
-        self,
-        store: WeightStore,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
+    def __init__(self, store: WeightStore, rule: Rule | None = None, rates: Mapping[str, float] | None = None) -> None:
+        """
+        Args:
+            rule: what an update is; AdamW with torch's defaults and no weight decay unless given.
+            rates: factor of the learning rate by parameter; 1 where nothing is said.
+        """
         self._store = store
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._rule = rule or AdamW()
+        self._rates = rates or {}
         self.num_updates = 0
         """Updates done or begun so far (Adam's step count)."""
         self.layers = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         """Those that have something to update, in order."""
-        self._moments = {
-            layer: tuple(page_aligned(store.masters[layer].nbytes).view(torch.float32) for _ in range(2))
-            for layer in self.layers
-        }
-        """Per layer, float32: exponential averages of the gradient and of its square."""
+        self._moments: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._pieces: dict[int, list[_Piece]] = {}
+        for layer in self.layers:
+            make = self._flat_pieces if self._rule.is_flat else self._parameter_pieces
+            self._moments[layer] = []
+            self._pieces[layer] = make(layer)
+
+    def _flat_pieces(self, layer: int) -> list[_Piece]:
+        """Neighbours with the same learning rate are one piece."""
+        layout = self._store.layouts[layer]
+        state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
+        borders, rates = [0], [1.0]
+        for place in layout.trainable:
+            rate = self._rates.get(place.name, 1.0)
+            if place.element_offset == 0:
+                rates[0] = rate
+            elif rate != rates[-1]:
+                borders.append(place.element_offset)
+                rates.append(rate)
+        pieces = []
+        for start, stop, rate in zip(borders, [*borders[1:], layout.num_trainable_elements], rates, strict=True):
+            part = {name: tensor[start:stop] for name, tensor in state.items()}
+            pieces.append(_Piece(start, stop, torch.Size([stop - start]), rate, part))
+        return pieces
+
+    def _parameter_pieces(self, layer: int) -> list[_Piece]:
+        pieces = []
+        for place in self._store.layouts[layer].trainable:
+            state = self._make_state(layer, place.name, place.shape)
+            start, rate = place.element_offset, self._rates.get(place.name, 1.0)
+            pieces.append(_Piece(start, start + place.num_elements, place.shape, rate, state))
+        return pieces
+
+    def _make_state(self, layer: int, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+        """Zeroed memory of exact size for what the rule keeps, listed under names to save."""
+        state = {}
+        with torch.device("meta"):
+            wanted = self._rule.make_state(shape)
+        for key, like in wanted.items():
+            memory = page_aligned(like.numel() * like.itemsize).view(like.dtype).view(like.shape)
+            state[key] = memory
+            self._moments[layer].append((f"{name}.{key}", memory))
+        return state
 
     def step(self, learning_rate: float, gradient_factor: float = 1.0, step: int = 0) -> None:
         """One update of every layer, at once.
@@ -57,38 +113,25 @@ class HostAdamW:
     def update_layer(
         self, layer: int, gradient: torch.Tensor, num_updates: int, learning_rate: float, gradient_factor: float
     ) -> None:
-        """Clip factor, AdamW and rounding of one layer, as its update number `num_updates` (from 1).
+        """Clip factor, update and rounding of one layer, as its update number `num_updates` (from 1).
 
         Args:
             gradient: float32 [num_trainable_elements]; multiplied by `gradient_factor` in place.
         """
-        moment, square_moment = self._moments[layer]
         with self._store.next_version(layer) as target:
-            for start in range(0, gradient.numel(), BLOCK_ELEMENTS):
-                block = slice(start, start + BLOCK_ELEMENTS)
-                grad, new = gradient[block], target.new_masters[block]
-                if gradient_factor != 1.0:
-                    grad.mul_(gradient_factor)
-                if target.new_masters is not target.masters:
-                    new.copy_(target.masters[block])
-                adamw(
-                    [new],
-                    [grad],
-                    [moment[block]],
-                    [square_moment[block]],
-                    [],
-                    [torch.tensor(float(num_updates - 1))],  # adds one itself
-                    fused=True,
-                    amsgrad=False,
-                    beta1=self._betas[0],
-                    beta2=self._betas[1],
-                    lr=learning_rate,
-                    weight_decay=self._weight_decay,
-                    eps=self._eps,
-                    maximize=False,
-                )
-                if target.weights is not None:
-                    target.weights[block].copy_(new)
+            for piece in self._pieces[layer]:
+                rate = learning_rate * piece.rate
+                if not self._rule.is_flat:
+                    block = slice(piece.start, piece.stop)
+                    grad, new = _prepared(gradient[block], target, block, gradient_factor)
+                    self._rule.update(new.view(piece.shape), grad.view(piece.shape), piece.state, rate, num_updates, 0)
+                    _round(target, block)
+                    continue
+                for block, state in piece.blocks(BLOCK_ELEMENTS):
+                    grad, new = _prepared(gradient[block], target, block, gradient_factor)
+                    salt = layer * 8_191 + block.start // 32
+                    self._rule.update(new, grad, state, rate, num_updates, salt)
+                    _round(target, block)
 
     @torch.no_grad()
     def skip_layer(self, layer: int) -> None:
@@ -100,10 +143,8 @@ class HostAdamW:
                 target.weights.copy_(target.masters)
 
     def moments_of(self, layer: int) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of one layer's state to save: flat float32 moments."""
-        name = self._store.layouts[layer].name
-        moment, square_moment = self._moments[layer]
-        return [(f"{name}.exp_avg", moment), (f"{name}.exp_avg_sq", square_moment)]
+        """(name, tensor) of one layer's state to save."""
+        return self._moments[layer]
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`moments_of` all layers."""
@@ -120,3 +161,20 @@ class HostAdamW:
     def num_bytes(self) -> int:
         """Host bytes of the moments."""
         return sum(tensor.nbytes for _, tensor in self.moments())
+
+
+def _prepared(
+    gradient: torch.Tensor, target: LayerUpdate, block: slice, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block's gradient times `factor`, and its masters where they are to be updated."""
+    if factor != 1.0:
+        gradient.mul_(factor)
+    new = target.new_masters[block]
+    if target.new_masters is not target.masters:
+        new.copy_(target.masters[block])
+    return gradient, new
+
+
+def _round(target: LayerUpdate, block: slice) -> None:
+    if target.weights is not None:
+        target.weights[block].copy_(target.new_masters[block])

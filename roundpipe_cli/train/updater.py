@@ -22,7 +22,7 @@ import torch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
 from roundpipe_cli.watchdog import at_work
 
 JOIN_TIMEOUT_S = 5.0
@@ -33,7 +33,7 @@ JOIN_AFTER_ERROR_S = 2.0
 class Updater:
     """Carries out updates in the order in which they are handed over; owns its thread inside `with`."""
 
-    def __init__(self, store: WeightStore, optimizer: HostAdamW, *, num_threads: int) -> None:
+    def __init__(self, store: WeightStore, optimizer: HostOptimizer, *, num_threads: int) -> None:
         """
         Args:
             store: weights and gradients.
