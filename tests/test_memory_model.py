@@ -186,7 +186,7 @@ def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
     over = verdict.host.total_bytes - 126 * GIB
     assert reason.startswith("host memory: needs ")
     assert f"{over / GIB:.3g} GiB too little" in reason
-    assert "AdamW moments 59.8 GiB" in reason
+    assert "optimizer state 59.8 GiB" in reason
     on_small = judge_coarsest(*ask(LARGE, "1x2080ti", method="full", dtype="float16"))
     assert [reason.split(":")[0] for reason in on_small.reasons] == ["memory of rtx-2080-ti", "host memory"]
     no_disk = judge_coarsest(*ask(LLAMA, "8x4090,disk_free_gib=1"))

@@ -113,7 +113,11 @@ def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
     rig = make_rig("llama", "lora", in_4bit=True)
     plain = plain_qlora(rig)
     theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
-    ours, schedule, microbatches = HostOptimizer(rig.store), schedule_for(rig, 2, len(SIZES)), random_microbatches(SIZES)
+    ours, schedule, microbatches = (
+        HostOptimizer(rig.store),
+        schedule_for(rig, 2, len(SIZES)),
+        random_microbatches(SIZES),
+    )
     pairs = []
     with rig.engine(2, copy=True) as engine:
         for step in range(8):

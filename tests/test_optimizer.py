@@ -63,7 +63,10 @@ def test_sixteen_bit_weights_are_the_rounded_masters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded_moments_go_on_identically(dtype: torch.dtype) -> None:
     whole, first, second = (make_rig("gemma3_text", dtype=dtype) for _ in range(3))
-    uncut, before = HostOptimizer(whole.store, AdamW(weight_decay=0.1)), HostOptimizer(first.store, AdamW(weight_decay=0.1))
+    uncut, before = (
+        HostOptimizer(whole.store, AdamW(weight_decay=0.1)),
+        HostOptimizer(first.store, AdamW(weight_decay=0.1)),
+    )
     for step in range(NUM_STEPS):
         fill_gradients(whole, step)
         uncut.step(1e-3, 0.5)

@@ -113,6 +113,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         load_in_4bit=recipe.load_in_4bit,
         recompute=recipe.pipeline.recompute,
         staleness=recipe.pipeline.optimizer_staleness,
+        optimizer="sgd_momentum" if recipe.sgd_momentum else recipe.optim,
         head_chunk_tokens=recipe.head_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
         weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,

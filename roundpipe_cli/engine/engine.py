@@ -136,6 +136,7 @@ class Engine:
         *,
         seed: int = 0,
         head_chunk_tokens: int = 1024,
+        label_smoothing: float = 0.0,
         recompute: str = "stage",
         unread: Mapping[int, Sequence[str]] | None = None,
         keep_inputs: bool = False,
@@ -153,6 +154,7 @@ class Engine:
             backends: one per worker.
             seed: of dropout masks.
             head_chunk_tokens: target tokens per chunk of the LM head; part of what fixes a run's bits.
+            label_smoothing: of the training loss; scores are without it.
             recompute: `stage` (activations of one stage and microbatch at a time) or `layer` (of one layer).
             unread: per block, modules whose products a recompute leaves out, from `find_unread`.
             keep_inputs: keep the input of every layer after such a block on the host, so that its product can be left
@@ -169,6 +171,7 @@ class Engine:
         self.num_layers = len(store.layouts)
         self._seed = seed if has_dropout(model) else None
         self._head_chunk_tokens = head_chunk_tokens
+        self._label_smoothing = label_smoothing
         self._recompute_each_layer = recompute == "layer"
         self._read_layers = frozenset(range(1, self.num_layers)) if recompute == "layer" else frozenset()
         if keep_inputs and unread:
@@ -352,6 +355,7 @@ class Engine:
             gradient_scale=loss_scale / max(num_units, 1),
             dropout_seed=self._seed,
             head_chunk_tokens=self._head_chunk_tokens,
+            label_smoothing=self._label_smoothing,
             recompute_each_layer=self._recompute_each_layer,
             first_trainable_layer=self._first_trainable_layer,
             kept=self._kept(program) if scoring is None else frozenset(),

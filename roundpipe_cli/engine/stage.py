@@ -61,6 +61,8 @@ class StepContext:
     dropout_seed: int | None
     """The run's seed, or None if the model drops nothing."""
     head_chunk_tokens: int
+    label_smoothing: float
+    """Of the training loss."""
     recompute_each_layer: bool
     kept: Kept
     """Activations that stay on their worker from the forward to the backward."""
@@ -350,6 +352,7 @@ class StageRunner:
                 take=take,
                 needs_hidden_grad=context.first_trainable_layer < layer,
                 preference=state.preference,
+                label_smoothing=context.label_smoothing,
             )
         state.loss_sum, state.rewards = result.loss_sum, result.rewards
         self._fold(context, layer, state, parts)

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
+from roundpipe_cli.model.nf4 import dequantize
 
 NO_VERSION = -1
 """Held by a buffer that nothing was put into yet, or that is being written."""
@@ -227,6 +228,12 @@ class WeightStore:
         """The float32 values of a trainable parameter (a view), else its weights."""
         index, place = self._places[name]
         return place.trainable_view(self.masters[index]) if place.trainable else self._views[0][name]
+
+    def base_weight(self, name: str) -> torch.Tensor:
+        """The whole weight of a parameter; a new tensor where it lies in 4 bit."""
+        _, place = self._places[name]
+        view = self._views[0][name]
+        return dequantize(view, place.shape, place.dtype) if place.in_4bit else view
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

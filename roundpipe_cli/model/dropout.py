@@ -22,9 +22,23 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+NOISE_ATTRIBUTE = "neftune_noise_alpha"
+"""Of the input embedding; transformers' own name for it."""
+
+
+def embedding_noise(embedded: torch.Tensor, alpha: float, seed: int) -> torch.Tensor:
+    """Uniform noise for `embedded` [B, T, H], at most alpha / sqrt(T * H) (NEFTune, arXiv 2310.05914)."""
+    generator = torch.Generator().manual_seed(layer_seed(seed, -1, -1, -1))
+    limit = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
+    noise = torch.empty(embedded.shape, dtype=torch.float32).uniform_(-limit, limit, generator=generator)
+    return noise.to(embedded)
+
+
 def has_dropout(model: torch.nn.Module) -> bool:
-    """Whether any module of `model` can drop something in training (so that models without pay nothing)."""
+    """Whether anything in `model` is random in training (so that models without pay nothing)."""
     for module in model.modules():
+        if getattr(module, NOISE_ATTRIBUTE, 0.0):
+            return True
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float) and value > 0:
                 return True

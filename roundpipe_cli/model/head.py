@@ -42,8 +42,11 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return indices, flat[indices]
 
 
-def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
+def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> tuple[float, torch.Tensor]:
     """Cross entropy of `logits` [N, V] against `targets` [N], in float32.
+
+    Args:
+        label_smoothing: share of each target's probability that is spread evenly over the vocabulary.
 
     Returns:
         the sum of losses, accumulated in float64, and the gradient of that sum with respect to the logits, float32.
@@ -51,8 +54,13 @@ def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torc
     log_probabilities = torch.log_softmax(logits.detach().float(), dim=-1)
     picked = log_probabilities.gather(1, targets[:, None])
     loss_sum = -float(picked.double().sum())
+    if label_smoothing:
+        spread = -float(log_probabilities.double().mean(dim=-1).sum())
+        loss_sum = (1 - label_smoothing) * loss_sum + label_smoothing * spread
     gradient = log_probabilities.exp_()  # softmax, in place
-    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, -1.0))
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, label_smoothing - 1.0))
+    if label_smoothing:
+        gradient.sub_(label_smoothing / gradient.shape[1])
     return loss_sum, gradient
 
 
@@ -108,6 +116,7 @@ def run_head(
     take: Take,
     needs_hidden_grad: bool,
     preference: Preference | None = None,
+    label_smoothing: float = 0.0,
 ) -> HeadResult:
     """Forward and backward of the head for one microbatch.
 
@@ -125,6 +134,7 @@ def run_head(
         take: is given their gradients, one parameter at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
         preference: the sequences are preference pairs; None: the loss is the sum over target tokens.
+        label_smoothing: see `chunk_loss`.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     rows = flat[indices]
@@ -142,7 +152,7 @@ def run_head(
         chunk = rows[part].detach().requires_grad_(needs_hidden_grad)
         with torch.enable_grad():
             logits = logits_of(chunk)
-        loss_sum, grad_logits = chunk_loss(logits, targets[part])
+        loss_sum, grad_logits = chunk_loss(logits, targets[part], label_smoothing)
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue

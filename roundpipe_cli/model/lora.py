@@ -6,7 +6,8 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
 from roundpipe_cli.model.nf4 import import_bitsandbytes
 
 ADAPTER = "default"
@@ -29,15 +31,21 @@ def add_lora(
     dtype: torch.dtype,
     base_name: str,
     blocks_path: str | None = None,
+    modules_to_save: tuple[str, ...] = (),
+    use_rslora: bool = False,
+    use_dora: bool = False,
+    init: str = "default",
 ) -> Any:
     """Put LoRA modules into `model` (parameters on the meta device) and leave only them trainable.
 
     Args:
-        target_modules: `all-linear`, or names of modules.
+        target_modules: `all-linear`, names of modules, or a regular expression for whole names.
         dtype: of the adapter's weights while training; their masters are float32.
         base_name: what the adapter's configuration calls the base model.
         blocks_path: of the language model's blocks; `all-linear` then leaves out linear layers elsewhere (those of a
             model that reads pictures too).
+        modules_to_save: names of modules that are trained whole.
+        init: `default` or `gaussian`; see `initial_values`.
 
     Returns:
         the PEFT model around `model`.
@@ -57,24 +65,83 @@ def add_lora(
         exclude_modules=_elsewhere(model, blocks_path) if names == "all-linear" and blocks_path else None,
         bias="none",
         task_type="CAUSAL_LM",
+        modules_to_save=list(modules_to_save) or None,
+        use_rslora=use_rslora,
+        use_dora=use_dora,
+        init_lora_weights="gaussian" if init == "gaussian" else True,
     )
+    _refuse_missing(model, modules_to_save)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # says that all-linear covers fused experts; the run's notices say it too
             peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except ValueError as error:
+        reason = str(error).splitlines()[0][:200]
+        if use_dora and "dora" in reason.lower():
+            hint = "set lora.use_dora=false, or leave the experts out with lora.target_modules"
+            raise RefusedError(
+                "DoRA cannot adapt this model", where="lora.use_dora", found=reason, hint=hint
+            ) from error
         raise RefusedError(
             "LoRA finds nothing to adapt",
             where="lora.target_modules",
-            found=f"{names!r}: {str(error).splitlines()[0][:200]}",
+            found=f"{names!r}: {reason}",
             hint="lora.target_modules=all-linear adapts every linear layer of the blocks",
         ) from error
     peft_model.peft_config[ADAPTER].base_model_name_or_path = base_name
+    _use_dtype(model, dtype)
+    return peft_model
+
+
+def continue_lora(model: nn.Module, folder: Path, *, dropout: float, dtype: torch.dtype, base_name: str) -> Any:
+    """Put the modules of the adapter in `folder` into `model` and leave only them trainable.
+
+    Raises:
+        RefusedError: it cannot be read, or does not fit the model.
+    """
+    config = read_adapter_config(folder)
+    config.inference_mode = False
+    config.lora_dropout = dropout
+    config.base_model_name_or_path = base_name
+    _refuse_missing(model, tuple(config.modules_to_save or ()))
+    peft_model = put_adapter(model, config, folder)
+    _use_dtype(model, dtype)
+    return peft_model
+
+
+def _use_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
                 module._parameters[name] = nn.Parameter(parameter.to(dtype))
-    return peft_model
+
+
+def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...]) -> None:
+    """PEFT leaves out what it does not find, and a table that embedding and head share would come apart.
+
+    Raises:
+        RefusedError: either of them.
+    """
+    for wanted in modules_to_save:
+        found = [m for path, m in model.named_modules() if path == wanted or path.endswith(f".{wanted}")]
+        where = "lora.modules_to_save"
+        if not found:
+            raise RefusedError("no such module to train", where=where, found=wanted)
+        shared = {id(parameter) for parameter in _shared(model)}
+        if any(id(parameter) in shared for module in found for parameter in module.parameters()):
+            raise RefusedError(
+                "embedding and LM head of this model are one table, which cannot be trained beside adapters",
+                where=where,
+                found=wanted,
+                hint="leave it out, or use method: full",
+            )
+
+
+def _shared(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that stand at more than one place."""
+    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    counts = Counter(id(parameter) for parameter in parameters)
+    return [parameter for parameter in parameters if counts[id(parameter)] > 1]
 
 
 def _elsewhere(model: nn.Module, blocks_path: str) -> str | None:
@@ -89,24 +156,34 @@ def _elsewhere(model: nn.Module, blocks_path: str) -> str | None:
 
 
 def refuse_adapters_outside_blocks(model: nn.Module, blocks_path: str) -> None:
-    """The head stays frozen and the embedding stays on the host, so adapters belong into blocks.
+    """The head computes in chunks and the embedding stays on the host, so low-rank adapters belong into blocks.
 
     Raises:
         RefusedError: an adapted module outside the blocks.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not name.startswith(blocks_path + "."):
+        if parameter.requires_grad and ".lora_" in name and not name.startswith(blocks_path + "."):
             raise RefusedError(
                 "adapters outside the model's blocks are not supported",
                 where="lora.target_modules",
                 found=name,
                 expected=f"modules below {blocks_path}",
-                hint="lora.target_modules=all-linear leaves out the LM head and the embedding",
+                hint="lora.target_modules=all-linear leaves them out; lora.modules_to_save trains one of them whole",
             )
 
 
-def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """PEFT's default start (A: Kaiming uniform with a = sqrt 5, B: zero), each tensor from a seed of its own name."""
+def initial_values(
+    model: nn.Module, seed: int, base: Callable[[str], torch.Tensor] | None = None, init: str = "default"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """PEFT's start of an adapter, each random tensor from a seed of its own name.
+
+    A: Kaiming uniform with a = sqrt 5, or normal with deviation 1 / r; B: zero; DoRA's magnitudes: the norms of the
+    base weight's rows; modules that are saved whole: their base weights.
+
+    Args:
+        base: the base weight of a parameter's name, in any dtype; needed for the latter two.
+        init: of A, `default` or `gaussian`.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -114,8 +191,23 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, torch.Ten
         if ".lora_A." in name:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+            if init == "gaussian":
+                nn.init.normal_(values, std=1 / _rank(model, name), generator=generator)
+            else:
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        elif ".lora_magnitude_vector." in name:
+            assert base is not None
+            path = name.partition(".lora_magnitude_vector.")[0]
+            values = torch.linalg.norm(base(f"{path}.base_layer.weight").float(), dim=1)
+        elif ".modules_to_save." in name:
+            assert base is not None
+            values = base(name.replace(f".modules_to_save.{ADAPTER}.", ".original_module.")).float()
         yield name, values
+
+
+def _rank(model: nn.Module, name: str) -> int:
+    wrapper: Any = model.get_submodule(name.partition(".lora_A.")[0])
+    return int(wrapper.r[ADAPTER])
 
 
 def save_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -32,7 +32,12 @@ MOST_TENSORS_PER_WEIGHT = 2048
 
 def base_name(name: str) -> str:
     """The name of a base weight before adapters were put around it."""
-    return name.replace(".base_layer", "")
+    return name.replace(".base_layer", "").replace(".original_module", "")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's: low-rank factors, magnitudes, or a module that is saved whole."""
+    return ".lora_" in name or ".modules_to_save." in name
 
 
 def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParameter) -> str | None:
@@ -44,8 +49,8 @@ def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParame
     Raises:
         RefusedError: missing or misshapen tensors, values that are not finite, unreadable files.
     """
-    names = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
-    shapes = {base_name(name): p.shape for name, p in model.named_parameters() if ".lora_" not in name}
+    names = {base_name(name): name for name, _ in model.named_parameters() if not is_adapter(name)}
+    shapes = {base_name(name): p.shape for name, p in model.named_parameters() if not is_adapter(name)}
     checked = _Checked(source.name, names, shapes, set_parameter)
     if source.gguf_file is None:
         places = find_places(source.folder, model, set(names))

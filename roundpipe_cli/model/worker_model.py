@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.dropout import SeededDropout
+from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import LeftOut, find_unread
+from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.split import (
     BlockCall,
@@ -42,6 +43,8 @@ class GatheringEmbedding(nn.Module):
         """After a forward: the distinct token ids, [U]."""
         self.rows: torch.Tensor | None = None
         """After a forward: their rows [U, H], the leaf whose gradient is asked for."""
+        self.noise_seed: int | None = None
+        """Of the noise added to what is gathered; None: no noise."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -50,6 +53,13 @@ class GatheringEmbedding(nn.Module):
             return getattr(self.__dict__["_embedding"], name)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        result = self._gather(input_ids)
+        alpha = getattr(self.__dict__["_embedding"], NOISE_ATTRIBUTE, 0.0)
+        if alpha and self.noise_seed is not None:
+            result = result + embedding_noise(result, alpha, self.noise_seed)
+        return result
+
+    def _gather(self, input_ids: torch.Tensor) -> torch.Tensor:
         embedding = self.__dict__["_embedding"]
         if not self._trainable:
             result: torch.Tensor = embedding(input_ids)
@@ -181,7 +191,11 @@ class WorkerModel:
     def _bind_embed(
         self, split: Split, host_views: Mapping[str, torch.Tensor], trainable: frozenset[str]
     ) -> GatheringEmbedding:
-        embedding = self._backbone.get_submodule(split.embedding_path[len(split.backbone_path) + 1 :])
+        path = split.embedding_path[len(split.backbone_path) + 1 :]
+        embedding = self._backbone.get_submodule(path)
+        if hasattr(embedding, "modules_to_save"):  # PEFT's wrapper: the copy beside the base model's own is trained
+            path = f"{path}.modules_to_save.{ADAPTER}"
+            embedding = self._backbone.get_submodule(path)
         self._embed_leaves: list[tuple[str, torch.Tensor]] = []
         self._embedding_name = ""
         for module, attribute, name in self._bindings[0]:
@@ -194,7 +208,7 @@ class WorkerModel:
             if leaf.requires_grad:
                 self._embed_leaves.append((name, leaf))
         gathering = GatheringEmbedding(embedding, self._embedding_name in trainable)
-        replace_module(self._backbone, split.embedding_path[len(split.backbone_path) + 1 :], gathering)
+        replace_module(self._backbone, path, gathering)
         return gathering
 
     def bind(self, layer: int, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -247,6 +261,7 @@ class WorkerModel:
         """
         packed = {} if position_ids is None else {"position_ids": position_ids}
         self._recorder.reset()
+        self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed, torch.device("cpu")):
             self._backbone(input_ids=input_ids, use_cache=False, **packed)

@@ -63,6 +63,8 @@ class TrainingSettings:
     load_in_4bit: bool = False
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
+    optimizer: str = "adamw"
+    """The recipe's `optim`; `sgd_momentum` where that has momentum."""
     head_chunk_tokens: int = 1024
     save_total_limit: int = 2
     weight_cache_bytes: int = 0

@@ -164,13 +164,30 @@ def host_need(
             Part("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
             Part("trained weights", trainable * size * weight_versions),
             Part("float32 masters", trainable * 4),
-            Part("AdamW moments", trainable * 8),
+            Part("optimizer state", int(trainable * moment_bytes_per_param(settings, architecture.hidden_size))),
             Part("gradients", trainable * 4 * versions),
             Part("boundary activations", boundary * (num_backward_stages + 2) * in_flight),
             Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
             Part("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
         )
     )
+
+
+def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> float:
+    """What the optimizer keeps for each trained parameter.
+
+    8 bit: two codes, and two float32 scales for each 256. Adafactor: a float32 for each row and column of a matrix, of
+    r or `hidden_size` on one side and at least `hidden_size` on the other.
+    """
+    narrow = settings.lora_r if settings.method == "lora" else hidden_size
+    return {
+        "adamw": 8.0,
+        "adamw_bf16": 4.0,
+        "adamw_8bit": 2 + 8 / 256,
+        "sgd": 0.0,
+        "sgd_momentum": 4.0,
+        "adafactor": 4 / narrow + 4 / hidden_size,
+    }[settings.optimizer]
 
 
 def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
@@ -186,7 +203,8 @@ def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     """Bytes in `output_dir` at the peak: checkpoints hold masters and moments, at staleness 1 also 16-bit weights."""
     trainable = sum(trainable_params(architecture, settings))
     stale_weights = settings.dtype_bytes * settings.staleness
-    checkpoint = trainable * (4 + 8 + stale_weights)
+    state = moment_bytes_per_param(settings, architecture.hidden_size)
+    checkpoint = int(trainable * (4 + state + stale_weights))
     result = trainable * settings.dtype_bytes
     count = settings.save_total_limit + 1
     mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0

@@ -32,8 +32,8 @@ from roundpipe_cli.recipe.convert_tables import (
 )
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.together import NEEDED_SCHEDULE_KEYS, SCHEDULE_KEYS
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes, show
+from roundpipe_cli.recipe.together import NEEDED_SCHEDULE_KEYS, SCHEDULE_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +276,13 @@ def _mistake(target: str, value: Any) -> str | None:
 def _together(target: str, value: Any) -> dict[str, Any]:
     """What a recipe needs beside a key so that this key makes sense."""
     if target == "lr_scheduler_kwargs" and isinstance(value, dict):
-        return {"lr_scheduler_type": name for name, keys in SCHEDULE_KEYS.items() if set(value) <= set(keys)}
+        fitting = [name for name, keys in SCHEDULE_KEYS.items() if set(value) <= set(keys)]
+        return {"lr_scheduler_type": fitting[-1]} if fitting else {}
     if target == "lr_scheduler_type" and isinstance(value, str):
-        return {"lr_scheduler_kwargs": {key: 1 for key in NEEDED_SCHEDULE_KEYS.get(value, ())[:1]}}
-    return {"eval_steps": {"val_set_size": 0.1}, "sgd_momentum": {"optim": "sgd"}}.get(target, {})
+        return {"lr_scheduler_kwargs": dict.fromkeys(NEEDED_SCHEDULE_KEYS.get(value, ())[:1], 1)}
+    if target == "eval_steps":
+        return {"val_set_size": 0.1}  # evaluation needs rows
+    return {"optim": "sgd"} if target == "sgd_momentum" else {}
 
 
 def _multiply(writes: _Writes, num_gpus: int, result: Conversion) -> None:

@@ -79,8 +79,17 @@ Column = Literal[
     "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "chosen", "rejected"
 ]
 ScheduleKey = Literal[
-    *("num_cycles", "lr_end", "power", "timescale", "min_lr", "min_lr_rate"),
-    *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio"),
+    "num_cycles",
+    "lr_end",
+    "power",
+    "timescale",
+    "min_lr",
+    "min_lr_rate",
+    "num_decay_steps",
+    "num_stable_steps",
+    "warmup_type",
+    "decay_type",
+    "min_lr_ratio",
 ]
 
 

@@ -22,11 +22,16 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.adapter_files import (
+    ADAPTER_CONFIG,
+    put_adapter,
+    read_adapter_config,
+    read_adapter_tensors,
+)
 from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.nf4 import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.weights_io import base_name, open_shard
+from roundpipe_cli.model.weights_io import base_name, is_adapter
 from roundpipe_cli.train.durable import (
     TEMPORARY_PREFIX,
     disk_error,
@@ -37,13 +42,10 @@ from roundpipe_cli.train.durable import (
 )
 from roundpipe_cli.train.safetensors_stream import TensorSpec, TensorStream, stream_file
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 """As save_pretrained had it for years: small enough for every file system and download."""
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 2**20
 """glibc's malloc.h."""
-PEFT_PREFIX = "base_model.model."
 FILE_MODE = 0o644
 
 
@@ -198,7 +200,10 @@ class _Merging:
             base_name(f"{path}.{inner}"): path
             for path, unit in self._units.items()
             for inner, _ in unit.named_parameters()
-            if ".lora_" not in f".{inner}"
+            if not is_adapter(f".{inner}")
+        }
+        self._saved_whole = {
+            name.replace(".modules_to_save.default", ""): name for name in self._adapter if ".modules_to_save." in name
         }
         self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self.specs = [TensorSpec(name, self._dtype_of(name), tuple(state[name].shape)) for name in names]
@@ -212,7 +217,7 @@ class _Merging:
 
     @property
     def num_modules(self) -> int:
-        return len(self._units)
+        return len(self._units) + len(self._saved_whole)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         if name in self._buffers and name not in self._base:
@@ -225,7 +230,9 @@ class _Merging:
         for spec in specs:
             fault("export")
             path = self._unit_of.get(spec.name)
-            if path is not None:
+            if spec.name in self._saved_whole:
+                yield spec.name, self._adapter[self._saved_whole[spec.name]].to(spec.dtype)
+            elif path is not None:
                 yield spec.name, self._merged(path)[spec.name].to(spec.dtype)
             elif spec.name in self._base:
                 yield spec.name, self._base[spec.name].to(spec.dtype)
@@ -243,8 +250,7 @@ class _Merging:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     name = ".".join(part for part in (path, module_path, attribute) if part)
-                    is_adapter = ".lora_" in name
-                    values = self._adapter[name] if is_adapter else self._base[base_name(name)]
+                    values = self._adapter[name] if is_adapter(name) else self._base[base_name(name)]
                     module._parameters[attribute] = nn.Parameter(values.float(), requires_grad=False)
         for _, module in unit.named_modules():
             if hasattr(module, "merged_adapters"):
@@ -253,7 +259,7 @@ class _Merging:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     name = ".".join(part for part in (path, module_path, attribute) if part)
-                    if ".lora_" not in name:
+                    if not is_adapter(name):
                         real[base_name(name)] = parameter.detach()
                     module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
         self._current = (path, real)
@@ -266,52 +272,10 @@ def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
     Raises:
         RefusedError: it cannot be read, or does not fit the model.
     """
-    import_bitsandbytes()
-    from peft import LoraConfig, PeftConfig, get_peft_model
-
-    try:
-        config = PeftConfig.from_pretrained(str(result))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RefusedError(
-            "the adapter's configuration cannot be read", where=str(result / ADAPTER_CONFIG), found=str(error)[:200]
-        ) from error
-    if not isinstance(config, LoraConfig) or config.modules_to_save or config.bias != "none":
-        raise RefusedError(
-            "only LoRA adapters without modules_to_save and biases can be merged",
-            where=str(result / ADAPTER_CONFIG),
-            found=f"{config.peft_type}",
-        )
+    config = read_adapter_config(result)
     config.inference_mode = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise RefusedError(
-            "the adapter does not fit the base model", where=str(result), found=str(error)[:200]
-        ) from error
-    tensors: dict[str, torch.Tensor] = {}
-    with open_shard(result / ADAPTER_WEIGHTS) as file:
-        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
-            tensors[_parameter_name(key)] = file.get_tensor(key)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters() if ".lora_" in name}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise RefusedError(
-            "the adapter does not fit the base model",
-            where=str(result / ADAPTER_WEIGHTS),
-            found=f"{len(different)} tensors missing, unexpected or of another shape, for instance {different[0]}",
-        )
-    return tensors
-
-
-def _parameter_name(key: str) -> str:
-    """PEFT's files leave the adapter's name out of the names of parameters."""
-    name = key.removeprefix(PEFT_PREFIX)
-    for part in (".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B"):
-        name = name.replace(f"{part}.weight", f"{part}.default.weight")
-    return name.replace(".lora_magnitude_vector", ".lora_magnitude_vector.default.weight")
+    put_adapter(model, config, result)
+    return read_adapter_tensors(model, result)
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -319,7 +283,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     last = None
     for path, module in model.named_modules():
         inside = last is not None and path.startswith(last + ".")
-        if hasattr(module, "merged_adapters") and not inside:
+        if hasattr(module, "merged_adapters") and hasattr(module, "lora_A") and not inside:
             last = path
             yield path, module
 

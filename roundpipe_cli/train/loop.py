@@ -31,7 +31,7 @@ from roundpipe_cli.train.durable import disk_error, write_atomically
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
 from roundpipe_cli.train.learning_rate import make_schedule
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import make_optimizer
 from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, RunState, truncate_metrics
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
@@ -139,8 +139,9 @@ class Trainer:
             peak=recipe.learning_rate,
             warmup_steps=recipe.warmup_steps,
             num_steps=self.num_steps,
+            settings={str(key): value for key, value in recipe.lr_scheduler_kwargs.items()},
         )
-        self.optimizer = HostAdamW(setup.store, weight_decay=recipe.weight_decay)
+        self.optimizer = make_optimizer(setup.store, recipe)
         self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores())
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip"
@@ -213,7 +214,7 @@ class Trainer:
             write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
         save_result(setup, self.output_dir, evaluator.best_folder)
         seconds = self._seconds()
-        report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s)
+        report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s, self.optimizer.num_bytes)
         report |= {"skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": evaluator.report()})
         self._tell(RunFinished(str(self.output_dir), done, seconds))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
-from roundpipe_cli.train.update_rules import AdamW, Rule
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.update_rules import AdamW, Rule, make_rule
 
 BLOCK_ELEMENTS = 2**20
 """Of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all that is done."""
@@ -161,6 +162,29 @@ class HostOptimizer:
     def num_bytes(self) -> int:
         """Host bytes of the moments."""
         return sum(tensor.nbytes for _, tensor in self.moments())
+
+
+def make_optimizer(store: WeightStore, recipe: Recipe) -> HostOptimizer:
+    """The optimizer that a recipe asks for.
+
+    Raises:
+        RefusedError: its library is not installed.
+    """
+    rule = make_rule(
+        recipe.optim,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        momentum=recipe.sgd_momentum,
+        weight_decay=recipe.weight_decay,
+    )
+    ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
+    return HostOptimizer(store, rule, dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None)
+
+
+def lora_plus_names(store: WeightStore) -> list[str]:
+    """Parameters that LoRA+ trains faster: the B matrices, and what has one dimension, as in PEFT."""
+    places = (place for layout in store.layouts for place in layout.trainable)
+    return [place.name for place in places if ".lora_B." in place.name or len(place.shape) == 1]
 
 
 def _prepared(

@@ -42,6 +42,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         make_backends(setup.devices, num_threads, count_bytes=count_bytes),
         seed=recipe.seed,
         head_chunk_tokens=recipe.head_chunk_tokens,
+        label_smoothing=recipe.label_smoothing_factor,
         recompute=recipe.pipeline.recompute,
         unread=find_unread(setup.model, setup.split, setup.store) if skip else None,
         keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),

@@ -25,6 +25,7 @@ def make_report(
     seconds: float,
     predicted: Mapping[str, float],
     pipeline_s: Sequence[float],
+    moments_bytes: int,
 ) -> dict[str, Any]:
     """The report of a run; times and bytes are of the steps since the last resume.
 
@@ -32,6 +33,7 @@ def make_report(
         predicted: the simulator's figures for a full step, from the costs measured in the first steps, and what
             `plan` says of memory; may be empty.
         pipeline_s: seconds of forward and backward of each step.
+        moments_bytes: what the optimizer keeps.
     """
     import transformers
 
@@ -70,7 +72,7 @@ def make_report(
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "host_store_bytes": {**store.num_bytes(), "moments": 8 * sum(master.numel() for master in store.masters)},
+            "host_store_bytes": {**store.num_bytes(), "moments": moments_bytes},
         },
     }
 

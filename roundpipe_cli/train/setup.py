@@ -4,6 +4,7 @@ names first, then the architecture, then the data, then memory, then the weights
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,18 @@ from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, read_adapter_tensors
+from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.fingerprint import Fingerprint
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
-from roundpipe_cli.model.lora import add_lora, initial_values, refuse_adapters_outside_blocks
+from roundpipe_cli.model.lora import (
+    ADAPTER,
+    add_lora,
+    continue_lora,
+    initial_values,
+    refuse_adapters_outside_blocks,
+)
 from roundpipe_cli.model.nf4 import quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.source import ModelSource, resolve_model
@@ -30,8 +39,8 @@ from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.plan.machine import host_memory
-from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
+from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.durable import disk_error, require_free_bytes
 from roundpipe_cli.units import format_bytes, format_count
@@ -131,7 +140,8 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         tell(Notice(text))
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
-    peft_model = _make_trainable(model, split, recipe, source, dtype)
+    start = _start_folder(loaded)
+    peft_model = _make_trainable(model, split, recipe, source, dtype, start)
     in_4bit = quantizable_names(model, split.blocks_path) if recipe.load_in_4bit else frozenset()
     layouts = [
         make_layout(name, parameters, dtype, in_4bit)
@@ -143,7 +153,8 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
     if loading_notice:
         tell(Notice(loading_notice))
     if peft_model is not None:
-        for name, values in initial_values(model, recipe.seed):
+        first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
+        for name, values in first if start is None else read_adapter_tensors(model, start).items():
             store.set_parameter(name, values)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
     return Setup(
@@ -230,11 +241,20 @@ def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, .
         )
 
 
-def _make_trainable(model: nn.Module, split: Split, recipe: Recipe, source: ModelSource, dtype: torch.dtype) -> Any:
+def _make_trainable(
+    model: nn.Module, split: Split, recipe: Recipe, source: ModelSource, dtype: torch.dtype, start: Path | None
+) -> Any:
+    noisy: Any = model.get_input_embeddings()  # type: ignore[operator]
+    setattr(noisy, NOISE_ATTRIBUTE, recipe.neftune_noise_alpha)
     if recipe.method == "full":
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
+        _train_all_but(model, recipe.frozen_parameters)
         return None
+    name = source.name if source.gguf_file is None else str(source.folder)
+    if start is not None:
+        peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
+        refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
+        refuse_adapters_outside_blocks(model, split.blocks_path)
+        return peft_model
     peft_model = add_lora(
         model,
         r=recipe.lora.r,
@@ -242,11 +262,89 @@ def _make_trainable(model: nn.Module, split: Split, recipe: Recipe, source: Mode
         dropout=recipe.lora.dropout,
         target_modules=recipe.lora.target_modules,
         dtype=dtype,
-        base_name=source.name if source.gguf_file is None else str(source.folder),
+        base_name=name,
         blocks_path=split.blocks_path,
+        modules_to_save=recipe.lora.modules_to_save,
+        use_rslora=recipe.lora.use_rslora,
+        use_dora=recipe.lora.use_dora,
+        init=recipe.lora.init,
     )
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model
+
+
+def _train_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Full fine-tuning of every parameter in whose name none of the patterns is found.
+
+    Raises:
+        RefusedError: a pattern that is none or is found nowhere, or nothing is left.
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
+        except re.error as error:
+            raise RefusedError(
+                "not a regular expression", where="frozen_parameters", found=f"{pattern}: {error}"
+            ) from error
+        if not found:
+            example = next(name for name, _ in model.named_parameters())
+            raise RefusedError(
+                "no parameter has such a name",
+                where="frozen_parameters",
+                found=pattern,
+                expected=f"names like {example}",
+            )
+        frozen |= found
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if all(not parameter.requires_grad for parameter in model.parameters()):
+        raise RefusedError("nothing is left to train", where="frozen_parameters", found=", ".join(patterns))
+
+
+def _start_folder(loaded: LoadedRecipe) -> Path | None:
+    """Folder of the adapter to train further.
+
+    Raises:
+        RefusedError: it is named and not there.
+    """
+    named = loaded.recipe.lora.start_from
+    if named is None or loaded.recipe.method == "full":
+        return None
+    folder = resolve_path(named, loaded.folder)
+    if folder is None or not (folder / ADAPTER_WEIGHTS).is_file():
+        tried = ", ".join(str(path / ADAPTER_WEIGHTS) for path in tried_paths(named, loaded.folder))
+        raise RefusedError("no adapter there", where="lora.start_from", found=named, expected=f"one of {tried}")
+    return folder
+
+
+def refuse_other_shape(lora: LoraConfig, adapter: Any, folder: Path) -> None:
+    """Keys of the recipe must not say something else than the adapter that is trained further; a key that stands at
+    its default says nothing.
+
+    Raises:
+        RefusedError: one does.
+    """
+    targets = adapter.target_modules
+    theirs = {
+        "r": adapter.r,
+        "alpha": float(adapter.lora_alpha),
+        "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets)),
+        "modules_to_save": tuple(sorted(adapter.modules_to_save or ())),
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+    }
+    for key, value in theirs.items():
+        asked = getattr(lora, key)
+        asked = tuple(sorted(asked)) if isinstance(asked, tuple) else asked
+        if asked not in (value, getattr(LoraConfig(), key)):
+            raise RefusedError(
+                "the adapter to start from has another shape",
+                where=f"lora.{key}",
+                found=str(asked),
+                expected=f"{value}, as in {folder}",
+                hint="delete the line",
+            )
 
 
 def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, devices: tuple[str, ...]) -> str:

@@ -96,8 +96,7 @@ class AdamW16(AdamW):
     """
 
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
-        kept = {"dtype": torch.bfloat16}
-        return {"exp_avg": torch.empty(shape, **kept), "exp_avg_sq": torch.empty(shape, **kept)}
+        return {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(
         self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
@@ -147,8 +146,9 @@ class AdamW8(AdamW):
         moment, square_moment = state["state1"], state["state2"]
         (beta1, beta2), eps, decay = self.betas, self.eps, self.weight_decay
         if "absmax1" not in state:
-            numbers = (moment, beta1, eps, number, learning_rate, square_moment, beta2, 0.0, 0.0, decay)
-            functional.optimizer_update_32bit("adam", gradient, values, *numbers, 1.0, None, max_unorm=0.0)
+            first = (moment, beta1, eps, number, learning_rate)
+            second = (square_moment, beta2, 0.0, 0.0, decay)
+            functional.optimizer_update_32bit("adam", gradient, values, *first, *second, 1.0, None, max_unorm=0.0)
             return
         maps = [functional.create_dynamic_map(signed=signed) for signed in (True, False)]
         scales = state["absmax1"], state["absmax2"]
@@ -215,9 +215,7 @@ class Adafactor:
         optimizer.step()
 
 
-def make_rule(
-    name: str, *, betas: tuple[float, float], eps: float, momentum: float, weight_decay: float
-) -> Rule:
+def make_rule(name: str, *, betas: tuple[float, float], eps: float, momentum: float, weight_decay: float) -> Rule:
     """The rule that a recipe's `optim` names.
 
     Raises:

@@ -1,0 +1,96 @@
+"""A LoRA adapter in PEFT's format, read: its configuration, and its tensors by the names of a model's parameters."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.weights_io import is_adapter, open_shard
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+
+
+def read_adapter_config(folder: Path) -> Any:
+    """PEFT's LoraConfig.
+
+    Raises:
+        RefusedError: it cannot be read, or is of another kind of adapter.
+    """
+    import_bitsandbytes()
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RefusedError(
+            "the adapter's configuration cannot be read", where=str(folder / ADAPTER_CONFIG), found=str(error)[:200]
+        ) from error
+    if not isinstance(config, LoraConfig) or config.bias != "none":
+        raise RefusedError(
+            "only LoRA adapters without trained biases can be read",
+            where=str(folder / ADAPTER_CONFIG),
+            found=f"{config.peft_type}, bias {getattr(config, 'bias', None)}",
+        )
+    return config
+
+
+def put_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
+    """Put the adapter's modules into the skeleton `model`; returns PEFT's model around it.
+
+    Raises:
+        RefusedError: it does not fit the model.
+    """
+    from peft import get_peft_model
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise RefusedError(
+            "the adapter does not fit the base model", where=str(folder), found=str(error)[:200]
+        ) from error
+
+
+def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by parameter name of `model`, which has the adapter's modules.
+
+    Raises:
+        RefusedError: they are not the adapter's of this model.
+    """
+    modules = dict(model.named_modules())
+    tensors: dict[str, torch.Tensor] = {}
+    with open_shard(folder / ADAPTER_WEIGHTS) as file:
+        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+            tensors[_parameter_name(key, modules)] = file.get_tensor(key)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters() if is_adapter(name)}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise RefusedError(
+            "the adapter does not fit the base model",
+            where=str(folder / ADAPTER_WEIGHTS),
+            found=f"{len(different)} tensors missing, unexpected or of another shape, for instance {different[0]}",
+        )
+    return tensors
+
+
+def _parameter_name(key: str, modules: dict[str, nn.Module]) -> str:
+    """PEFT's files leave the adapter's name out of the names of parameters."""
+    name = key.removeprefix(PEFT_PREFIX)
+    path, _, attribute = name.rpartition(".")
+    if hasattr(modules.get(path), "modules_to_save"):
+        return f"{path}.modules_to_save.default.{attribute}"
+    for part in (".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B"):
+        name = name.replace(f"{part}.weight", f"{part}.default.weight")
+    if name.endswith(".lora_magnitude_vector"):
+        return f"{name}.default.weight"
+    return name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector.default.weight")
