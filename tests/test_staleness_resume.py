@@ -74,7 +74,7 @@ from pathlib import Path
 import torch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import make_layout
-from roundpipe_cli.train.optimizer import HostAdamW
+from roundpipe_cli.train.optimizer import HostOptimizer
 from roundpipe_cli.train.updater import Updater
 
 def resident():
@@ -90,7 +90,7 @@ before = resident()
 store = WeightStore([make_layout(f"l{i}", [(f"w{i}", p)], dtype) for i, p in enumerate(layers)], staleness)
 for buffer in store.transferred:
     buffer.view(torch.uint8).fill_(1) if buffer.dtype == torch.uint8 else buffer.fill_(1e-3)
-optimizer = HostAdamW(store)
+optimizer = HostOptimizer(store)
 with Updater(store, optimizer, num_threads=1) as updater:
     for step in range(2 if trains else 0):
         updater.begin(step, 1e-3, 0.5)
