@@ -282,7 +282,6 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
 
 
 REFUSED_NOW = {
-    "report_to": "[wandb]",
     "pipeline.devices": "emulated",
 }
 

@@ -185,7 +185,7 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     },
     "lr_scheduler_type": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
     "lora.init": {True: "default"},
-    "report_to": {"none": [], "tensorboard": ["tensorboard"], "wandb": ["wandb"], None: []},
+    "report_to": {"none": [], None: [], **{name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")}},
     "max_steps": {-1: None},
     "resume_from_checkpoint": {True: "auto", False: None},
     "datasets[].type": {

@@ -321,8 +321,9 @@ class Recipe:
     """Steps between two checkpoints; one is also written at the end and on a signal."""
     save_total_limit: Annotated[int, Range(2)] = 2
     """Checkpoints kept; at least 2, so that a damaged newest one leaves another."""
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that get the metrics too."""
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that get the metrics too, each through its own package: `pip install 'roundpipe-cli[wandb]'`. What they
+    need to know (projects, servers, secrets) they read from their own variables."""
     resume_from_checkpoint: Words | None = None
     """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. null starts afresh."""
     on_oom: Literal["stop", "adapt"] = "stop"

@@ -30,7 +30,6 @@ class NotYet:
 
 
 NOT_YET: tuple[NotYet, ...] = (
-    NotYet("report_to", "reporting to trackers", []),
     NotYet("pipeline.devices", "training on emulated devices", "auto", refused=("emulated",)),
 )
 

@@ -41,6 +41,7 @@ from roundpipe_cli.train.saver import Saver, Snapshot, State
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
+from roundpipe_cli.train.trackers import Trackers
 from roundpipe_cli.train.updater import Updater
 from roundpipe_cli.watchdog import watching
 
@@ -167,8 +168,11 @@ class Trainer:
         metrics_path = self.output_dir / METRICS_NAME
         truncate_metrics(metrics_path, first_step + 1)
         truncate_metrics(self.output_dir / EVAL_NAME, first_step + 1)
-        with Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder:
-            self._tell = recorder
+        with (
+            Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
+            Trackers(self.recipe, self.output_dir, first_step, recorder) as trackers,
+        ):
+            self._tell = trackers
             self._train(first_step, metrics_path, checkpoint.meta.get("evaluation") if checkpoint else None)
 
     def _train(self, first_step: int, metrics_path: Path, evaluation: Mapping[str, Any] | None) -> None:

@@ -10,17 +10,19 @@ from roundpipe_cli.model.source import check_model_name
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.output_dir import check_start
+from roundpipe_cli.train.trackers import require_trackers
 
 
 def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:
     """Output directory, model and datasets: are they there, and may a run start?
 
     Raises:
-        RefusedError: no such model or dataset, or the output directory holds another run.
+        RefusedError: no such model, dataset or tracker, or the output directory holds another run.
         NoCheckpointError: nothing to resume from.
     """
     recipe = loaded.recipe
     check_start(Path(recipe.output_dir).expanduser(), resume or recipe.resume_from_checkpoint is not None)
+    require_trackers(recipe.report_to)
     check_sources(loaded, offline=offline)
 
 
