@@ -40,7 +40,7 @@ def test_tensorboard_has_the_metrics_of_every_step(tmp_path: Path, model: Path) 
     folder = make_workspace(tmp_path / "work", model, report_to=["tensorboard"], val_set_size=2)
     environment = {"HF_TOKEN": SECRET}
     keys = f"lora.target_modules=[q_proj, {SECRET}]"
-    died = finetune(folder, keys, environment={**environment, "ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
+    died = finetune(folder, keys, environment={**environment, "ROUNDPIPE_FAULT": "optimizer:kill:step=5"})
     assert died.code == -9
     finetune(folder, keys, "--resume", environment=environment).expect(0)
     files = [path.read_bytes() for path in (folder / "out" / "tensorboard").iterdir()]

@@ -394,7 +394,7 @@ def test_a_killed_run_goes_on_to_the_bit(keys: list[str], tmp_path: Path, models
     folder = make_workspace(tmp_path / "work", models["untied"], method="full", neftune_noise_alpha=5)
     finetune(folder, *keys).expect(0)
     killed = [*keys, "output_dir=killed"]
-    died = finetune(folder, *killed, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
+    died = finetune(folder, *killed, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=5"})
     assert died.code == -9
     finetune(folder, *killed, "--resume").expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
