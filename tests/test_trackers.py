@@ -37,7 +37,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_tensorboard_has_the_metrics_of_every_step(tmp_path: Path, model: Path) -> None:
     """Also of a run that was killed and resumed; and no secret is in its files."""
-    folder = make_workspace(tmp_path / "work", model, report_to=["tensorboard"], val_set_size=2)
+    folder = make_workspace(tmp_path / "work", model, report_to=["tensorboard"], val_set_size=2, num_train_epochs=3)
     environment = {"HF_TOKEN": SECRET}
     keys = f"lora.target_modules=[q_proj, {SECRET}]"
     died = finetune(folder, keys, environment={**environment, "ROUNDPIPE_FAULT": "optimizer:kill:step=5"})

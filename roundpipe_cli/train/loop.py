@@ -455,7 +455,8 @@ class Trainer:
         elif store.staleness:
             text = "the checkpoint was written without staleness: the next two steps compute with the same weights"
             self._tell(Notice(text))
-        self.optimizer.load(checkpoint.tensors("moments"), int(meta["num_updates"]))
+        moments = checkpoint.tensors("moments") if "moments" in checkpoint.groups else {}  # sgd keeps none
+        self.optimizer.load(moments, int(meta["num_updates"]))
         self._loss_scale = float(meta["loss_scale"])
         self._steps_since_overflow = int(meta["steps_since_overflow"])
         self._earlier_s = float(meta["training_s"])
