@@ -27,7 +27,7 @@ from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.tiny import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PRELOADED = ["roundpipe_cli.cli.app", "roundpipe_cli.train.loop", "transformers.models.llama.modeling_llama", "peft"]
+PRELOADED = ["tests.preload"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"

@@ -7,7 +7,6 @@ random generator seeded with its index, so that a failure can be repeated; the f
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -21,11 +20,16 @@ from typing import Any
 from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
 
-BASE = {"num_train_epochs": 4}
-"""12 steps of 2 microbatches, dropout and shuffling on, saved every 2 steps."""
+BASE = {
+    "num_train_epochs": 4,
+    "pipeline__forward_stages": [[0, 1], [2, 3]],
+    "pipeline__backward_stages": [[4, 4], [2, 3], [0, 1]],
+}
+"""12 steps of 2 microbatches, dropout and shuffling on, saved every 2 steps. Planning would take a third of a run."""
+PLANNED = {"pipeline__forward_stages": "auto", "pipeline__backward_stages": "auto"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
-    "full": {"method": "full", "learning_rate": 1.0e-3},
+    "full": {"method": "full", "learning_rate": 1.0e-3, **PLANNED},
     "accumulate": {"micro_batch_size": 1, "gradient_accumulation_steps": 4},
     "stale": {"pipeline__optimizer_staleness": 1},
 }
@@ -68,7 +72,6 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        os.environ[CACHE_VARIABLE] = str(self.folder / "cache")  # of runs; not the user's
         make_model(self.folder / "model")
         write_rows(self.folder / "rows.jsonl")
 
@@ -94,15 +97,14 @@ class Arena:
         return known
 
     def seconds(self, variant: str, environment: Mapping[str, str]) -> float:
-        """How long an uninterrupted run takes with these faults (the first of three is not counted: it warms up)."""
+        """About how long a run takes with these faults: as one did when it was first asked for."""
+        self.reference(variant)  # the first run of all takes longer
         key = (variant, json.dumps(dict(environment)))
-        if key not in self._seconds:
-            times = []
-            for _ in range(3):
+        with self.lock:
+            if key not in self._seconds:
                 work = self.workspace(variant)
-                times.append(start(work, environment=environment).finish().expect(0).seconds)
+                self._seconds[key] = start(work, environment=environment).finish().expect(0).seconds
                 shutil.rmtree(work)
-            self._seconds[key] = min(times[1:])
         return self._seconds[key]
 
     def each(self, count: int, attempt: Callable[[int, random.Random], None]) -> tuple[str, ...]:
@@ -119,9 +121,39 @@ class Arena:
             return tuple(text for text in pool.map(guarded, range(count)) if text is not None)
 
 
-def start(work: Path, *words: str, environment: Mapping[str, str] | None = None) -> Running:
-    """`roundpipe finetune recipe.yaml WORDS` in `work`."""
-    return launch(work, "finetune", "recipe.yaml", *words, environment=environment)
+def start(
+    work: Path,
+    *words: str,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Running:
+    """`roundpipe finetune recipe.yaml WORDS` in `work`, with a cache of its own there: tokens and measured times of
+    other tries would make a run take another path. `before` is `launch`'s."""
+    surroundings = {CACHE_VARIABLE: str(work / "cache"), **(environment or {})}
+    return launch(work, "finetune", "recipe.yaml", *words, environment=surroundings, before=before)
+
+
+LATE = 1.15
+"""Moments are drawn up to this many times the expected length of a run; those that come too late are drawn again."""
+
+
+def at_a_moment(
+    expected_s: float, draw: random.Random, attempt: Callable[[float], Outcome], first_s: float = 0.0
+) -> Outcome:
+    """Interrupt a run at a random moment of it.
+
+    Args:
+        expected_s: about how long the run takes. Machines are not equally fast all the time, so a run that ends
+            before its moment (exit code 0) is tried again, with the length that it turned out to have.
+        attempt: start the run afresh, interrupt it after so many seconds, wait for its end.
+        first_s: the earliest moment.
+    """
+    until_s = LATE * expected_s
+    while True:
+        done = attempt(draw.uniform(first_s, max(until_s, first_s)))
+        if done.code != 0:
+            return done
+        until_s = min(until_s, done.seconds)
 
 
 def saved(work: Path) -> list[Path]:
@@ -169,10 +201,11 @@ def _state(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     for key in CLOCK_KEYS:
         state["meta"].pop(key, None)
+    state["meta"]["recipe"]["pipeline"].pop("devices")  # a try may run on others
     return state
 
 
-def died(running: Running, number: int = signal.SIGKILL) -> None:
-    """Wait for the end of a run that a signal has killed."""
+def died(running: Running) -> None:
+    """Wait for the end of a run that SIGKILL has ended."""
     done = running.finish()
-    assert done.code == -number, f"ended with {done.code}, not by signal {number}\n{done.err}"
+    assert done.code == -signal.SIGKILL, f"ended with {done.code}, not by SIGKILL\n{done.err}"

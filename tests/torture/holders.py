@@ -12,7 +12,7 @@ from threading import Lock
 from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, saved, start
 
 REFUSED_WITHIN_S = 2.0
-SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.1"}
+SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.05"}
 
 
 def two_at_once(arena: Arena, count: int) -> Seen:
@@ -30,6 +30,7 @@ def two_at_once(arena: Arena, count: int) -> Seen:
         loser, winner = both[ended], both[1 - ended]
         refusals = [(loser.finish(), winner)]
         winner.wait_until(lambda: bool(saved(work)))
+        winner.kill(signal.SIGSTOP)  # so that it cannot end before the third has asked
         refusals.append((start(work, "--resume").finish(), winner))
         for refused, holder in refusals:
             refused.expect(3)
@@ -42,6 +43,7 @@ def two_at_once(arena: Arena, count: int) -> Seen:
             died(winner)
             go_on(work)
         else:
+            winner.kill(signal.SIGCONT)
             winner.finish().expect(0)
         assert_identical(work, reference)
         shutil.rmtree(work)

@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 import signal
+from pathlib import Path
 from threading import Lock
 
-from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, inside_a_save, resume_words, saved, start
+from tests.e2e import Outcome
+from tests.torture.arena import (
+    Arena,
+    Seen,
+    assert_identical,
+    at_a_moment,
+    go_on,
+    inside_a_save,
+    resume_words,
+    saved,
+    start,
+)
 
 KILLS_PER_TRY = 3
 SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
 """Saves take about as long as everything else together, so that many kills fall into one."""
+MIN_IN_SAVES = 0.25
+ENOUGH_KILLS = 300
+"""From which number of kills on that share is asked for."""
 
 
 def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", "full", "accumulate")) -> Seen:
     """Kill a run three times at random, from its start-up on, and let it go on; compare with an uninterrupted one."""
-    for variant in variants:
-        arena.reference(variant)
-        arena.seconds(variant, SLOW_SAVES)
-    lock, kills, in_saves = Lock(), 0, 0
+    whole_s = {variant: arena.seconds(variant, SLOW_SAVES) for variant in variants}
+    lock, in_saves = Lock(), 0
 
     def attempt(index: int, draw: random.Random) -> None:
-        nonlocal kills, in_saves
+        nonlocal in_saves
         variant = variants[index % len(variants)]
         work = arena.workspace(variant)
-        done_share = 0.0
         for _ in range(KILLS_PER_TRY):
-            whole_s = arena.seconds(variant, SLOW_SAVES)
-            running = start(work, *resume_words(work), environment=SLOW_SAVES)
-            running.process.join(draw.uniform(0.0, whole_s * (1.1 - done_share)))
-            if not running.process.is_alive():
-                running.finish().expect(0)
-                break
-            running.kill(signal.SIGKILL)
-            died(running)
+            last_step = max((int(path.name.removeprefix("step-")) for path in saved(work)), default=0)
+            at_a_moment(whole_s[variant] * (1.0 - 0.7 * last_step / 12), draw, functools.partial(_kill, work))
             with lock:
-                kills += 1
                 in_saves += inside_a_save(work)
-            steps = [int(path.name.removeprefix("step-")) for path in saved(work)]
-            done_share = 0.7 * max(steps, default=0) / 12
         go_on(work)
         assert_identical(work, arena.reference(variant))
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
-    return Seen(count, failures, f"{kills} kills, {100 * in_saves / max(kills, 1):.0f} % inside a save")
+    kills = KILLS_PER_TRY * count
+    if kills >= ENOUGH_KILLS and in_saves < MIN_IN_SAVES * kills:
+        failures += (f"only {in_saves} of {kills} kills fell inside a save",)
+    return Seen(count, failures, f"{kills} kills, {100 * in_saves / kills:.0f} % inside a save")
+
+
+def _kill(work: Path, after_s: float) -> Outcome:
+    """Let the run go on and kill it. One that ends before is undone."""
+    out, before = work / "out", work / "out-before"
+    if out.exists():
+        shutil.copytree(out, before)
+    running = start(work, *resume_words(work), environment=SLOW_SAVES)
+    running.process.join(after_s)
+    if running.process.is_alive():
+        running.kill(signal.SIGKILL)
+    done = running.finish()
+    if done.code == 0:
+        shutil.rmtree(out)
+        if before.exists():
+            before.rename(out)
+    else:
+        assert done.code == -signal.SIGKILL, f"exit code {done.code}\n{done.err}"
+        shutil.rmtree(before, ignore_errors=True)
+    return done

@@ -2,108 +2,119 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 import shutil
 import signal
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 
 from roundpipe_cli.train.checkpoint import load_newest
 from tests.e2e import Outcome
-from tests.torture.arena import Arena, Seen, assert_identical, go_on, inside_a_save, resume_words, saved, start
+from tests.torture.arena import Arena, Seen, assert_identical, at_a_moment, go_on, inside_a_save, saved, start
 from tests.torture.terminal import in_terminal
 
 VARIANT = "accumulate"
 SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03,ckpt_writer:slow=0.01"}
+SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.25"}
+FIRST_S = 0.05
+"""Before, a run is Python that starts, and has no handlers yet."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 STOPPED = re.compile(r"after step (\d+) of \d+, with a checkpoint")
 
 
 def sigterm(arena: Arena, count: int) -> Seen:
     """SIGTERM at a random moment, with dropout and accumulation over 4 microbatches; then resume."""
-    whole_s = arena.seconds(VARIANT, SLOW)
-    reference = arena.reference(VARIANT)
-    lock, stopped = Lock(), 0
 
-    def attempt(index: int, draw: random.Random) -> None:
-        nonlocal stopped
-        work = arena.workspace(VARIANT)
+    def stop(work: Path, after_s: float) -> Outcome:
         running = start(work, environment=SLOW)
-        running.process.join(draw.uniform(0.05, whole_s))
+        running.process.join(after_s)
         if running.process.is_alive():
             running.kill(signal.SIGTERM)
-        done = running.finish()
-        check_stop(work, done, signal.SIGTERM, done.out + done.err)
-        with lock:
-            stopped += done.code == 143
-        go_on(work)
-        assert_identical(work, reference)
-        shutil.rmtree(work)
+        return running.finish()
 
-    failures = arena.each(count, attempt)
-    return Seen(count, failures, f"{stopped} stopped, the others had finished")
+    return _stopped_at_random(arena, count, stop, signal.SIGTERM)
 
 
 def hangup(arena: Arena, count: int) -> Seen:
     """The terminal closes at a random moment, as when a connection breaks; then resume."""
-    whole_s = arena.seconds(VARIANT, SLOW)
-    reference = arena.reference(VARIANT)
 
-    def attempt(index: int, draw: random.Random) -> None:
-        work = arena.workspace(VARIANT)
+    def stop(work: Path, after_s: float) -> Outcome:
         with in_terminal(work, SLOW) as (running, terminal):
-            running.process.join(draw.uniform(0.15, whole_s))
+            running.process.join(after_s)
             terminal.close()
-            done = running.finish()
-        assert done.code in (0, 129, -signal.SIGHUP), done
-        assert not inside_a_save(work), "a half-written checkpoint was left behind"
-        if saved(work):
-            load_newest(work / "out", warn=_no_damage)
-        go_on(work)
-        assert_identical(work, reference)
-        shutil.rmtree(work)
+            return running.finish()
 
-    return Seen(count, arena.each(count, attempt))
+    return _stopped_at_random(arena, count, stop, signal.SIGHUP)
 
 
-def ctrl_c(arena: Arena, count: int, twice: bool = False) -> Seen:
-    """Ctrl-C at a terminal at a random moment, `twice` a second one 0.2 s later; then resume."""
-    whole_s = arena.seconds(VARIANT, SLOW)
+def ctrl_c(arena: Arena, count: int) -> Seen:
+    """Ctrl-C at a terminal at a random moment; then resume."""
+
+    def stop(work: Path, after_s: float) -> Outcome:
+        with in_terminal(work, SLOW) as (running, terminal):
+            running.process.join(after_s)
+            if running.process.is_alive():
+                terminal.press_ctrl_c()
+            return dataclasses.replace(running.finish(), err=terminal.text)
+
+    return _stopped_at_random(arena, count, stop, signal.SIGINT)
+
+
+def ctrl_c_twice(arena: Arena, count: int) -> Seen:
+    """Ctrl-C again 0.2 s after the first, in steps that last longer; then resume."""
+
+    def stop(work: Path, after_s: float) -> Outcome:
+        with in_terminal(work, SLOW_STEPS) as (running, terminal):
+            for wait_s in (after_s, 0.2):
+                running.process.join(wait_s)
+                if running.process.is_alive():
+                    terminal.press_ctrl_c()
+            return dataclasses.replace(running.finish(), err=terminal.text)
+
+    return _stopped_at_random(arena, count, stop, signal.SIGINT, SLOW_STEPS)
+
+
+def _stopped_at_random(
+    arena: Arena,
+    count: int,
+    stop: Callable[[Path, float], Outcome],
+    number: signal.Signals,
+    environment: Mapping[str, str] = SLOW,
+) -> Seen:
+    """Stop a run at a random moment of it, check what it says and leaves behind, let it go on."""
+    whole_s = arena.seconds(VARIANT, environment)
     reference = arena.reference(VARIANT)
-    lock, at_once = Lock(), 0
+    lock, codes, at_once = Lock(), Counter[int](), 0
 
     def attempt(index: int, draw: random.Random) -> None:
         nonlocal at_once
         work = arena.workspace(VARIANT)
-        slow = {"ROUNDPIPE_FAULT": "optimizer:slow=0.5"} if twice else SLOW
-        with in_terminal(work, slow) as (running, terminal):
-            running.process.join(draw.uniform(0.15, 3 * whole_s if twice else whole_s))
-            if running.process.is_alive():
-                terminal.press_ctrl_c()
-            if twice:
-                running.process.join(0.2)
-                if running.process.is_alive():
-                    terminal.press_ctrl_c()
-            done = running.finish()
-            text = terminal.text
-        check_stop(work, done, signal.SIGINT, text)
+
+        def once(after_s: float) -> Outcome:
+            shutil.rmtree(work / "out", ignore_errors=True)
+            return stop(work, after_s)
+
+        done = at_a_moment(whole_s, draw, once, FIRST_S)
+        check_stop(work, done, number)
         with lock:
-            at_once += "second SIGINT" in text
+            codes[done.code] += 1
+            at_once += "second SIGINT" in done.err
         go_on(work)
         assert_identical(work, reference)
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
-    return Seen(count, failures, f"{at_once} stopped at once" if twice else "")
+    note = ", ".join(f"{many} ended with {code}" for code, many in sorted(codes.items(), key=lambda item: -item[1]))
+    return Seen(count, failures, note + (f", {at_once} at once" if at_once else ""))
 
 
-def ctrl_c_twice(arena: Arena, count: int) -> Seen:
-    return ctrl_c(arena, count, twice=True)
-
-
-def check_stop(work: Path, done: Outcome, number: signal.Signals, text: str) -> None:
+def check_stop(work: Path, done: Outcome, number: signal.Signals) -> None:
     """The exit code is that of the signal, and what it says about a checkpoint is true."""
+    text = done.out + done.err
     assert "Traceback" not in text, text
     if done.code == -number:  # before the program had a handler, or after it had put it back
         assert not saved(work) or (work / "out" / "report.json").exists(), text
@@ -111,7 +122,9 @@ def check_stop(work: Path, done: Outcome, number: signal.Signals, text: str) -> 
         assert (work / "out" / "report.json").exists(), text
     else:
         assert done.code == EXIT_CODES[number], f"exit code {done.code}\n{text}"
-        if stopped := STOPPED.search(text):
+        if number == signal.SIGHUP:
+            pass  # nobody left to tell
+        elif stopped := STOPPED.search(text):
             assert load_newest(work / "out").step == int(stopped.group(1)), text
         else:
             assert "no checkpoint was written" in text or "stopped at once" in text or "stopped by SIGINT" in text, text
@@ -127,8 +140,8 @@ def _no_damage(text: str) -> None:
 
 
 PHASES = {
-    "loading": ("weights ...", {"ROUNDPIPE_FAULT": "load:slow=0.02"}),
-    "tokenising": ("tokenising", {"ROUNDPIPE_FAULT": "tokenize:slow=0.3"}),
+    "loading": ("weights ...", {"ROUNDPIPE_FAULT": "load:slow=0.1"}),
+    "tokenising": ("tokenising", {"ROUNDPIPE_FAULT": "tokenize:slow=2"}),
     "first step": ("starting the workers", {"ROUNDPIPE_FAULT": "compute:slow=0.02"}),
     "update": (" 1/12  loss", {"ROUNDPIPE_FAULT": "optimizer:slow=0.3"}),
     "save": (".tmp-step", {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.1"}),
@@ -141,13 +154,14 @@ PHASES = {
 def every_phase(arena: Arena, count: int) -> Seen:
     """Each signal in each phase, at a random moment of it; then resume."""
     reference = arena.reference(VARIANT)
-    cases = [(phase, number) for phase in PHASES for number in EXIT_CODES]
+    numbers = list(EXIT_CODES)
+    cases = [(phase, numbers[(i + shift) % 3]) for shift in range(3) for i, phase in enumerate(PHASES)]
 
     def attempt(index: int, draw: random.Random) -> None:
         phase, number = cases[index % len(cases)]
         sign, environment = PHASES[phase]
         work = arena.workspace(VARIANT)
-        running = start(work, *resume_words(work), environment=environment)
+        running = start(work, environment=environment)
         out = work / "out"
         running.wait_until(
             lambda: sign in running.out + running.err or (out.is_dir() and any(sign in p.name for p in out.iterdir()))
@@ -156,7 +170,7 @@ def every_phase(arena: Arena, count: int) -> Seen:
         if running.process.is_alive():
             running.kill(number)
         done = running.finish()
-        check_stop(work, done, number, done.out + done.err)
+        check_stop(work, done, number)
         if phase in ("loading", "tokenising"):
             assert done.code == EXIT_CODES[number] and not out.exists(), (phase, done)
         go_on(work)

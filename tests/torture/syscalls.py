@@ -7,13 +7,14 @@ call made to fail. strace counts calls per thread, and so does the list.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
 import signal
 import subprocess
-import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -59,8 +60,8 @@ def kill_at_each(arena: Arena, count: int) -> Seen:
     def attempt(index: int, draw: random.Random) -> None:
         call = calls[index]
         work, running = _stopped(arena)
-        _go_on_traced(running, f"inject={call.name}:signal=SIGKILL:when={call.nth}")
-        died(running)
+        with _traced(running, f"inject={call.name}:signal=SIGKILL:when={call.nth}"):
+            died(running)
         go_on(work)
         assert_identical(work, arena.reference())
         shutil.rmtree(work)
@@ -77,8 +78,8 @@ def error_at_each(arena: Arena, count: int) -> Seen:
     def attempt(index: int, draw: random.Random) -> None:
         call, code = cases[index]
         work, running = _stopped(arena)
-        _go_on_traced(running, f"inject={call.name}:error={code}:when={call.nth}")
-        done = running.finish()
+        with _traced(running, f"inject={call.name}:error={code}:when={call.nth}"):
+            done = running.finish()
         with lock:
             ended[done.code] += 1
         _check_error(work, done, call)
@@ -150,8 +151,8 @@ def _calls_of_a_save(arena: Arena) -> list[Call]:
     arena.reference()
     work, running = _stopped(arena)
     trace = work / "trace"
-    _go_on_traced(running, f"trace={','.join(f'?{name}' for name in CALLS)}", trace)
-    running.finish().expect(0)
+    with _traced(running, f"trace={','.join(f'?{name}' for name in CALLS)}", trace):
+        running.finish().expect(0)
     seen: Counter[tuple[str, str]] = Counter()
     calls = []
     for line in trace.read_text(errors="replace").splitlines():
@@ -180,23 +181,32 @@ def _stopped(arena: Arena) -> tuple[Path, Running]:
     work = arena.workspace()
     shutil.copytree(before, work / "out")
     running = start(work, "--resume", environment=STOP)
-    running.wait_until(lambda: _status(running, "State").startswith("T"))
+    running.wait_until(lambda: all(state.startswith("T") for state in _status(running, "State")))
     return work, running
 
 
-def _go_on_traced(running: Running, expression: str, output: Path | None = None) -> None:
-    """Put strace to the stopped run and let it go on."""
+@contextlib.contextmanager
+def _traced(running: Running, expression: str, output: Path | None = None) -> Iterator[None]:
+    """Put strace to every thread of the stopped run and let it go on; inside, its end must be waited for."""
     words = ["strace", "-f", "-y", "-s", "200", "-o", str(output or "/dev/null"), "-e", expression]
-    subprocess.Popen([*words, "-p", str(running.process.pid)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    running.wait_until(lambda: _status(running, "TracerPid") != "0")
-    time.sleep(0.05)  # its other threads are attached one after the other
-    running.kill(signal.SIGCONT)
+    with subprocess.Popen(
+        [*words, "-p", str(running.process.pid)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as tracer:
+        try:
+            running.wait_until(lambda: "0" not in _status(running, "TracerPid"))
+            running.kill(signal.SIGCONT)
+            yield
+        finally:
+            if running.process.is_alive():
+                running.kill(signal.SIGKILL)
+            tracer.wait(60)
 
 
-def _status(running: Running, key: str) -> str:
-    """A line of /proc/PID/status, of the thread that was attached last."""
-    threads = sorted(Path(f"/proc/{running.process.pid}/task").iterdir())
-    for line in (threads[-1] / "status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return line.partition(":")[2].strip()
-    return ""
+def _status(running: Running, key: str) -> list[str]:
+    """A line of /proc/PID/status of each thread."""
+    values = []
+    for thread in Path(f"/proc/{running.process.pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = (thread / "status").read_text().splitlines()
+            values += [line.partition(":")[2].strip() for line in lines if line.startswith(f"{key}:")]
+    return values

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.e2e import Running, launch
-from tests.torture.arena import resume_words
+from tests.e2e import Running
+from tests.torture.arena import resume_words, start
 
 
 class Terminal:
@@ -55,8 +55,7 @@ def in_terminal(work: Path, environment: Mapping[str, str] | None = None) -> Ite
     """`roundpipe finetune recipe.yaml --no-dashboard` with a terminal, resuming where there is a checkpoint."""
     terminal = Terminal()
     before = functools.partial(_take, terminal.name)
-    words = ("finetune", "recipe.yaml", "--no-dashboard", *resume_words(work))
-    running = launch(work, *words, environment=environment, before=before)
+    running = start(work, "--no-dashboard", *resume_words(work), environment=environment, before=before)
     try:
         yield running, terminal
     finally:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from roundpipe_cli.train.checkpoint import load_newest
-from tests.e2e import Outcome, launch
-from tests.torture.arena import Arena, Seen, assert_identical, go_on, resume_words, saved
+from tests.e2e import Outcome
+from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, start
 
 T = TypeVar("T")
 ENDS_WITHIN_S = 10.0
@@ -57,7 +57,7 @@ def failing_parts(arena: Arena, count: int) -> Seen:
             assert "worker " in done.err and "layer " in done.err and "step " in done.err, done.err
         if saved(work):
             load_newest(work / "out", warn=_fail)
-        go_on(work)
+        go_on(work, f"pipeline.devices={DEVICES[workers]}")
         assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
@@ -99,9 +99,8 @@ def check_block(done: Outcome, text: str, within_s: float) -> None:
 
 def _run(arena: Arena, fault: str, workers: int, *words: str) -> tuple[Path, Outcome]:
     work = arena.workspace()
-    command = ("finetune", "recipe.yaml", *resume_words(work), f"pipeline.devices={DEVICES[workers]}", *words)
-    running = launch(work, *command, environment={"ROUNDPIPE_FAULT": fault}, before=copy_weights)
-    return work, running.finish()
+    words = (f"pipeline.devices={DEVICES[workers]}", *words)
+    return work, start(work, *words, environment={"ROUNDPIPE_FAULT": fault}, before=copy_weights).finish()
 
 
 def copy_weights() -> None:

@@ -1,0 +1,22 @@
+"""Loaded once by the server that runs are forked from: what every run would otherwise load and build for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+
+MODULES = (
+    *("roundpipe_cli.cli.app", "roundpipe_cli.train.loop", "roundpipe_cli.train.evaluate", "roundpipe_cli.dashboard"),
+    *("peft", "zoneinfo", "numpy.ctypeslib", "rich.console", "rich.table", "rich._emoji_codes"),
+    *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
+    *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),
+)
+"""Those that a release of a library lacks are left to the runs."""
+
+for name in MODULES:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+with contextlib.suppress(ImportError, AttributeError):  # a table that is built once a process, in a quarter of a second
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page

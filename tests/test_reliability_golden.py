@@ -1,0 +1,67 @@
+"""Checkpoints of released formats stay readable: `tests/golden/checkpoint-vN` is one of format version N.
+
+Each holds the step 4 of a run of 6, made by `python -m tests.test_reliability_golden FOLDER`; the losses of the
+uninterrupted run are in `losses.json` beside it. A new format version gets a new folder, and the old ones stay.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.train.checkpoint import FORMAT_VERSION, load_newest
+from tests.e2e import finetune, make_model, make_workspace, metrics
+
+GOLDEN = Path(__file__).parent / "golden"
+RECIPE = {"lora": {"r": 1, "alpha": 2, "dropout": 0.1, "target_modules": ["q_proj"]}}
+LIBRARIES = ("--allow-changed", "model", "--allow-changed", "tokenizer")
+"""Another release of transformers writes the same weights and tokenizer as other files."""
+
+
+def versions() -> list[Path]:
+    return sorted(GOLDEN.glob("checkpoint-v*"))
+
+
+def test_there_is_one_of_the_current_version() -> None:
+    assert f"checkpoint-v{FORMAT_VERSION}" in [path.name for path in versions()]
+
+
+@pytest.mark.parametrize("golden", versions(), ids=lambda path: path.name)
+def test_an_old_checkpoint_goes_on_to_the_stored_losses(golden: Path, tmp_path: Path) -> None:
+    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"), **RECIPE)
+    shutil.copytree(golden / "out", work / "out")
+    warnings: list[str] = []
+    assert load_newest(work / "out", warn=warnings.append).step == 4 and not warnings
+    finetune(work, "--resume", *LIBRARIES).expect(0)
+    losses = {row["step"]: row["loss"] for row in metrics(work / "out")}
+    expected = json.loads((golden / "losses.json").read_text())
+    assert [losses[step] for step in (5, 6)] == pytest.approx([expected["5"], expected["6"]], rel=1e-4)
+
+
+def test_a_checkpoint_of_a_newer_release(tmp_path: Path) -> None:
+    """Exit 6 with both versions; nothing is passed over silently."""
+    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"), **RECIPE)
+    shutil.copytree(GOLDEN / f"checkpoint-v{FORMAT_VERSION}" / "out", work / "out")
+    path = work / "out" / "step-00000004" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
+    done = finetune(work, "--resume").expect(6)
+    assert f"version {FORMAT_VERSION + 1}" in done.err and f"version {FORMAT_VERSION} or older" in done.err
+
+
+def make(folder: Path) -> None:
+    """Write a golden checkpoint of the current format version; `folder` is scratch."""
+    work = make_workspace(folder / "work", make_model(folder / "model"), **RECIPE)
+    finetune(work).expect(0)
+    golden = GOLDEN / f"checkpoint-v{FORMAT_VERSION}"
+    (golden / "out").mkdir(parents=True)
+    shutil.copytree(work / "out" / "step-00000004", golden / "out" / "step-00000004")
+    losses = {row["step"]: row["loss"] for row in metrics(work / "out")}
+    (golden / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
