@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
 
+T = TypeVar("T")
 BASE = {
     "num_train_epochs": 4,
     "pipeline__forward_stages": [[0, 1], [2, 3]],

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from tests.e2e import Outcome, tree
-from tests.torture.arena import Arena, Seen, assert_identical, died, resume_words, saved, start
+from tests.torture.arena import Arena, Seen, assert_identical, died, resume_words, saved, spread, start
 
 VARIANT = "accumulate"
 KILLED = {"ROUNDPIPE_FAULT": "optimizer:kill:step=9"}
@@ -70,10 +70,11 @@ def damaged_sets(arena: Arena, count: int) -> Seen:
     killed = _killed_run(arena)
     names = sorted(path.name for path in saved(killed)[-1].iterdir())
     ways = [(name, way) for name in names for way in ("missing", "empty", "zero")]
-    ways += [("", "extra"), ("", "hollow"), ("", "all"), ("state.json", "folder")]
+    ways += [("", "extra"), ("", "hollow"), ("state.json", "folder"), ("", "all")]
+    ways = spread(ways, count)
 
     def attempt(index: int, draw: random.Random) -> None:
-        name, way = ways[index % len(ways)]
+        name, way = ways[index]
         work = _copy(arena, killed)
         for folder in saved(work) if way == "all" else saved(work)[-1:]:
             _damage(folder, name or names[0], way)
@@ -90,7 +91,7 @@ def damaged_sets(arena: Arena, count: int) -> Seen:
             assert_identical(work, arena.reference(VARIANT))
         shutil.rmtree(work)
 
-    return Seen(count, arena.each(count, attempt))
+    return Seen(len(ways), arena.each(len(ways), attempt))
 
 
 def _damage(folder: Path, name: str, way: str) -> None:

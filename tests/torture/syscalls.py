@@ -21,7 +21,7 @@ from threading import Lock
 
 from roundpipe_cli.train.checkpoint import load_newest
 from tests.e2e import Outcome, Running
-from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, saved, start
+from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, saved, spread, start
 
 CALLS = (
     *("openat", "mkdir", "write", "pwrite64", "fsync", "fdatasync", "ftruncate", "fchmod"),
@@ -55,7 +55,7 @@ def missing() -> str | None:
 
 def kill_at_each(arena: Arena, count: int) -> Seen:
     """SIGKILL at every system call of a save that touches the output directory; then resume."""
-    calls = _chosen(_calls_of_a_save(arena), count)
+    calls = spread(_calls_of_a_save(arena), count)
 
     def attempt(index: int, draw: random.Random) -> None:
         call = calls[index]
@@ -72,7 +72,7 @@ def kill_at_each(arena: Arena, count: int) -> Seen:
 def error_at_each(arena: Arena, count: int) -> Seen:
     """EIO and ENOSPC at every write, fsync, rename and the others; then resume with a disk that works."""
     found = _calls_of_a_save(arena)
-    cases = _chosen([(call, code) for call in found for code in ("EIO", "ENOSPC")], count)
+    cases = spread([(call, code) for call in found for code in ("EIO", "ENOSPC")], count)
     lock, ended = Lock(), Counter[int]()
 
     def attempt(index: int, draw: random.Random) -> None:
@@ -137,10 +137,6 @@ def _check_error(work: Path, done: Outcome, call: Call) -> None:
 
 def _fail(text: str) -> None:
     raise AssertionError(text)
-
-
-def _chosen(cases: list, count: int) -> list:  # type: ignore[type-arg]
-    return cases if count >= len(cases) else [cases[index * len(cases) // count] for index in range(count)]
 
 
 def _counts(calls: list[Call]) -> str:

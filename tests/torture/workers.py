@@ -7,13 +7,11 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from roundpipe_cli.train.checkpoint import load_newest
 from tests.e2e import Outcome
-from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, start
+from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, spread, start
 
-T = TypeVar("T")
 ENDS_WITHIN_S = 10.0
 IN_A_STEP = ("prefetch", "upload", "compute", "download", "optimizer")
 STEPS = {"first": 0, "middle": 5, "last": 11}
@@ -80,13 +78,6 @@ def hanging_parts(arena: Arena, count: int) -> Seen:
         shutil.rmtree(work)
 
     return Seen(len(cases), arena.each(len(cases), attempt), "watchdog at 1.5 s")
-
-
-def spread(cases: list[T], count: int) -> list[T]:
-    """`count` of the cases, evenly chosen; all of them where there are fewer."""
-    if count >= len(cases):
-        return cases
-    return [cases[index * len(cases) // count] for index in range(count)]
 
 
 def check_block(done: Outcome, text: str, within_s: float) -> None:
