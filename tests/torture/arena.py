@@ -18,6 +18,7 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from roundpipe_cli.cache import CACHE_VARIABLE
+from roundpipe_cli.train.resume import FREE_KEYS
 from tests.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 RESULTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
 CLOCK_KEYS = ("training_s",)
-"""Of a checkpoint's state: what depends on the clock."""
+"""Of a checkpoint's state: what depends on the clock. Of the recipe in it, what is free to change is left out too."""
 PIPELINE_KEYS = ("upload_bytes", "device_peak_bytes")
 """Of a row of metrics.jsonl: what depends on the devices."""
 
@@ -122,6 +123,13 @@ class Arena:
             return tuple(text for text in pool.map(guarded, range(count)) if text is not None)
 
 
+def spread(cases: list[T], count: int) -> list[T]:
+    """`count` of the cases, evenly chosen, the first and the last among them; all of them where there are fewer."""
+    if count >= len(cases):
+        return cases
+    return [cases[index * (len(cases) - 1) // max(count - 1, 1)] for index in range(count)]
+
+
 def start(
     work: Path,
     *words: str,
@@ -202,7 +210,8 @@ def _state(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     for key in CLOCK_KEYS:
         state["meta"].pop(key, None)
-    state["meta"]["recipe"]["pipeline"].pop("devices")  # a try may run on others
+    for key in FREE_KEYS:
+        state["meta"]["recipe"].pop(key, None)
     return state
 
 

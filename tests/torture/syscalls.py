@@ -34,6 +34,9 @@ KILLED_BEFORE = {"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}
 LINE = re.compile(r"^(?P<thread>\d+) +(?P<call>\w+)\((?P<arguments>.*)$")
 
 
+INJECTED = re.compile(LINE.pattern.removesuffix("$") + r"\(INJECTED\)$")
+
+
 @dataclass(frozen=True)
 class Call:
     """One system call of the watched save."""
@@ -78,11 +81,15 @@ def error_at_each(arena: Arena, count: int) -> Seen:
     def attempt(index: int, draw: random.Random) -> None:
         call, code = cases[index]
         work, running = _stopped(arena)
-        with _traced(running, f"inject={call.name}:error={code}:when={call.nth}"):
+        trace = work / "trace"
+        with _traced(running, f"inject={call.name}:error={code}:when={call.nth}", trace, f"trace={call.name}"):
             done = running.finish()
         with lock:
             ended[done.code] += 1
-        _check_error(work, done, call)
+        hit = [match for line in trace.read_text(errors="replace").splitlines() if (match := INJECTED.match(line))]
+        for match in hit:  # one in each thread that makes so many calls, and not always the one that was listed
+            _check_error(work, done, Call(call.name, call.nth, match.group("arguments")))
+        assert hit or done.code == 0, f"exit code {done.code}, and nothing was made to fail\n{done.err}"
         if done.code:
             go_on(work)
         assert_identical(work, arena.reference())
@@ -131,8 +138,8 @@ def _check_error(work: Path, done: Outcome, call: Call) -> None:
     if done.code == 5:
         assert done.err.count("error: ") == 1, f"{text}: {done.err}"
         load_newest(work / "out", warn=_fail)
-    if call.name in ("fsync", "write") and f".tmp-step-{STEP:08d}" in call.arguments:
-        assert done.code == 5 and saved(work)[-1].name != f"step-{STEP:08d}", f"{text}: an error was not final"
+    if call.name in ("fsync", "write") and (temporary := re.search(r"/\.tmp-(step-\d+)", call.arguments)):
+        assert done.code == 5 and saved(work)[-1].name < temporary.group(1), f"{text}: an error was not final"
 
 
 def _fail(text: str) -> None:
@@ -182,9 +189,10 @@ def _stopped(arena: Arena) -> tuple[Path, Running]:
 
 
 @contextlib.contextmanager
-def _traced(running: Running, expression: str, output: Path | None = None) -> Iterator[None]:
+def _traced(running: Running, expression: str, output: Path | None = None, only: str = "") -> Iterator[None]:
     """Put strace to every thread of the stopped run and let it go on; inside, its end must be waited for."""
     words = ["strace", "-f", "-y", "-s", "200", "-o", str(output or "/dev/null"), "-e", expression]
+    words += ["-e", only] if only else []
     with subprocess.Popen(
         [*words, "-p", str(running.process.pid)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as tracer:

@@ -55,7 +55,7 @@ def failing_parts(arena: Arena, count: int) -> Seen:
             assert "worker " in done.err and "layer " in done.err and "step " in done.err, done.err
         if saved(work):
             load_newest(work / "out", warn=_fail)
-        go_on(work, f"pipeline.devices={DEVICES[workers]}")
+        go_on(work)
         assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
@@ -71,7 +71,9 @@ def hanging_parts(arena: Arena, count: int) -> Seen:
         point, text, workers = cases[index]
         work, done = _run(arena, text, workers, "watchdog_s=1.5")
         assert done.code == 1, f"{text}: exit code {done.code}\n{done.err}"
-        assert "no progress" in done.err and "faults.py" in done.err, done.err
+        assert "no progress" in done.err, done.err
+        place = "processes.py" if point == "tokenize" and "processes.py" in done.err else "faults.py"
+        assert place in done.err, done.err  # where it hangs, or where the helper process is waited for that hangs
         check_block(done, text, ENDS_WITHIN_S * arena.patience)
         go_on(work)
         assert_identical(work, arena.reference())
