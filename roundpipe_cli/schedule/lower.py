@@ -82,7 +82,8 @@ class Visit:
     ops: list[int] = field(default_factory=list)
     """Compute operations, in order."""
     upload: int = -1
-    download: int = -1
+    downloads: list[int] = field(default_factory=list)
+    """Of gradient sums: one, or where they are added up on the host one for each backward."""
 
 
 @dataclass(frozen=True)
@@ -387,11 +388,12 @@ class _Lowering:
             num_bytes = sum(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
             if backwards and num_bytes:
                 for op in map(self.ops.__getitem__, backwards if visit.layers in self.host_folded else backwards[-1:]):
-                    visit.download = self._add(
+                    download = self._add(
                         Kind.DOWNLOAD, DOWN, visit.worker, op.stage, -1, step, WEIGHT_GRADIENT, num_bytes, index,
                         (LAST, op.id), [op.id],
                     )  # fmt: skip
-                    landed.append(visit.download)
+                    visit.downloads.append(download)
+                    landed.append(download)
                 visit.num_bytes += num_bytes
         self.update_ops.append({})
         if self.staleness and not self.updates_cost:
@@ -425,9 +427,7 @@ class _Lowering:
         visit.num_bytes += num_bytes
         first_op = self.ops[visit.ops[0]]
         previous = self._previous_in_slot(visit_id)
-        slot_deps = [] if previous is None else [previous.ops[-1]]
-        if previous is not None and previous.download >= 0:
-            slot_deps.append(previous.download)
+        slot_deps = [] if previous is None else [previous.ops[-1], *previous.downloads]
         if num_bytes:
             visit.upload = self._weights_upload(visit_id, WEIGHTS, first_op, num_bytes, deps + slot_deps)
             first_op.deps.append(visit.upload)
@@ -461,7 +461,7 @@ class _Lowering:
             return None
         before = self.ops[self.backward_ops[backwards[0].stage][backwards[0].microbatch - 1]]
         earlier = self.visits[before.visit]
-        return None if visit.layers in self.host_folded or earlier.download < 0 else earlier.download
+        return None if visit.layers in self.host_folded or not earlier.downloads else earlier.downloads[-1]
 
     def _previous_in_slot(self, visit_id: int) -> Visit | None:
         visit = self.visits[visit_id]

@@ -27,7 +27,7 @@ def device_peak_bytes(program: Program, costs: CostModel, start_s: list[float], 
 def _add_visits(program: Program, changes: list[_Changes], start_s: list[float], end_s: list[float]) -> None:
     for visit in program.visits:
         taken = start_s[visit.upload] if visit.upload >= 0 else start_s[visit.ops[0]]
-        freed = end_s[visit.download] if visit.download >= 0 else end_s[visit.ops[-1]]
+        freed = max(end_s[op_id] for op_id in (*visit.downloads, visit.ops[-1]))
         _hold(changes[visit.worker], max(freed, end_s[visit.ops[-1]]), taken, visit.num_bytes)
 
 
