@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundpipe_cli.cli.predict import ask, check_fits, make_plan
+from roundpipe_cli.cli.predict import check_fits, make_plan
+from roundpipe_cli.cli.question import ask
 from roundpipe_cli.engine.weights import mapped_buffers
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from tests.e2e import finetune, make_model, make_workspace, numbers

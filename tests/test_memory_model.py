@@ -43,7 +43,7 @@ def test_host_bytes_per_trained_parameter(dtype: Any, staleness: int, bytes_per_
     architecture, settings, hardware = ask(LLAMA, "8x4090", method="full", dtype=dtype, staleness=staleness)
     costs = analytic_costs(architecture, settings, hardware).costs
     need = host_need(costs, architecture, settings, hardware, 33)
-    by_param = sum(part(need, name) for name in ("trained weights", "masters", "moments", "gradients"))
+    by_param = sum(part(need, name) for name in ("trained weights", "masters", "optimizer state", "gradients"))
     assert by_param == bytes_per_param * architecture.parameters
     assert part(need, "frozen") == 0
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cli.plan import costs_for_recipe, plan_document, plan_text
-from roundpipe_cli.cli.predict import ask, check_fits, make_plan, solve_recipe, steps_of
+from roundpipe_cli.cli.predict import check_fits, make_plan, solve_recipe, steps_of
+from roundpipe_cli.cli.question import ask
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
@@ -273,3 +274,25 @@ def test_costs_for_bench(recipe: Path) -> None:
     assert costs.worker_speed is not None and len(costs.worker_speed) == 6
     with pytest.raises(RefusedError):
         costs_for_recipe(load(recipe), "nonsense")
+
+
+def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
+    """What the run leaves out of a recompute or keeps on the device, the plan does not count as time, but as memory."""
+    skip, words = "pipeline.skip_last_projection", "2x4090,host_memory_gib=64"
+    never, auto, always = (ask(load(recipe, f"{skip}={value}"), words) for value in ("false", "auto", "true"))
+    block = always.analytic.costs.layers[1]
+    assert block.recomputed_s == block.forward_s - block.recompute_skippable_s < block.forward_s
+    assert never.analytic.costs.layers[1].recomputed_s == block.forward_s
+    assert auto.analytic == always.analytic, "the inputs of 32 small layers take little memory"
+    large = ask(load(recipe, "gradient_accumulation_steps=4096"), words)
+    assert not large.settings.skip_last_projection, "as `train/pool.py` decides for so many of them"
+    slow, fast = (make_plan(load(recipe, f"{skip}={value}"), words) for value in ("false", "true"))
+    assert fast.step_s < slow.step_s
+    assert fast.verdict.host.total_bytes > slow.verdict.host.total_bytes
+    kept = ask(load(recipe, "pipeline.keep_activations=3"), "4090")
+    assert [layer.recompute for layer in kept.analytic.costs.layers[-5:]] == [True, False, False, False, False]
+    one, other = (make_plan(load(recipe, f"pipeline.keep_activations={count}"), "4090") for count in (0, 3))
+    assert other.step_s < one.step_s
+    assert other.verdict.device.total_bytes > one.verdict.device.total_bytes
+    several = ask(load(recipe, "pipeline.keep_activations=3"), "2x4090")
+    assert all(layer.recompute for layer in several.analytic.costs.layers[1:-1]), "blocks seldom stay where they were"

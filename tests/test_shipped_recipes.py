@@ -11,7 +11,8 @@ import pytest
 from roundpipe_cli.cli import predict
 from roundpipe_cli.cli.fitting import fitting_recipe
 from roundpipe_cli.cli.plan import plan_document, plan_text
-from roundpipe_cli.cli.predict import ask, make_plan
+from roundpipe_cli.cli.predict import make_plan
+from roundpipe_cli.cli.question import ask
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.hardware import parse_hardware
 from roundpipe_cli.plan.models import shipped_architecture

@@ -194,7 +194,7 @@ def _question(
 def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int]:
     """Costs, workers and microbatches per step of a recipe."""
     from roundpipe_cli.cli.output import say
-    from roundpipe_cli.cli.predict import ask
+    from roundpipe_cli.cli.question import ask
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.units import format_seconds
 

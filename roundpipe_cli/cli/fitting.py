@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roundpipe_cli.cli.predict import Question, settings_of
+from roundpipe_cli.cli.question import Question, settings_of
 from roundpipe_cli.plan.analytic import TrainingSettings
 from roundpipe_cli.plan.models import Architecture, shipped_architecture
 from roundpipe_cli.plan.verdict import judge_coarsest

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from roundpipe_cli.cli.fitting import fitting_recipe
-from roundpipe_cli.cli.predict import Question, hardware_of
+from roundpipe_cli.cli.question import Question, hardware_of
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.analytic import (
     FLOAT32_EFFICIENCY,

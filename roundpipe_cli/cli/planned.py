@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe_cli.cli.predict import ask
+from roundpipe_cli.cli.question import ask
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.verdict import judge
 from roundpipe_cli.recipe.load import LoadedRecipe

@@ -6,58 +6,34 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
+from roundpipe_cli.cli.question import Question, ask, choose_tier
 from roundpipe_cli.cli.quick_cut import quick_cut
 from roundpipe_cli.errors import Problem, ResourceError
-from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
 from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.find_model import find_architecture
-from roundpipe_cli.plan.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
-from roundpipe_cli.plan.machine import cpu_devices, host_memory, this_machine, visible_gpus
-from roundpipe_cli.plan.memory import frozen_bytes, host_need, usable_host_bytes
-from roundpipe_cli.plan.models import Architecture
+from roundpipe_cli.plan.hardware import Hardware
+from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
 from roundpipe_cli.plan.stages import StageRange, even_sizes, forward_ranges
 from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
-from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
-from roundpipe_cli.units import format_bytes, format_seconds
+from roundpipe_cli.units import format_seconds
 
-ASSUMED_HARDWARE = "8x4090"
-MAX_PARAMETERS_ON_CPU = 2_000_000_000
-"""Without a GPU a larger model is planned for `ASSUMED_HARDWARE`, since `finetune` would refuse it here."""
 MAX_SIMULATED_MICROBATCHES = 64
 MAX_PLANNED_ROUNDS = 4
 """Rounds of a step that the planner looks at: later ones repeat."""
 MAX_SEARCHED_LAYERS = 72
 """For more layers than these a few even cuts are simulated in place of the planner's search, which takes seconds."""
 MAX_COUNTED_BYTES = 256 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is to be planned: a recipe's model and settings on a machine."""
-
-    loaded: LoadedRecipe
-    architecture: Architecture
-    settings: TrainingSettings
-    hardware: Hardware
-    analytic: AnalyticCosts
-
-    @property
-    def num_workers(self) -> int:
-        return len(self.hardware.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,83 +75,6 @@ class Plan:
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
 
 
-def settings_of(recipe: Recipe) -> TrainingSettings:
-    """What of a recipe decides costs and memory."""
-    targets = recipe.lora.target_modules
-    return TrainingSettings(
-        max_seq_length=recipe.max_seq_length,
-        micro_batch_size=recipe.micro_batch_size,
-        num_microbatches=recipe.gradient_accumulation_steps,
-        method=recipe.method,
-        lora_r=recipe.lora.r,
-        lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
-        dtype=recipe.dtype,
-        load_in_4bit=recipe.load_in_4bit,
-        recompute=recipe.pipeline.recompute,
-        staleness=recipe.pipeline.optimizer_staleness,
-        optimizer="sgd_momentum" if recipe.sgd_momentum else recipe.optim,
-        head_chunk_tokens=recipe.head_chunk_tokens,
-        save_total_limit=recipe.save_total_limit,
-        weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,
-        weights_on_disk=recipe.weights == "mmap",
-    )
-
-
-def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> Question:
-    """Find the model's figures and the machine.
-
-    Args:
-        hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
-        here: leave the recipe's `hardware` out.
-
-    Raises:
-        RefusedError: no such model or hardware.
-    """
-    recipe = loaded.recipe
-    architecture = find_architecture(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
-    if hardware is None and recipe.hardware is not None and not here:
-        hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
-    elif isinstance(hardware, str):
-        hardware = parse_hardware(hardware)
-    machine = hardware or hardware_of(recipe, architecture)
-    settings = settings_of(recipe)
-    lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
-    if settings.dtype == "bfloat16" and lacking:
-        settings = replace(settings, dtype="float16")
-        note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
-        machine = replace(machine, notes=(*machine.notes, note))
-    if recipe.weights == "auto":
-        settings = _tier(architecture, settings, machine)
-    analytic = analytic_costs(architecture, settings, machine)
-    if settings.weights_on_disk:
-        machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return Question(loaded, architecture, settings, machine, analytic)
-
-
-def _tier(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> TrainingSettings:
-    """Frozen weights mapped from disk, if host memory is too short for them and that is all that is in the way."""
-    if settings.method == "full" or judge_coarsest(architecture, settings, machine).fits:
-        return settings
-    mapped = replace(settings, weights_on_disk=True)
-    return mapped if judge_coarsest(architecture, mapped, machine).fits else settings
-
-
-def _read_from_disk(
-    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
-) -> tuple[Hardware, AnalyticCosts]:
-    """What mapped weights cost: where they do not fit into the memory that is left, the disk is the link."""
-    costs = analytic.costs
-    needed = host_need(costs, architecture, settings, machine, len(costs.layers)).total_bytes
-    left, frozen = usable_host_bytes(machine) - needed, frozen_bytes(architecture, settings)
-    text = f"frozen weights ({format_bytes(frozen)}) are mapped from disk"
-    if frozen <= left:
-        return replace(machine, notes=(*machine.notes, f"note: {text} and stay in memory")), analytic
-    share = ASSUMED_DISK_BYTES_PER_S / len(machine.devices)
-    note = f"assumed: {text} and read anew in every round, at {ASSUMED_DISK_BYTES_PER_S / 1e9:g} GB/s"
-    slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
-    return replace(machine, notes=(*machine.notes, note)), replace(analytic, costs=slow)
-
-
 def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
     """Analytic costs of a recipe's layers; `hardware` in words, or None for the recipe's devices.
 
@@ -200,7 +99,7 @@ def check_fits(loaded: LoadedRecipe) -> None:
     machine = replace(question.hardware, host_memory_bytes=available)
     settings = question.settings
     if loaded.recipe.weights == "auto":
-        settings = _tier(question.architecture, settings, machine)
+        settings = choose_tier(question.architecture, settings, machine)
     verdict = judge_coarsest(question.architecture, settings, machine)
     if verdict.fits:
         return
@@ -213,51 +112,6 @@ def check_fits(loaded: LoadedRecipe) -> None:
         ),
     )
     raise error
-
-
-def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
-    """The machine that a recipe's `devices` mean here; assumed where there is no such GPU to be seen."""
-    devices, output_dir = recipe.pipeline.devices, Path(recipe.output_dir)
-    gpus, notes = visible_gpus()
-    if isinstance(devices, str):
-        if gpus and devices == "auto":
-            return this_machine(gpus, "this machine", notes, output_dir)
-        if devices == "auto" and architecture.parameters <= MAX_PARAMETERS_ON_CPU:
-            return _cpu_machine(2, "no GPU here: two CPU workers, as `finetune` would take", output_dir)
-        return _assumed(ASSUMED_HARDWARE, "no GPU here")
-    num_cpus = sum(name == "cpu" for name in devices)
-    if num_cpus == len(devices):
-        return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)
-    indices = [int(name.partition(":")[2]) for name in devices if name != "cpu"]
-    if max(indices) >= len(gpus):
-        return _assumed(f"{len(devices)}x4090", f"GPU {max(indices)} is not here")
-    shares = Counter(indices)
-    chosen = tuple(_share(gpus[index], shares[index]) for index in indices) + cpu_devices(max(1, num_cpus))[:num_cpus]
-    return this_machine(chosen, "this machine", notes, output_dir)
-
-
-def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
-    note = "assumed: CPU rates by cores, from training steps of a 135M model on a 2-core AVX-512 machine"
-    return this_machine(cpu_devices(count), f"{count} CPU workers", (why, note), output_dir)
-
-
-def _assumed(words: str, why: str) -> Hardware:
-    hardware = parse_hardware(words)
-    note = f"assumed: {why}, so this is planned for {words} (--hardware names another machine)"
-    return replace(hardware, notes=(note, *hardware.notes))
-
-
-def _share(device: Device, count: int) -> Device:
-    """One of `count` logical workers on the same GPU."""
-    return replace(
-        device,
-        memory_bytes=device.memory_bytes // count,
-        memory_bytes_per_s=device.memory_bytes_per_s / count,
-        fp16_accumulate_flops_per_s=device.fp16_accumulate_flops_per_s / count,
-        fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s / count,
-        float32_flops_per_s=device.float32_flops_per_s / count,
-        link_bytes_per_s=device.link_bytes_per_s / count,
-    )
 
 
 def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Plan:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.plan.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.plan.hardware import Accumulate, Device, Hardware
 from roundpipe_cli.plan.models import Architecture, Block
 
@@ -71,6 +71,10 @@ class TrainingSettings:
     """Of each GPU's memory, for weights that stay there."""
     weights_on_disk: bool = False
     """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
+    skip_last_projection: bool = False
+    """Recompute leaves out what backward never reads, for which the host keeps the input of every layer."""
+    keep_blocks: int = 0
+    """Blocks, counted from the last, that are not recomputed: their activations stay on the device."""
 
     @property
     def tokens_per_microbatch(self) -> float:
@@ -108,7 +112,7 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
     return AnalyticCosts(
         costs=CostModel(
             name=architecture.name,
-            layers=by_device[hardware.devices[fastest]],
+            layers=_with_gains(by_device[hardware.devices[fastest]], settings),
             hop_s=HOP_S,
             link_bytes_per_s=min(device.link_bytes_per_s for device in hardware.devices),
             device_memory_bytes=None,
@@ -118,6 +122,15 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
         trainable_params=sum(trainable),
         frozen_params=architecture.parameters if settings.method == "lora" else 0,
     )
+
+
+def _with_gains(layers: tuple[LayerCost, ...], settings: TrainingSettings) -> tuple[LayerCost, ...]:
+    """Shorter recomputes, and none of the blocks whose activations are kept."""
+    costs = CostModel("", layers)
+    if settings.skip_last_projection:
+        costs = skip_projections(costs)
+    kept = range(max(1, len(layers) - 1 - settings.keep_blocks), len(layers) - 1)
+    return keep_activations(costs, kept).layers
 
 
 def _layers(

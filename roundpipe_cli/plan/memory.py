@@ -78,6 +78,7 @@ def device_need(
         (
             Part(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
             Part("activations", _activations(layers, settings, hardware, backward_stages)),
+            Part("kept activations", _kept_activations(layers, settings)),
             *fixed.parts,
         )
     )
@@ -96,6 +97,12 @@ def _activations(
         for first, last in backward_stages
     )
     return max(sums, default=0)
+
+
+def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:
+    """Of the last `keep_blocks` blocks, for all microbatches of a step: no worker ever holds more."""
+    kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
+    return settings.num_microbatches * sum(layer.activation_bytes for layer in kept)
 
 
 def fixed_device_need(
@@ -158,6 +165,7 @@ def host_need(
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     in_flight = min(settings.num_microbatches, 2 * len(hardware.devices))
+    num_inputs = len(costs.layers) if settings.skip_last_projection else num_backward_stages
     num_gpus = sum(not device.is_cpu for device in hardware.devices)
     return Need(
         (
@@ -166,7 +174,7 @@ def host_need(
             Part("float32 masters", trainable * 4),
             Part("optimizer state", int(trainable * moment_bytes_per_param(settings, architecture.hidden_size))),
             Part("gradients", trainable * 4 * versions),
-            Part("boundary activations", boundary * (num_backward_stages + 2) * in_flight),
+            Part("boundary activations", boundary * (num_inputs + 2) * in_flight),
             Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
             Part("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
         )

@@ -120,6 +120,9 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "micro_batch_size": recipe.micro_batch_size,
             "head_chunk_tokens": recipe.head_chunk_tokens,
             "recompute": recipe.pipeline.recompute,
+            "skip_last_projection": recipe.pipeline.skip_last_projection,
+            "keep_activations": recipe.pipeline.keep_activations,
+            "load_in_4bit": recipe.load_in_4bit,
         }
     )
 
