@@ -86,6 +86,12 @@ class OutOfDeviceMemoryError(ResourceError):
     """A worker's device is out of memory; the step can be computed again with less. Exit code 5."""
 
 
+class NodeLostError(RoundpipeError):
+    """Another machine's process of the same run ended. Exit code 1, as nothing is wrong here."""
+
+    exit_code = 1
+
+
 class NoCheckpointError(RoundpipeError):
     """Nothing valid to resume from. Exit code 6."""
 

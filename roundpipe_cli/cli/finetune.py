@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,9 +57,11 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    """Of the machines that torchrun started: the others only say what stops them."""
     with StopSignals() as signals:
         loaded = load_recipe(recipe, overrides or ())
-        for text in loaded.notices:
+        for text in loaded.notices if is_first else ():
             say(f"note: {text}")
         if offline:
             go_offline()
@@ -66,12 +69,13 @@ def finetune(
 
         check_names(loaded, resume=resume, offline=offline)
         refuse_too_large(loaded)
-        say("loading torch and transformers ...")
+        if is_first:
+            say("loading torch and transformers ...")
         quiet_libraries()
         from roundpipe_cli.train.loop import finetune as train
 
-        plain = LinePrinter(loaded.recipe.logging_steps)
-        with Display(plain, dashboard=not no_dashboard, keys=training_keys(signals)) as display:
+        plain = LinePrinter(loaded.recipe.logging_steps) if is_first else _silent
+        with Display(plain, dashboard=is_first and not no_dashboard, keys=training_keys(signals)) as display:
             signals.announce = display.announce
             train(
                 loaded,
@@ -84,7 +88,12 @@ def finetune(
                 live=display.is_dashboard,
                 planned=functools.partial(planned_bytes, loaded),
             )
-        show_end(Path(loaded.recipe.output_dir).expanduser())
+        if is_first:
+            show_end(Path(loaded.recipe.output_dir).expanduser())
+
+
+def _silent(event: Event) -> None:
+    return None
 
 
 def _refuse_loose_equals(overrides: Sequence[str]) -> None:
@@ -107,15 +116,12 @@ def refuse_too_large(loaded: LoadedRecipe) -> None:
 
 def go_offline() -> None:
     """Keep the hub's libraries from opening connections; they read these variables when imported."""
-    import os
-
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ[name] = "1"
 
 
 def quiet_libraries() -> None:
     """Our own messages say what matters; the libraries' advice is for programmers."""
-    import os
     import warnings
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported

@@ -95,6 +95,8 @@ class MicrobatchState:
     """Of preference pairs."""
     scores: HeadScores | None = None
     """Of a pass without backward."""
+    place: int = 0
+    """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""
 
     @property
     def num_units(self) -> int:

@@ -59,6 +59,16 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The microbatches of a step that this engine computes, where other machines compute the others."""
+
+    first: int
+    """Index of the first one in the step."""
+    num_units: int
+    """What the step's loss is a mean over: target tokens of all machines' microbatches."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What came of one step. The gradients are in the weight store."""
 
@@ -222,6 +232,11 @@ class Engine:
     def num_workers(self) -> int:
         return len(self._workers)
 
+    @property
+    def late_layers(self) -> frozenset[int]:
+        """Trained layers whose gradient is complete at the end of a step only."""
+        return self._late_layers
+
     def __enter__(self) -> Engine:
         self._pool.__enter__()
         self._open = True
@@ -242,6 +257,7 @@ class Engine:
         loss_scale: float = 1.0,
         version: int | None = None,
         on_gradient: OnGradient | None = None,
+        part: Part | None = None,
     ) -> StepResult:
         """Forward and backward of one step; leaves the sum of gradients, times `loss_scale`, in the store.
 
@@ -252,6 +268,7 @@ class Engine:
             loss_scale: the loss is multiplied by this before differentiation (float16).
             version: of the weights that every part of the step reads; None: the newest.
             on_gradient: see `StepContext`; called by the workers' threads.
+            part: of a larger step; loss and gradients are then this part's share of the step's.
 
         Raises:
             OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
@@ -259,7 +276,8 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        context = self._context(microbatches, self._lowered(schedule).program, step, loss_scale, version=version)
+        program = self._lowered(schedule).program
+        context = self._context(microbatches, program, step, loss_scale, version=version, part=part)
         context.on_gradient = on_gradient
         started_s = time.perf_counter()
         starts = [worker.backend.mark() for worker in self._workers]
@@ -329,6 +347,7 @@ class Engine:
         loss_scale: float,
         scoring: Scoring | None = None,
         version: int | None = None,
+        part: Part | None = None,
     ) -> StepContext:
         progress = Progress()
         gradients = self.store.gradients_of(step)
@@ -337,8 +356,9 @@ class Engine:
             indices, targets = target_rows(microbatch.labels)
             state = MicrobatchState(index, microbatch.input_ids, indices, targets, microbatch.position_ids)
             state.preference = microbatch.preference
+            state.place = index if part is None else part.first + index
             states.append(state)
-        num_units = sum(state.num_units for state in states)
+        num_units = sum(state.num_units for state in states) if part is None else part.num_units
         folds = [
             GradientFold(layer, layout, gradients[layer], len(states), progress)
             if layout.num_trainable_elements and scoring is None
@@ -352,6 +372,7 @@ class Engine:
             gradients=gradients,
             program=program,
             microbatches=states,
+            num_units=num_units,
             gradient_scale=loss_scale / max(num_units, 1),
             dropout_seed=self._seed,
             head_chunk_tokens=self._head_chunk_tokens,
@@ -420,7 +441,7 @@ class Engine:
         for state in context.microbatches:
             assert state.loss_sum is not None
             loss_sum += state.loss_sum
-        num_units = sum(state.num_units for state in context.microbatches)
+        num_units = context.num_units
         assert len(context.boundaries) == 0, "a boundary tensor was never read"
         actions = []
         compute_s = {}

@@ -56,8 +56,10 @@ class StepContext:
     """Of the weights that the whole step reads, the embedding's rows included."""
     program: Program
     microbatches: list[MicrobatchState]
+    num_units: int
+    """What the step's loss is a mean over: its target tokens, or pairs."""
     gradient_scale: float
-    """What each token's loss gradient is multiplied by: loss scale / target tokens of the step."""
+    """What each token's loss gradient is multiplied by: loss scale / units of the step."""
     dropout_seed: int | None
     """The run's seed, or None if the model drops nothing."""
     head_chunk_tokens: int
@@ -223,7 +225,7 @@ class StageRunner:
         calls = self._calls(state)
         seed = None
         if context.dropout_seed is not None and context.scoring is None:
-            seed = layer_seed(context.dropout_seed, context.step, state.index, layer)
+            seed = layer_seed(context.dropout_seed, context.step, state.place, layer)
         return self.model.run_block(layer - 1, calls[layer - 1], hidden, seed, output_is_read=output_is_read)
 
     def _calls(self, state: MicrobatchState) -> tuple[BlockCall, ...]:
@@ -258,7 +260,7 @@ class StageRunner:
         if state.prologue is None:
             seed = None
             if context.dropout_seed is not None and context.scoring is None:
-                seed = layer_seed(context.dropout_seed, context.step, state.index, 0)
+                seed = layer_seed(context.dropout_seed, context.step, state.place, 0)
             state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids)
             if context.scoring is not None:  # keep no graph
                 state.prologue = Prologue(state.prologue.hidden.detach(), state.prologue.calls)

@@ -85,6 +85,8 @@ class Evaluator:
     def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, tell: Tell) -> None:
         self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
         self._num_steps = num_steps
+        self.agree: Callable[[float], float] = float
+        """The loss on which all machines of the run go on; each computes its own, equal to the last bits."""
         self.best_step: int | None = None
         self.best_loss = math.inf
         self.last_loss: float | None = None
@@ -131,7 +133,7 @@ class Evaluator:
             samples = tuple(self._samples(done))
         except InterruptedScoring:
             return
-        loss = loss if poison is None else poison
+        loss = self.agree(loss if poison is None else poison)
         if not math.isfinite(loss):
             raise NotFiniteError(
                 "the loss of the evaluation is not finite",

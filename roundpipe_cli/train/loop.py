@@ -7,10 +7,14 @@ import gc
 import json
 import math
 import os
+import signal as signals
 import statistics
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -31,15 +35,17 @@ from roundpipe_cli.train.durable import disk_error, write_atomically
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
 from roundpipe_cli.train.learning_rate import make_schedule
+from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of, was_restarted
 from roundpipe_cli.train.optimizer import make_optimizer
 from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, RunState, truncate_metrics
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.report import make_report
-from roundpipe_cli.train.resume import check_unchanged, run_state
+from roundpipe_cli.train.resume import check_unchanged, run_state, shared_facts
 from roundpipe_cli.train.saver import Saver, Snapshot, State
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+from roundpipe_cli.train.step_folders import list_checkpoints
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.trackers import Trackers
 from roundpipe_cli.train.updater import Updater
@@ -88,10 +94,15 @@ def finetune(
         RoundpipeError: with the documented exit code.
     """
     recipe = loaded.recipe
-    resume = resume or recipe.resume_from_checkpoint is not None
-    output_dir = Path(recipe.output_dir).expanduser()
-    with OutputDir(output_dir, resume) as held:
-        if held.state is RunState.FINISHED:
+    with nodes_of(recipe) as nodes, ExitStack() as stack:
+        output_dir = Path(recipe.output_dir).expanduser()
+        resume = resume or recipe.resume_from_checkpoint is not None
+        if was_restarted():
+            resume = resume or bool(list_checkpoints(output_dir))
+        if not nodes.is_first:  # what it writes, nobody reads
+            output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
+        held = stack.enter_context(OutputDir(output_dir, resume))
+        if nodes.from_first(held.state is RunState.FINISHED):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return
         checkpoint = None
@@ -99,11 +110,13 @@ def finetune(
             named = recipe.resume_from_checkpoint
             folder = None if named in (None, "auto") else Path(str(named)).expanduser()
             checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
+        checkpoint = nodes.share_checkpoint(checkpoint)
         with watching(recipe.watchdog_s):
             setup = prepare(loaded, offline=offline, tell=tell)
+            nodes.check_same(shared_facts(setup))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, allow_changed)
-            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned)
+            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned, nodes)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
             trainer.run(checkpoint)
 
@@ -120,8 +133,11 @@ class Trainer:
         trace: bool = False,
         live: bool = False,
         planned: Planned | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         recipe = setup.recipe
+        self._nodes = nodes or Nodes(0, 1, recipe.watchdog_s)
+        self._sharing: Sharing | None = None
         self.setup = setup
         self.recipe = recipe
         self.output_dir = output_dir
@@ -146,7 +162,9 @@ class Trainer:
         self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores())
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip"
-        self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (needs_norm or may_compute_again)
+        self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
+            needs_norm or may_compute_again or self._nodes.count > 1
+        )
         """Whether a layer is updated as soon as its gradient is complete."""
         self._fit = Fit.of(recipe)
         self._num_skipped = 0
@@ -168,9 +186,10 @@ class Trainer:
         metrics_path = self.output_dir / METRICS_NAME
         truncate_metrics(metrics_path, first_step + 1)
         truncate_metrics(self.output_dir / EVAL_NAME, first_step + 1)
+        told = self.recipe if self._nodes.is_first else replace(self.recipe, report_to=())
         with (
             Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
-            Trackers(self.recipe, self.output_dir, first_step, recorder) as trackers,
+            Trackers(told, self.output_dir, first_step, recorder) as trackers,
         ):
             self._tell = trackers
             self._train(first_step, metrics_path, checkpoint.meta.get("evaluation") if checkpoint else None)
@@ -182,8 +201,10 @@ class Trainer:
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
         self._references = Scorer(setup, engine, self._cutter, lambda: False)
-        scorer = Scorer(setup, engine, self._cutter, lambda: self._signals.requested is not None)
+        alone = self._nodes.count == 1
+        scorer = Scorer(setup, engine, self._cutter, lambda: alone and self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
+        evaluator.agree = self._nodes.from_first
         evaluator.start(evaluation)
         self._started_s = time.monotonic()
         self._saver = Saver(
@@ -196,7 +217,10 @@ class Trainer:
             self._updater,
             self._saver,
             metrics_path.open("ab", buffering=0) as metrics,
+            ExitStack() as stack,
         ):
+            if not alone:
+                self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, sorted(engine.late_layers)))
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
@@ -216,7 +240,8 @@ class Trainer:
         self._tell(Phase("writing the result"))
         if self._timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
-        save_result(setup, self.output_dir, evaluator.best_folder)
+        if self._nodes.is_first:
+            save_result(setup, self.output_dir, evaluator.best_folder)
         seconds = self._seconds()
         report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s, self.optimizer.num_bytes)
         report |= {"skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
@@ -243,10 +268,10 @@ class Trainer:
         held = False
         self._saver.poll()
         while True:
-            asked = self._signals.take_save() or self._signals.requested is not None
-            if (due or asked) and self._saved_step != done:
+            signal, paused, asked = self._agree()
+            if (due or asked or signal) and self._saved_step != done:
                 self._save(done, metrics)
-            if not self._signals.paused or self._signals.requested is not None or last:
+            if not paused or signal or last:
                 break
             if not held:
                 self._tell(Paused(done, True))
@@ -254,17 +279,26 @@ class Trainer:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
-        signal = self._signals.requested  # read once: a later one is for the next border
-        if signal is not None and self._saved_step != done:
+        signal, _, _ = self._agree()  # read once: a later one is for the next border
+        if signal and self._saved_step != done:
             self._save(done, metrics)
-        if last or signal is not None:
+        if last or signal:
             self._saver.wait()
-        if signal is not None and not last:
+        if signal and not last:
             raise StoppedError(
                 f"stopped by {signal.name} after step {done} of {self.num_steps}, with a checkpoint",
                 exit_code=EXIT_CODES[signal],
                 hint="the same command with --resume continues",
             )
+
+    def _agree(self) -> tuple[signals.Signals | None, bool, bool]:
+        """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
+
+        What one machine is told holds for all.
+        """
+        asked = self._signals.requested or 0
+        number, paused, save = self._nodes.most([asked, self._signals.paused, self._signals.take_save()])
+        return signals.Signals(number) if number else None, bool(paused), bool(save)
 
     def _is_last(self, done: int) -> bool:
         """Whether nothing is left to train after `done` updates."""
@@ -321,15 +355,7 @@ class Trainer:
         while True:
             try:
                 microbatches, num_tokens = self._microbatches(step, self._fit.divide(batches))
-                result = engine.run_step(
-                    microbatches,
-                    self._cutter.schedule(len(microbatches)),
-                    step=step,
-                    loss_scale=self._loss_scale,
-                    version=self.setup.store.step_version(step),
-                    on_gradient=self._updater.gradient_complete if self._updates_early else None,
-                )
-                return result, microbatches, num_tokens
+                return self._run_step(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
                 smaller = self._fit.smaller(step + 1)
                 if self.recipe.on_oom != "adapt" or smaller is None:
@@ -346,6 +372,24 @@ class Trainer:
                     f"that follows, with less; to have it so from the start, write {lines}"
                 )
             )
+
+    def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
+        sharing, part = self._sharing, None
+        on_gradient = self._updater.gradient_complete if self._updates_early else None
+        if sharing is not None:
+            microbatches, part = sharing.own(microbatches)
+            sharing.begin(step)
+            on_gradient = sharing.complete
+        result = engine.run_step(
+            microbatches,
+            self._cutter.schedule(len(microbatches)),
+            step=step,
+            loss_scale=self._loss_scale,
+            version=self.setup.store.step_version(step),
+            on_gradient=on_gradient,
+            part=part,
+        )
+        return result if sharing is None else sharing.finish(result, self._loss_scale)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, pairs with what the base model says of them, and the number of tokens."""
@@ -412,6 +456,9 @@ class Trainer:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _save(self, step: int, metrics: FileIO) -> None:
+        if not self._nodes.is_first:
+            self._saved_step = step
+            return
         started_s = time.monotonic()
         try:
             os.fsync(metrics.fileno())
@@ -469,8 +516,6 @@ class Trainer:
 
 def _poisoned(result: StepResult, poison: float | None) -> StepResult:
     """The result with the value of a fault point in place of the gradient norm."""
-    from dataclasses import replace
-
     return result if poison is None else replace(result, gradient_norm=poison)
 
 

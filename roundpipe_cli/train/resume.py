@@ -54,6 +54,13 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
     }
 
 
+def shared_facts(setup: Setup) -> dict[str, Any]:
+    """What must be the same on every machine of a run."""
+    state = run_state(setup, 0.0, 0.0)
+    recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
+    return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
+
+
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 over the vocabulary and the special tokens."""
     content = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.special_tokens_map.items(), key=str)]
