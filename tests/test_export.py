@@ -56,7 +56,7 @@ def random_adapter(model_folder: Path, folder: Path, **options: Any) -> Any:
         warnings.simplefilter("ignore")
         model = get_peft_model(base, config)
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "modules_to_save" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
         model.save_pretrained(str(folder))
     make_tokenizer().save_pretrained(str(folder))
@@ -80,7 +80,7 @@ def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
     names = {path.name for path in (trained / "merged").iterdir()}
     assert names == {
         "config.json", "generation_config.json", "model.safetensors",
-        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md", "Modelfile",
     }  # fmt: skip
     assert (
         load_file(trained / "merged" / "model.safetensors").keys()
@@ -95,6 +95,7 @@ def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
     [
         ("llama", {"tie_word_embeddings": True}, {"use_rslora": True}),
         ("llama", {}, {"use_dora": True}),
+        ("llama", {}, {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
         ("gpt2", {}, {"fan_in_fan_out": True}),
         ("qwen3_moe", {}, {}),
         ("qwen2", {}, {"target_modules": ["q_proj", "down_proj"]}),
@@ -148,7 +149,8 @@ def test_several_shards_load(tmp_path: Path) -> None:
 
     make_model(tmp_path / "base")
     adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
-    done = merge_result(tmp_path / "adapter", ModelSource("b", tmp_path / "base"), tmp_path / "merged", None, 100_000)
+    source = ModelSource("b", tmp_path / "base")
+    done = merge_result(tmp_path / "adapter", source, tmp_path / "merged", None, max_shard_bytes=100_000)
     assert done.num_shards > 3 and len(list((tmp_path / "merged").glob("*.safetensors"))) == done.num_shards
     assert torch.allclose(logits_of(load(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
 
@@ -206,7 +208,8 @@ def test_a_kill_leaves_nothing_under_the_name(trained: Path) -> None:
 def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
     run(trained, "export", "out", "--to", "adapter").expect(0)
     names = {path.name for path in (trained / "adapter").iterdir()}
-    assert names == {"adapter_config.json", ADAPTER, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names == {"adapter_config.json", ADAPTER, "README.md", *tokenizer}
     assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
     finetune(trained, "method=full", "output_dir=whole").expect(0)
     assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"

@@ -14,6 +14,7 @@ from roundpipe_cli.cli.data import data
 from roundpipe_cli.cli.doctor import doctor
 from roundpipe_cli.cli.export import export
 from roundpipe_cli.cli.finetune import finetune
+from roundpipe_cli.cli.generate import generate
 from roundpipe_cli.cli.init import init
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say
 from roundpipe_cli.cli.plan import plan
@@ -61,6 +62,7 @@ app.command()(init)
 app.command()(doctor)
 app.command()(convert)
 app.command()(export)
+app.command()(generate)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import typer
 
 from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.publish import CONVERTER, GGUF_NAME, convert_to_gguf, find_converter, push
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes
 
@@ -27,19 +28,29 @@ def export(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
     ] = None,
+    gguf: Annotated[bool, typer.Option("--gguf", help=f"Also convert it, by llama.cpp's {CONVERTER}.")] = False,
+    converter: Annotated[Path | None, typer.Option("--converter", metavar="FILE", help="Where that is.")] = None,
+    push_to: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="Upload the folder to the hub; private if new.")
+    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
 ) -> None:
     """Write the result of a run as a new folder: the adapter alone, or merged into its base model.
 
     Example: roundpipe export outputs/quickstart --merge --to quickstart-merged
     """
-    kind = _kind(output_dir)
+    kind = kind_of(output_dir)
     if merge and kind == "model":
         raise RefusedError(
             "this result is a whole model: there is nothing to merge",
             where=str(output_dir),
             hint="leave --merge out to copy it, or use the folder as it is",
         )
+    if gguf and kind == "adapter" and not merge:
+        raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
+    if push_to is not None and offline:
+        raise RefusedError("--push needs a connection", hint="leave --offline out")
+    program = find_converter(converter) if gguf else None
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
     if dtype is not None and not merge:
@@ -54,21 +65,54 @@ def export(
     quiet_libraries()
     import torch
 
-    from roundpipe_cli.train.export import copy_result, merge_result
+    from roundpipe_cli.train.export import Extras, copy_result, merge_result
 
+    extras = Extras(_base_name(output_dir, base), f"./{GGUF_NAME}" if gguf else ".")
     if source is None:
-        copy_result(output_dir, target)
+        copy_result(output_dir, target, extras)
+        if kind == "adapter" and has_expert_adapters(output_dir):
+            say(f"note: {EXPERTS_NOTE}")
     else:
         torch.set_grad_enabled(False)
-        done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype))
+        done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras)
         if done.whole:
             say("note: the base model had to be loaded whole, since its files lay out experts in another way")
         shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
         say(f"merged {done.num_modules} modules: {format_bytes(done.num_bytes)} in {shards}")
+    if not extras.has_template and (merge or kind == "model"):
+        say("note: the chat template cannot be written in Ollama's language, so the Modelfile has none")
+    if program is not None:
+        say("converting to GGUF ...")
+        say(f"wrote {convert_to_gguf(program, target)}")
+    if push_to is not None:
+        say(f"uploaded to {push(target, push_to)}")
     say_data(str(target))
 
 
-def _kind(folder: Path) -> Literal["adapter", "model"]:
+EXPERTS_NOTE = (
+    "this adapter changes fused experts, which vLLM and Ollama cannot load as an adapter: use --merge for them; PEFT "
+    "loads it as it is"
+)
+
+
+def has_expert_adapters(folder: Path) -> bool:
+    """Whether an adapter changes fused experts."""
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "adapter_model.safetensors"), framework="numpy") as file:
+        return any(".experts." in key for key in file.keys())  # noqa: SIM118 - the handle is no mapping
+
+
+def _base_name(output_dir: Path, named: str | None) -> str | None:
+    """What the card calls the base model."""
+    try:
+        report = json.loads((output_dir / "report.json").read_text(encoding="utf-8"))
+        return named or str(report["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return named
+
+
+def kind_of(folder: Path) -> Literal["adapter", "model"]:
     """What a result is.
 
     Raises:

@@ -40,6 +40,8 @@ from roundpipe_cli.train.durable import (
     sync_folder,
     write_new_file,
 )
+from roundpipe_cli.train.model_card import model_card
+from roundpipe_cli.train.ollama import modelfile
 from roundpipe_cli.train.safetensors_stream import TensorSpec, TensorStream, stream_file
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -96,7 +98,28 @@ class Destination:
             raise disk_error(error, self._folder, "the export") from error
 
 
-def copy_result(result: Path, folder: Path) -> None:
+@dataclass
+class Extras:
+    """What is written beside the weights for those who use them."""
+
+    base: str | None
+    """Name of the base model."""
+    model_file: str = "."
+    """What the Modelfile loads."""
+    has_template: bool = False
+    """Whether Ollama's language could say the chat template; set when it is written."""
+
+    def write(self, result: Path, folder: Path, tokenizer: Any, *, whole: bool) -> None:
+        """Model card, and for whole weights a Modelfile."""
+        usage = "Load it with transformers, vLLM or, by the Modelfile, Ollama." if whole else "Load it with PEFT."
+        card = model_card(result, base=self.base, merged=whole, usage=usage)
+        write_new_file(folder / "README.md", [card.encode()], FILE_MODE)
+        if whole:
+            text, self.has_template = modelfile(tokenizer, self.model_file)
+            write_new_file(folder / "Modelfile", [text.encode()], FILE_MODE)
+
+
+def copy_result(result: Path, folder: Path, extras: Extras) -> None:
     """The adapter or model of a run as it is, without the run's own files.
 
     Raises:
@@ -107,7 +130,8 @@ def copy_result(result: Path, folder: Path) -> None:
         for path in sorted(result.iterdir()):
             if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_JSON or _is_index(path)):
                 write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
-        _save_tokenizer(result, temporary)
+        is_whole = not (result / ADAPTER_CONFIG).is_file()
+        extras.write(result, temporary, _save_tokenizer(result, temporary), whole=is_whole)
 
 
 RESULT_JSON = (ADAPTER_CONFIG, "config.json", "generation_config.json")
@@ -123,12 +147,14 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _save_tokenizer(result: Path, folder: Path) -> None:
+def _save_tokenizer(result: Path, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        AutoTokenizer.from_pretrained(str(result), trust_remote_code=False).save_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(result), trust_remote_code=False)
+        tokenizer.save_pretrained(str(folder))
+        return tokenizer
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -147,7 +173,12 @@ class Merged:
 
 
 def merge_result(
-    result: Path, source: ModelSource, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int = MAX_SHARD_BYTES
+    result: Path,
+    source: ModelSource,
+    folder: Path,
+    dtype: torch.dtype | None,
+    extras: Extras | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Merged:
     """Write base model and adapter as one model in Hugging Face format.
 
@@ -173,7 +204,8 @@ def merge_result(
             write_new_file(temporary / name, stream_file(stream), FILE_MODE)
         _write_index(temporary, shards)
         _write_configs(model, merging.main_dtype, temporary)
-        _save_tokenizer(result, temporary)
+        tokenizer = _save_tokenizer(result, temporary)
+        (extras or Extras(None)).write(result, temporary, tokenizer, whole=True)
     total = sum(spec.num_bytes for spec in merging.specs)
     return Merged(merging.num_modules, total, len(shards), base.whole)
 

