@@ -80,7 +80,7 @@ def test_wheel_carries_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "roundpipe_cli").rglob("*")
-        if path.is_file() and path.suffix in (".py", ".json", ".typed")
+        if path.is_file() and path.suffix in (".py", ".json", ".typed", ".md")
     }
     assert "roundpipe_cli/py.typed" in package
     assert {name for name in names if ".dist-info/" not in name} == package
