@@ -296,3 +296,16 @@ def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
     assert other.verdict.device.total_bytes > one.verdict.device.total_bytes
     several = ask(load(recipe, "pipeline.keep_activations=3"), "2x4090")
     assert all(layer.recompute for layer in several.analytic.costs.layers[1:-1]), "blocks seldom stay where they were"
+
+
+def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
+    """A cut is judged with the host memory of its boundaries; where the fastest keeps too many, a coarser one does."""
+    big = ("model=Qwen/Qwen3-235B-A22B", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
+    plans = [
+        make_plan(load(recipe, *AUTO, *big, "gradient_accumulation_steps=64"), f"8x3090,host_memory_gib={gib}")
+        for gib in (192, 512)
+    ]
+    assert all(plan.verdict.fits for plan in plans)
+    short, ample = plans
+    assert len(short.backward_stages) < len(ample.backward_stages)
+    assert "host memory is short" in short.explanation[0]

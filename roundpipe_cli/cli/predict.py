@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from roundpipe_cli.cli.question import Question, ask, choose_tier
-from roundpipe_cli.cli.quick_cut import quick_cut
+from roundpipe_cli.cli.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.hardware import Hardware
@@ -19,7 +19,7 @@ from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
 from roundpipe_cli.plan.stages import StageRange, even_sizes, forward_ranges
-from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, judge, judge_coarsest, stage_limits
+from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import build_schedule
@@ -123,9 +123,7 @@ def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> P
     question = ask(loaded, hardware)
     recipe, settings, analytic = loaded.recipe, question.settings, question.analytic
     cut = _cut(question)
-    verdict = judge(
-        question.architecture, settings, question.hardware, analytic, cut.forward_stages, cut.backward_stages
-    )
+    verdict = _judged(question, cut)
     step = _simulate_step(question, cut, recipe.pipeline.schedule)
     host_s = settings.num_microbatches * analytic.host_s_per_microbatch
     return Plan(
@@ -165,7 +163,35 @@ def _cut(question: Question) -> _Cut:
         return _Cut(stages, tuple(reversed(stages)), question.settings.num_microbatches)
     if pipeline.forward_stages != "auto" and pipeline.backward_stages != "auto":
         return _Cut(_ranges(pipeline.forward_stages), _ranges(pipeline.backward_stages), workers)
-    return _planned(question)
+    cut = _planned(question)
+    return cut if _judged(question, cut).fits else _coarser(question, cut)
+
+
+def _judged(question: Question, cut: _Cut) -> Verdict:
+    return judge(
+        question.architecture,
+        question.settings,
+        question.hardware,
+        question.analytic,
+        cut.forward_stages,
+        cut.backward_stages,
+    )
+
+
+def _coarser(question: Question, cut: _Cut) -> _Cut:
+    """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
+    costs, settings = question.analytic.costs, question.settings
+    count = len(costs.layers)
+    most = len(coarsest_stages(question.architecture, settings, question.hardware, question.analytic)[1]) - 1
+    widest = math.ceil((count - 2) / most)
+    per_round = enough_per_round(costs, question.num_workers, settings.num_microbatches)
+    why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep"
+    cuts = []
+    for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
+        forward, backward = even_stages(count, blocks)
+        cuts.append(_Cut(tuple(forward), tuple(backward), per_round, (why,)))
+    fitting = [one for one in cuts if _judged(question, one).fits]
+    return min(fitting, key=lambda one: _simulate_step(question, one, "roundpipe").step_s, default=cut)
 
 
 def _planned(question: Question) -> _Cut:
