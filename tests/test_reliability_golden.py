@@ -6,10 +6,13 @@ uninterrupted run are in `losses.json` beside it. A new format version gets a ne
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +53,41 @@ def test_a_checkpoint_of_a_newer_release(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
     done = finetune(work, "--resume").expect(6)
     assert f"version {FORMAT_VERSION + 1}" in done.err and f"version {FORMAT_VERSION} or older" in done.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("data_position", None), ("num_updates", None), ("loss_scale", "high"), ("recipe", [])]
+)
+def test_a_state_that_lacks_something(key: str, value: object, tmp_path: Path) -> None:
+    """Every byte is as the manifest says, but another program wrote them: one error, no KeyError."""
+    work = _foreign(tmp_path, lambda state: {**state, "meta": {**state["meta"], key: value}})
+    done = finetune(work, "--resume", *LIBRARIES).expect(6)
+    assert f"no {key}" in done.err or f"{key}: {json.dumps(value)}" in done.err
+    assert done.err.count("error: ") == 1 and "state.json" in done.err
+
+
+def test_tensors_of_other_shapes_are_refused_even_where_the_recipe_may_change(tmp_path: Path) -> None:
+    work = _foreign(tmp_path, lambda state: state)
+    done = finetune(work, "--resume", *LIBRARIES, "--allow-changed", "lora.r", "lora.r=2").expect(6)
+    assert "of shape [1, " in done.err and "of shape [2, " in done.err and "masters.safetensors" in done.err
+    extra = ("--allow-changed", "lora.target_modules", "lora.target_modules=[k_proj]")
+    done = finetune(work, "--resume", *LIBRARIES, *extra).expect(6)
+    assert "found:" in done.err and "no tensor" in done.err
+
+
+def _foreign(tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """A run with a checkpoint whose state another program has changed, manifest included."""
+    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"), **RECIPE)
+    shutil.copytree(GOLDEN / f"checkpoint-v{FORMAT_VERSION}" / "out", work / "out")
+    folder = work / "out" / "step-00000004"
+    state = json.dumps(change(json.loads((folder / "state.json").read_text()))).encode()
+    (folder / "state.json").write_bytes(state)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for record in manifest["files"]:
+        if record["name"] == "state.json":
+            record |= {"size": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return work
 
 
 def make(folder: Path) -> None:

@@ -41,7 +41,7 @@ from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, R
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.report import make_report
-from roundpipe_cli.train.resume import check_unchanged, run_state, shared_facts
+from roundpipe_cli.train.resume import check_state, check_tensors, check_unchanged, run_state, shared_facts
 from roundpipe_cli.train.saver import Saver, Snapshot, State
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
@@ -110,6 +110,7 @@ def finetune(
             named = recipe.resume_from_checkpoint
             folder = None if named in (None, "auto") else Path(str(named)).expanduser()
             checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
+            check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
         with watching(recipe.watchdog_s):
             setup = prepare(loaded, offline=offline, tell=tell)
@@ -491,8 +492,10 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         store, meta = self.setup.store, checkpoint.meta
+        own = {name: store.master(name) for name in sorted(store.trainable_names)}
+        check_tensors(checkpoint, {"masters": own, "moments": dict(self.optimizer.moments())})
         masters = checkpoint.tensors("masters")
-        for name in sorted(store.trainable_names):
+        for name in own:
             store.set_parameter(name, masters[name])
         store.set_version(checkpoint.step)
         if store.staleness and "weights" in checkpoint.groups:

@@ -7,9 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from roundpipe_cli import __version__
-from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.train.checkpoint import STATE_NAME, Checkpoint
 from roundpipe_cli.train.setup import Setup
 
 FREE_KEYS = (
@@ -38,6 +41,21 @@ GROWING_KEYS = ("max_steps", "num_train_epochs")
 DATA_KEY = "datasets (content)"
 TOKENIZER_KEY = "tokenizer"
 MODEL_KEY = "model (files)"
+WHOLE, NUMBER = (int,), (int, float)
+NEEDED: Mapping[str, tuple[type, ...]] = {
+    "recipe": (dict,),
+    "recipe.micro_batch_size": WHOLE,
+    "recipe.gradient_accumulation_steps": WHOLE,
+    "num_updates": WHOLE,
+    "loss_scale": NUMBER,
+    "steps_since_overflow": WHOLE,
+    "training_s": NUMBER,
+    "data_position": (dict,),
+    "data_position.epoch": WHOLE,
+    "data_position.window": WHOLE,
+    "data_position.offset": WHOLE,
+}
+"""What a run cannot continue without, by dotted key, and its JSON types. Later additions have defaults."""
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
@@ -59,6 +77,51 @@ def shared_facts(setup: Setup) -> dict[str, Any]:
     state = run_state(setup, 0.0, 0.0)
     recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
     return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
+
+
+def check_state(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose bytes are as written, but which says less than a run needs: an old or foreign one.
+
+    Raises:
+        NoCheckpointError: every key that is missing or of another type.
+    """
+    wrong = []
+    for key, types in NEEDED.items():
+        value: Any = checkpoint.meta
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, types) or isinstance(value, bool):
+            wrong.append(f"{key}: {_short(value)}" if value is not None else f"no {key}")
+    if wrong:
+        raise _not_ours(checkpoint, STATE_NAME, ", ".join(wrong), "the state that this release saves")
+
+
+def check_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Refuse a checkpoint without the tensors that the run has, by group and name, each of the same shape.
+
+    Raises:
+        NoCheckpointError: the first that is missing or has another shape.
+    """
+    for group, tensors in wanted.items():
+        file_name = f"{group}.safetensors"
+        if tensors and group not in checkpoint.groups:
+            raise _not_ours(checkpoint, file_name, "no such file", f"{len(tensors)} tensors")
+        found = checkpoint.tensors(group) if tensors else {}
+        for name, tensor in tensors.items():
+            shape = tuple(found[name].shape) if name in found else None
+            if shape != tuple(tensor.shape):
+                text = f"no tensor {name}" if shape is None else f"{name} of shape {list(shape)}"
+                raise _not_ours(checkpoint, file_name, text, f"{name} of shape {list(tensor.shape)}")
+
+
+def _not_ours(checkpoint: Checkpoint, name: str, found: str, expected: str) -> NoCheckpointError:
+    return NoCheckpointError(
+        "the checkpoint is whole, but not one that this run can continue from",
+        where=str(checkpoint.folder / name),
+        found=found,
+        expected=expected,
+        hint="resume with the recipe and the release that wrote it, or start afresh with another output_dir=",
+    )
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -107,7 +170,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
 
 def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
     """Whether the microbatches are now those to which the run had adapted itself: the same rows in each step."""
-    fit, old = saved.get("fit"), saved["recipe"]
+    fit, old = saved.get("fit"), saved["recipe"]  # with both keys: `check_state` saw them
     rows = old["micro_batch_size"] * old["gradient_accumulation_steps"]
     same_rows = recipe.micro_batch_size * recipe.gradient_accumulation_steps == rows
     return fit is not None and recipe.micro_batch_size == fit["micro_batch_size"] and same_rows
@@ -134,7 +197,7 @@ def _changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any
 
 
 def _grew(old: Any, new: Any) -> bool:
-    return new is None or (old is not None and new > old)
+    return new is None or (isinstance(old, (int, float)) and new > old)
 
 
 def _short(value: Any) -> str:
