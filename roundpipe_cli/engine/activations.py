@@ -28,11 +28,17 @@ class BoundaryKind(str, Enum):
 BoundaryKey = tuple[BoundaryKind, int, int]
 
 
-@dataclass
-class _Stored:
+@dataclass(eq=False)
+class Boundary:
+    """A boundary tensor on the host."""
+
     tensor: torch.Tensor
     event: Event
-    readers_left: int
+    """When it is there."""
+    num_to_take: int
+    """Readers that have not asked for it yet."""
+    num_reading: int
+    """Readers that are not done with it: only then may its memory be used again."""
 
 
 class BoundaryStore:
@@ -40,7 +46,7 @@ class BoundaryStore:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._stored: dict[BoundaryKey, _Stored] = {}
+        self._stored: dict[BoundaryKey, Boundary] = {}
 
     def put(self, key: BoundaryKey, tensor: torch.Tensor, event: Event, num_readers: int) -> None:
         """Publish a boundary for `num_readers` readers."""
@@ -48,26 +54,32 @@ class BoundaryStore:
             return
         with self._progress.condition:
             assert key not in self._stored, f"boundary {key} written twice"
-            self._stored[key] = _Stored(tensor, event, num_readers)
+            self._stored[key] = Boundary(tensor, event, num_readers, num_readers)
         self._progress.moved()
 
-    def take(self, key: BoundaryKey) -> tuple[torch.Tensor, Event, bool]:
-        """Wait for a boundary and read it once: the tensor, when it is there, and whether nobody else will read it."""
+    def take(self, key: BoundaryKey) -> Boundary:
+        """Wait for a boundary, for one reader."""
         self._progress.wait_for(lambda: key in self._stored)
         found = self.take_if_there(key)
         assert found is not None
         return found
 
-    def take_if_there(self, key: BoundaryKey) -> tuple[torch.Tensor, Event, bool] | None:
+    def take_if_there(self, key: BoundaryKey) -> Boundary | None:
         """What `take` returns, or None if nothing was published."""
         with self._progress.lock:
             stored = self._stored.get(key)
             if stored is None:
                 return None
-            stored.readers_left -= 1
-            if stored.readers_left == 0:
+            stored.num_to_take -= 1
+            if stored.num_to_take == 0:
                 del self._stored[key]
-            return stored.tensor, stored.event, stored.readers_left == 0
+            return stored
+
+    def done(self, boundary: Boundary) -> bool:
+        """One reader has read it to the end; returns whether all have."""
+        with self._progress.lock:
+            boundary.num_reading -= 1
+            return boundary.num_reading == 0
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -89,7 +101,7 @@ class MicrobatchState:
     prologue: Prologue | None = None
     calls_by_worker: dict[int, tuple[BlockCall, ...]] = field(default_factory=dict)
     """Block arguments on each worker's device, made once."""
-    loss_sum: float | None = None
+    loss_sum: float | torch.Tensor | None = None
     preference: Preference | None = None
     rewards: Rewards | None = None
     """Of preference pairs."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore
+from roundpipe_cli.engine.activations import Boundary, BoundaryKey, BoundaryKind, BoundaryStore
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
 from roundpipe_cli.engine.dispatch import StepRun
 from roundpipe_cli.schedule.actions import Kind
@@ -48,8 +48,8 @@ class _Held:
 
     tensor: torch.Tensor
     """On the host."""
-    is_last: bool = False
-    """The host tensor has no other reader."""
+    boundary: Boundary | None = None
+    """Of an upload."""
     on_device: torch.Tensor | None = None
 
 
@@ -75,8 +75,8 @@ class Carrier:
         self._outputs: dict[int, tuple[torch.Tensor, int]] = {}
         """Download -> (device tensor, number of readers)."""
         self._leaving: deque[Op] = deque(maxlen=NUM_STAGING)
-        self._fetched: dict[int, tuple[_Reader, torch.Tensor, bool]] = {}
-        """Upload that was asked for by the compute thread -> (reader, host tensor, whether nobody else reads it)."""
+        self._fetched: dict[int, tuple[_Reader, Boundary]] = {}
+        """Upload that was asked for by the compute thread -> (reader, what it reads)."""
         self._held: dict[int, _Held] = {}
 
     # -- compute thread ------------------------------------------------------------------------------------------
@@ -84,14 +84,14 @@ class Carrier:
     def take(self, key: BoundaryKey) -> torch.Tensor:
         """A boundary tensor, on this worker's device when the next computation starts."""
         if self._backend.aliases_host:
-            return self._store.take(key)[0]
+            return self._store.take(key).tensor
         assert self.op is not None
         tensor = self._inputs.pop((_reader(self.op), key), None)
         if tensor is not None:
             return tensor
-        host, event, is_last = self._store.take(key)
-        transfer = self._run.add(Kind.UPLOAD, UP, self.op, _PAYLOADS[key[0]], key[1], (URGENT, -1), event)
-        self._fetched[transfer.id] = (_reader(self.op), host, is_last)
+        boundary = self._store.take(key)
+        transfer = self._run.add(Kind.UPLOAD, UP, self.op, _PAYLOADS[key[0]], key[1], (URGENT, -1), boundary.event)
+        self._fetched[transfer.id] = (_reader(self.op), boundary)
         self._run.start(transfer.id)
         self._backend.wait(self._run.wait_issued(transfer))
         return self._inputs.pop((_reader(self.op), key))
@@ -126,20 +126,20 @@ class Carrier:
     def _prepare_up(self, op: Op) -> Sequence[Pair]:
         key = key_of(op)
         if op.id in self._fetched:
-            reader, host, is_last = self._fetched.pop(op.id)
+            reader, found = self._fetched.pop(op.id)
         else:
             consumer = self._consumer(op)
             reader = _reader(consumer)
             unread = consumer.kind is Kind.RECOMPUTE and self._recompute_each_layer
             from_embed = op.boundary == 0  # the compute thread itself gathers the embedding's rows
-            found = None if from_embed or unread or consumer.visit < 0 else self._store.take_if_there(key)
-            if found is None:
+            there = None if from_embed or unread or consumer.visit < 0 else self._store.take_if_there(key)
+            if there is None:
                 return ()
-            host, _, is_last = found
-        device = self._backend.device_like(host)
+            found = there
+        device = self._backend.device_like(found.tensor)
         self._inputs[reader, key] = device
-        self._held[op.id] = _Held(host, is_last, device)
-        return [(device, host)]
+        self._held[op.id] = _Held(found.tensor, found, device)
+        return [(device, found.tensor)]
 
     def _consumer(self, op: Op) -> Op:
         ops = (self._run.program.ops[follower] for follower in self._run.ledger.followers(op.id))
@@ -167,5 +167,5 @@ class Carrier:
     def ended(self, op: Op) -> None:
         """A transfer has arrived."""
         held = self._held.pop(op.id, None)
-        if held is not None and op.lane == UP and held.is_last:
+        if held is not None and held.boundary is not None and self._store.done(held.boundary):
             self._backend.give_back(held.tensor)

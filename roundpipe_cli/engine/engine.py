@@ -440,7 +440,7 @@ class Engine:
         loss_sum = 0.0
         for state in context.microbatches:
             assert state.loss_sum is not None
-            loss_sum += state.loss_sum
+            loss_sum += float(state.loss_sum)
         num_units = context.num_units
         assert len(context.boundaries) == 0, "a boundary tensor was never read"
         actions = []

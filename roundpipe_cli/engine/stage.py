@@ -206,8 +206,8 @@ class StageRunner:
             state.scores = score_head(
                 self.model.logits,
                 hidden,
-                state.target_indices.to(self.backend.device),
-                state.target_ids.to(self.backend.device),
+                self.backend.receive(state.target_indices),
+                self.backend.receive(state.target_ids),
                 chunk_tokens=context.head_chunk_tokens,
                 greedy=scoring.greedy,
             )
@@ -346,8 +346,8 @@ class StageRunner:
             result = run_head(
                 self.model.logits,
                 self._head_input.pop(state.index),
-                state.target_indices.to(self.backend.device),
-                state.target_ids.to(self.backend.device),
+                self.backend.receive(state.target_indices),
+                self.backend.receive(state.target_ids),
                 gradient_scale=context.gradient_scale,
                 chunk_tokens=context.head_chunk_tokens,
                 parameters=self.parameters[layer],
@@ -356,7 +356,9 @@ class StageRunner:
                 preference=state.preference,
                 label_smoothing=context.label_smoothing,
             )
-        state.loss_sum, state.rewards = result.loss_sum, result.rewards
+        on_host = self.backend.device.type == "cpu"
+        state.loss_sum = float(result.loss_sum) if on_host else result.loss_sum  # no waiting for a GPU here
+        state.rewards = result.rewards
         self._fold(context, layer, state, parts)
         return result.grad_hidden
 

@@ -21,8 +21,8 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 class HeadResult:
     """Loss and gradients of the head for one microbatch."""
 
-    loss_sum: float
-    """Sum of the target tokens' losses in nats, accumulated in float64."""
+    loss_sum: float | torch.Tensor
+    """Sum of the target tokens' losses in nats, accumulated in float64; a 0-dim tensor where nobody waits for it."""
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
     rewards: Rewards | None = None
@@ -42,20 +42,22 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return indices, flat[indices]
 
 
-def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> tuple[float, torch.Tensor]:
+def chunk_loss(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of `logits` [N, V] against `targets` [N], in float32.
 
     Args:
         label_smoothing: share of each target's probability that is spread evenly over the vocabulary.
 
     Returns:
-        the sum of losses, accumulated in float64, and the gradient of that sum with respect to the logits, float32.
+        the sum of losses, a 0-dim float64 tensor, and the gradient of that sum with respect to the logits, float32.
     """
     log_probabilities = torch.log_softmax(logits.detach().float(), dim=-1)
     picked = log_probabilities.gather(1, targets[:, None])
-    loss_sum = -float(picked.double().sum())
+    loss_sum = -picked.double().sum()
     if label_smoothing:
-        spread = -float(log_probabilities.double().mean(dim=-1).sum())
+        spread = -log_probabilities.double().mean(dim=-1).sum()
         loss_sum = (1 - label_smoothing) * loss_sum + label_smoothing * spread
     gradient = log_probabilities.exp_()  # softmax, in place
     gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, label_smoothing - 1.0))

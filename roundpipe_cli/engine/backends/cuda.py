@@ -7,6 +7,7 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
 
-POLL_S = 100e-6
-"""How often a lane asks whether what it waits for has happened."""
+POLL_S, MAX_POLL_S = 100e-6, 1e-3
+"""How often a lane asks whether what it waits for has happened: at first, and after a while."""
+POLL_SHARE = 1 / 8
+"""Of the time that has been waited already: lanes of eight devices would otherwise keep the interpreter busy."""
 
 
 def num_devices() -> int:
@@ -141,7 +144,11 @@ class CudaBackend(Backend):
             self._compute.wait_event(event)
 
     def happens_in_s(self, event: Event) -> float:
-        return 0.0 if event is None or event.query() else POLL_S
+        if event is None or event.query():
+            return 0.0
+        now_s = time.perf_counter()
+        asked_s: float = event.__dict__.setdefault("asked_s", now_s)
+        return min(MAX_POLL_S, max(POLL_S, POLL_SHARE * (now_s - asked_s)))
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
