@@ -210,6 +210,7 @@ def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
     names = {path.name for path in (trained / "adapter").iterdir()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert names == {"adapter_config.json", ADAPTER, "README.md", *tokenizer}
+    assert (trained / "adapter").stat().st_mode & 0o777 == 0o755, "a server may run as somebody else"
     assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
     finetune(trained, "method=full", "output_dir=whole").expect(0)
     assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"

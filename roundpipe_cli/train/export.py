@@ -42,6 +42,7 @@ from roundpipe_cli.train.durable import (
 )
 from roundpipe_cli.train.model_card import model_card
 from roundpipe_cli.train.ollama import modelfile
+from roundpipe_cli.train.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.safetensors_stream import TensorSpec, TensorStream, stream_file
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -86,6 +87,7 @@ class Destination:
             if error is None:
                 for path in self._temporary.iterdir():
                     path.chmod(FILE_MODE)
+                self._temporary.chmod(RESULT_FOLDER_MODE)
                 sync_folder(self._temporary)
                 fault("export")
                 self._temporary.rename(self._folder)

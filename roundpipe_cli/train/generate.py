@@ -10,6 +10,7 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.adapter_files import read_adapter_config
 from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.nf4 import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
 
 
@@ -20,6 +21,8 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
         RefusedError: one of them cannot be loaded.
     """
     import torch
+
+    import_bitsandbytes()
     from transformers import AutoModelForCausalLM
 
     load_config(source)  # refuses what would run code, and what is no language model
