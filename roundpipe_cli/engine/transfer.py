@@ -97,6 +97,8 @@ class ClassStatistics:
     num_bytes: int = 0
     waiting_s: float = 0.0
     """Between entering the queue and beginning to move."""
+    moving_s: float = 0.0
+    """Sum over the links of the time for which at least one was on its way."""
     exposed_s: float = 0.0
     """A worker's compute stood still, and all it waited for was this."""
 
@@ -104,6 +106,7 @@ class ClassStatistics:
         self.num_transfers += other.num_transfers
         self.num_bytes += other.num_bytes
         self.waiting_s += other.waiting_s
+        self.moving_s += other.moving_s
         self.exposed_s += other.exposed_s
 
 
@@ -140,12 +143,17 @@ def statistics_of(
         started_s: when the step began; same clock as all the others.
     """
     found = TransferStatistics()
+    moving: dict[tuple[str, str, int], list[Span]] = defaultdict(list)
     of_op = {record.op_id: record for record in records}
     for record in of_op.values():
         entry = found.classes[record.lane, record.payload]
         entry.num_transfers += 1
         entry.num_bytes += record.num_bytes
         entry.waiting_s += record.start_s - record.ready_s
+        if record.op_id < len(program.ops):
+            moving[record.lane, record.payload, program.ops[record.op_id].worker].append((record.start_s, record.end_s))
+    for (lane, payload, _), spans in moving.items():
+        found.classes[lane, payload].moving_s += covered_s(spans)
     for row in program.compute:
         free_s = started_s
         for op_id in row:
