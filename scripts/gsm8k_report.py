@@ -52,7 +52,7 @@ def rows_of(report: dict[str, Any], before: float, held_out: list[dict[str, Any]
     """(figure, value) as they stand in report.json and eval.jsonl."""
     measured, data = report["measured"], report["data"]
     table = [
-        ("rows trained on, trained tokens", f"{data['rows_kept']}, {data['trained_tokens']}"),
+        ("rows (held-out ones included), target tokens", f"{data['rows_kept']}, {data['trained_tokens']}"),
         ("steps, seconds", f"{report['num_steps']}, {report['seconds']:.1f}"),
         ("loss of the first step", f"{report['loss']['first']:.4f}"),
         ("mean of the last five", f"{report['loss']['mean_of_last_5']:.4f}"),
