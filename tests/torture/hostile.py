@@ -314,6 +314,10 @@ def remote_code(arena: Arena, count: int) -> Seen:
     return _refused(arena, lures(), count)
 
 
+AFTER_THE_DATA = ("150,000 tensors of nothing",)
+"""Refused when the model is built: helper processes of our own have tokenised the rows by then."""
+
+
 def crafted_weights(arena: Arena, count: int) -> Seen:
     return _refused(arena, weights(), count)
 
@@ -330,7 +334,7 @@ def _refused(arena: Arena, cases: list[tuple[str, Spoil]], count: int) -> Seen:
         canary = work / "canary"
         spoil(work / "model", str(canary))
         report = work / "report"
-        before = functools.partial(guard.watch, str(report), MEMORY_BYTES)
+        before = functools.partial(guard.watch, str(report), MEMORY_BYTES, name in AFTER_THE_DATA)
         done = launch(work, "finetune", "recipe.yaml", "model=./model", before=before).finish()
         _check(name, done, canary, report, ENDS_WITHIN_S * arena.patience)
         assert not (work / "out").exists(), f"{name}: something was written"
