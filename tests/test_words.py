@@ -184,6 +184,7 @@ RUN_ELSEWHERE = {
     "roundpipe watch": "tests/test_dashboard_watch.py",
     "roundpipe data": "tests/test_data_command.py",
     "roundpipe export": "tests/test_export.py",
+    "roundpipe generate": "tests/test_release.py",
     "roundpipe init": "tests/test_init_doctor.py",
     "roundpipe doctor": "tests/test_init_doctor.py",
     "roundpipe convert": "tests/test_convert.py",
