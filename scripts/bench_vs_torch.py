@@ -131,7 +131,9 @@ class Independent:
         self._pipes = []
         for _ in range(2):
             ours, theirs = context.Pipe()
-            context.Process(target=independent_loop, args=(args, dtype, theirs), daemon=True).start()
+            # No daemon: reading the data starts processes of its own. It ends when its pipe does.
+            context.Process(target=independent_loop, args=(args, dtype, theirs)).start()
+            theirs.close()
             self._pipes.append(ours)
         for pipe in self._pipes:
             pipe.recv()
