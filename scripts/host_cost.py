@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.engine.profile import profile_schedule
+from roundpipe_cli.model import worker_model
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Kind
@@ -207,6 +209,10 @@ def main() -> None:
     print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward | {forward:.0f} | | | |")
     print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward and backward | {both:.0f} | | | |")
     print(f"| {EXPERTS} experts, LoRA: upload | | | {up:.0f} | |")
+    with mock.patch.object(worker_model, "isolate_expert_adapters", lambda model: None):
+        theirs, theirs_both, _ = experts(arguments.hidden, 4 * arguments.steps)
+    print(f"| the same by PEFT as shipped: forward | {theirs:.0f} | | | |")
+    print(f"| the same by PEFT as shipped: forward and backward | {theirs_both:.0f} | | | |")
 
 
 if __name__ == "__main__":
