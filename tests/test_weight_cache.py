@@ -120,6 +120,7 @@ def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
 
 
 def test_memory_grows_by_the_budget_at_most() -> None:
+    """Two runs' peaks may differ by what boundary tensors take: when they are freed depends on the threads' turns."""
     rigs = [make_rig("llama", "lora", num_hidden_layers=6) for _ in range(3)]
     whole = sum(layout.num_bytes + 256 for layout in rigs[0].store.layouts[1:])
     peaks = [
@@ -129,10 +130,12 @@ def test_memory_grows_by_the_budget_at_most() -> None:
         ]
         for rig, cache in zip(rigs, (0, whole // 3, EVERYTHING), strict=True)
     ]
+    turns = 4 * max(rows * tokens for rows, tokens in SIZES) * rigs[0].skeleton.config.hidden_size * 2
+    assert turns < whole // 50
     for cached, none in zip(peaks[1], peaks[0], strict=True):
-        assert none < cached <= none + whole // 3
+        assert none < cached <= none + whole // 3 + turns
     for cached, none in zip(peaks[2], peaks[0], strict=True):
-        assert cached <= none + whole
+        assert cached <= none + whole + turns
 
 
 def test_other_schedules_in_between() -> None:
