@@ -1,11 +1,22 @@
-"""Where the tool keeps what it can make again: a leaf that any room may ask."""
+"""Where the tool keeps what it can make again: a leaf that any room may ask.
+
+What is several files is made in a folder of its own and renamed when it is whole and durable (`new_folder`, `sync`).
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import time
 from pathlib import Path
 
 CACHE_VARIABLE = "ROUNDPIPE_CACHE"
+TEMPORARY = ".tmp-"
+KEPT_S = 30 * 24 * 3600.0
+"""What no run has used for so long is removed."""
+ABANDONED_S = 24 * 3600.0
+"""What was not finished in so long never will be."""
 
 
 def cache_folder(name: str) -> Path:
@@ -15,3 +26,43 @@ def cache_folder(name: str) -> Path:
         return Path(chosen).expanduser() / name
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "roundpipe" / name
+
+
+def new_folder(name: str) -> Path | None:
+    """An empty folder in `cache_folder(name)`, to be renamed; None where nothing can be written there."""
+    try:
+        folder = cache_folder(name)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+    except (OSError, RuntimeError):  # read-only; no home
+        return None
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable.
+
+    Raises:
+        OSError: as the system reports it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(folder: Path, mark: str) -> None:
+    """Remove what nobody used for long, and what killed runs left; only folders that are ours.
+
+    Args:
+        mark: name of the file that tells a finished one.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    now = time.time()
+    for entry in folder.iterdir():
+        age_s = now - entry.stat().st_mtime
+        is_finished = (entry / mark).is_file()
+        if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY) and age_s > ABANDONED_S):
+            shutil.rmtree(entry, ignore_errors=True)

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.cache import cache_folder, new_folder, prune, sync
 from roundpipe_cli.data.chunks import ChunkResult
 from roundpipe_cli.data.report import SourceReport
 from roundpipe_cli.errors import ResourceError
@@ -33,11 +32,6 @@ from roundpipe_cli.errors import ResourceError
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"
 ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
-TEMPORARY = ".tmp-"
-KEPT_S = 30 * 24 * 3600.0
-"""A shard that no run has used for so long is removed."""
-ABANDONED_S = 24 * 3600.0
-"""A shard that was not finished in so long never will be."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +134,10 @@ class ShardWriter:
         shard = _open(self._folder)  # mapped: it outlives the folder's name, and the folder
         if self._key is not None:
             with suppress(OSError):
-                _sync(self._folder / SHARD_NAME)
+                sync(self._folder / SHARD_NAME)
                 self._folder.rename(cache_folder(FOLDER) / self._key)  # fails where another run was faster
-                _sync(cache_folder(FOLDER))
-                _prune(cache_folder(FOLDER))
+                sync(cache_folder(FOLDER))
+                prune(cache_folder(FOLDER), SHARD_NAME)
         return shard
 
 
@@ -193,29 +187,5 @@ def _open(folder: Path) -> Shard:
 
 
 def _new_folder(in_cache: bool) -> Path:
-    if in_cache:
-        try:
-            folder = cache_folder(FOLDER)
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
-        except OSError:  # read-only, no home: without a cache, then
-            pass
-    return Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _prune(folder: Path) -> None:
-    """Remove shards that nobody used for long and what killed runs left; only folders that are ours."""
-    now = time.time()
-    for entry in folder.iterdir():
-        age_s = now - entry.stat().st_mtime
-        is_shard = (entry / SHARD_NAME).is_file()
-        if (is_shard and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY) and age_s > ABANDONED_S):
-            shutil.rmtree(entry, ignore_errors=True)
+    folder = new_folder(FOLDER) if in_cache else None  # read-only, no home: without a cache, then
+    return folder or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.model.converted import convert_once
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
 
@@ -22,6 +23,18 @@ def load_config(source: ModelSource) -> Any:
     Raises:
         RefusedError: unknown architecture, or one that is no decoder.
     """
+    if source.gguf_file is None:
+        return _load_config(source)
+    config = convert_once(source, "config", _load_config, _config_values)
+    config.name_or_path = str(source.folder)
+    return config
+
+
+def _config_values(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+
+
+def _load_config(source: ModelSource) -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if source.gguf_file is None:
@@ -97,6 +110,24 @@ def load_tokenizer(source: ModelSource) -> Any:
     Raises:
         RefusedError: there is none that loads.
     """
+    if source.gguf_file is None:
+        return _load_tokenizer(source)
+    tokenizer = convert_once(source, "tokenizer", _load_tokenizer, _tokenizer_values)
+    tokenizer.name_or_path = str(source.folder)
+    return tokenizer
+
+
+def _tokenizer_values(tokenizer: Any) -> list[Any]:
+    """All that decides which tokens a text has, and which text tokens have."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = sorted((number, repr(token)) for number, token in tokenizer.added_tokens_decoder.items())
+    names = ("special_tokens_map", "chat_template", "padding_side", "truncation_side", "model_max_length")
+    others = [getattr(tokenizer, name, None) for name in (*names, "clean_up_tokenization_spaces")]
+    vocabulary = backend.to_str() if backend is not None else tokenizer.get_vocab()
+    return [type(tokenizer).__name__, vocabulary, added, *others]
+
+
+def _load_tokenizer(source: ModelSource) -> Any:
     from transformers import AutoTokenizer
 
     if source.gguf_file is None and not any((source.folder / name).exists() for name in TOKENIZER_FILES):

@@ -67,12 +67,8 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
             found="adapter_config.json",
             expected="the model that the adapter was made for",
         )
-    for name in (*CONFIGS, *TOKENIZERS, INDEX_NAME):
-        if os.path.lexists(folder / name):
-            check_file(folder / name, MAX_INDEX_BYTES if name == INDEX_NAME else _limit(name))
-    for name in CONFIGS:
-        if name == "config.json" or (folder / name).exists():
-            _check_config(folder / name, read_json(folder / name))
+    check_small_files(folder)
+    read_config(folder)  # there must be one
     if not weights:
         return
     shards = sorted(folder.glob("*.safetensors"))
@@ -88,6 +84,20 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     for path in dict.fromkeys([*shards, *find_shards(folder)]):
         check_file(path, None)
         check_header(path)
+
+
+def check_small_files(folder: Path) -> None:
+    """Refuse configurations and tokenizers that are too large, lead out of the folder, or ask for code.
+
+    Raises:
+        RefusedError: as said.
+    """
+    for name in (*CONFIGS, *TOKENIZERS, INDEX_NAME):
+        if os.path.lexists(folder / name):
+            check_file(folder / name, MAX_INDEX_BYTES if name == INDEX_NAME else _limit(name))
+    for name in CONFIGS:
+        if (folder / name).exists():
+            _check_config(folder / name, read_json(folder / name))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
