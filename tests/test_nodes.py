@@ -67,6 +67,16 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, count: int) 
     assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
 
 
+def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(workspace: Path) -> None:
+    full = ("method=full", "learning_rate=1e-3", "max_steps=4")
+    finetune(workspace, *full, "output_dir=full1").expect(0)
+    outcomes = train(workspace, 2, *full, "output_dir=full2")
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    alone, shared = metrics(workspace / "full1"), metrics(workspace / "full2")
+    assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
+    assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
+
+
 def test_a_killed_process_ends_the_run_which_resumes(workspace: Path) -> None:
     folder = workspace.parent / "killed"
     shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))

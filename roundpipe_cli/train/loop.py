@@ -221,7 +221,8 @@ class Trainer:
             ExitStack() as stack,
         ):
             if not alone:
-                self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, sorted(engine.late_layers)))
+                late, table = sorted(engine.late_layers), f"{setup.split.embedding_path}.weight"
+                self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, late, table))
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):

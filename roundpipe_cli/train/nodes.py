@@ -206,13 +206,18 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[in
 class Sharing:
     """One process' part in the steps of a run; owns the thread that sums gradients, inside `with`."""
 
-    def __init__(self, nodes: Nodes, store: WeightStore, late_layers: Sequence[int]) -> None:
+    def __init__(self, nodes: Nodes, store: WeightStore, late_layers: Sequence[int], table: str = "") -> None:
         """
         Args:
             store: of the gradients.
             late_layers: trained layers whose gradients are complete at the end of a step only.
+            table: name of the embedding table.
         """
         self._nodes, self._store = nodes, store
+        self._table = table if table in store.trainable_names and store.layer_of(table) == 0 else None
+        """The table, if it is trained and not tied to the head: its gradient is zero but for the rows of tokens."""
+        self._rows: torch.Tensor | None = None
+        """Token ids of the step, of all processes."""
         trained = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         late = sorted(set(late_layers) & set(trained))
         self._layers = [layer for layer in reversed(trained) if layer not in late] + late
@@ -243,6 +248,8 @@ class Sharing:
         first, last = (len(microbatches) * index // count for index in (rank, rank + 1))
         num_units = sum(len(target_rows(microbatch.labels)[1]) for microbatch in microbatches)
         mine = list(microbatches[first:last])
+        if self._table is not None:
+            self._rows = torch.cat([microbatch.input_ids.flatten() for microbatch in microbatches]).unique()
         if not mine:  # of a short last step: one without a target adds nothing
             nothing = microbatches[0]
             mine = [replace(nothing, labels=torch.full_like(nothing.labels, NO_LABEL))]
@@ -293,6 +300,26 @@ class Sharing:
                 on_host = self._complete.pop(layer)
             on_host()
             gradient = self._store.gradients_of(step)[layer]
-            self._nodes.add_up(gradient)
+            if self._table is not None and layer == 0:
+                self._sum_embed(step, gradient, self._table)
+            else:
+                self._nodes.add_up(gradient)
             squares[layer] = float(square_sum(gradient))
         return squares
+
+    def _sum_embed(self, step: int, gradient: torch.Tensor, table: str) -> None:
+        """Sum the embed layer's gradient, of the table only the rows that the step has tokens for.
+
+        It is complete last, with nothing left to compute beside its sum, and the table may be a good part of a model.
+        """
+        rows, view = self._rows, self._store.gradient(table, step)
+        if rows is None or 2 * len(rows) > len(view):
+            self._nodes.add_up(gradient)
+            return
+        compact = view[rows]
+        self._nodes.add_up(compact)
+        view[rows] = compact
+        start = view.storage_offset() - gradient.storage_offset()
+        for rest in (gradient[:start], gradient[start + view.numel() :]):
+            if rest.numel():
+                self._nodes.add_up(rest)
