@@ -1,4 +1,8 @@
-"""Settings of the whole suite: tests marked `gpu` are skipped, visibly, where there is no GPU."""
+"""Settings of the whole suite.
+
+Tests marked `gpu` are skipped, visibly, where there is no GPU. Files with a test marked `slow` begin, so that no
+process is left with one when the other has run out of work.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

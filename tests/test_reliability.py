@@ -26,6 +26,7 @@ def arena() -> Iterator[Arena]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
 def test_promise(arena: Arena, promise: Promise) -> None:
     if lack := promise.missing():
