@@ -3,8 +3,8 @@
     <cache>/converted/<key>/   config.json, or tokenizer.json, tokenizer_config.json, chat_template.jinja
       digests.json             written last: SHA-256 of each of them
 
-What is read back is looked at like any model's files. It is kept only if it reads back as it was; what cannot be used is
-converted anew.
+What is read back is looked at like any model's files. It is kept only if it reads back as it was; what cannot be used
+is converted anew.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.torture import damage, holders, hostile, kills, stops, syscalls, workers
+from tests.torture import chains, damage, holders, hostile, kills, stops, syscalls, workers
 from tests.torture.arena import Arena, Seen
 
 
@@ -32,6 +32,13 @@ PROMISES = (
         kills.random_kills,
         10,
         200,
+    ),
+    Promise(
+        "chains",
+        "stopped and killed ten times across three epochs, packing on and off: no row lost or repeated, same losses",
+        chains.resume_chains,
+        1,
+        20,
     ),
     Promise("flips", "one flipped bit in the newest checkpoint: noticed or harmless", damage.bit_flips, 5, 1000),
     Promise("cuts", "a file of the newest checkpoint cut short: noticed, named", damage.truncations, 4, 200),
