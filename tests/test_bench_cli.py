@@ -138,6 +138,14 @@ def test_refused_arguments(tmp_path: Path, arguments: list[str], message: str) -
     assert message in refusal(invoke(write(tmp_path, costs_of()), *arguments))
 
 
+def test_workers_without_work_are_told(tmp_path: Path) -> None:
+    done = invoke(write(tmp_path, costs_of(2)), "--schedule", "gpipe", "--schedule", "roundpipe", workers=12)
+    assert done.exit_code == 0, "a machine may have more workers than a model has layers"
+    assert "9 of 12 workers have nothing to do, with 3 layers and 4 microbatches: gpipe" in done.stderr
+    assert "roundpipe" in done.stderr
+    assert "note" not in invoke(write(tmp_path, costs_of())).stderr
+
+
 def test_refused_counts(tmp_path: Path) -> None:
     path = write(tmp_path, costs_of())
     assert "--workers must be at least 1" in refusal(invoke(path, workers=0))

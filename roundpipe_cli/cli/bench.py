@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli.cli.output import say
+
 if TYPE_CHECKING:
     from roundpipe_cli.cli.bench_options import RoundpipeFlags
     from roundpipe_cli.schedule.compare import Partition, Question, Result
@@ -314,6 +316,27 @@ def _print_table(question: Question, results: list[Result], flags: RoundpipeFlag
             " ".join(f"{100 * share:5.1f}" for share in shares),
         )
     Console().print(table)
+    for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
+        names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
+        say(
+            f"note: {num_idle} of {question.num_workers} workers have nothing to do, with {len(costs.layers)} layers "
+            f"and {question.num_microbatches} microbatches: {names}"
+        )
+
+
+def _num_idle(result: Result) -> int:
+    """Workers without any layer of the model."""
+    from roundpipe_cli.schedule.actions import Kind
+
+    forward, backward = _directions(result)
+    held = {
+        action.worker
+        for row in result.schedule.actions
+        for action in row
+        for first, last in [(forward if action.kind is Kind.FORWARD else backward)[action.stage]]
+        if last >= first
+    }
+    return result.schedule.num_workers - len(held)
 
 
 def _directions(result: Result) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
