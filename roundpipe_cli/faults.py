@@ -6,6 +6,7 @@ They do nothing unless the environment variable `ROUNDPIPE_FAULT` is set when th
 
     ckpt_writer:slow=0.2             every passage of the checkpoint writer takes 0.2 s longer
     compute:raise:step=3             every compute of step 3 raises
+    work:slow=0.1:worker=1           every compute of worker 1 takes 0.1 s longer, as it would on a slower device
     compute:nan:step=3:nth=2         the second compute of step 3 yields NaN
     upload:raise=MemoryError:nth=1   the first upload raises a MemoryError
 
@@ -29,7 +30,7 @@ from roundpipe_cli.errors import RefusedError
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_FAULT"
 POINTS = (
     *("tokenize", "load"),
-    *("prefetch", "upload", "compute", "download", "optimizer"),
+    *("prefetch", "upload", "compute", "work", "download", "optimizer"),
     *("eval", "ckpt_writer", "export"),
 )
 """In the order in which a run passes them."""

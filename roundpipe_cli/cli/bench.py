@@ -176,10 +176,10 @@ def _question(
         missing = [flag for flag, value in (("--workers", workers), ("--microbatches", microbatches)) if value is None]
         if missing:
             raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
-        costs = load_costs(costs_file)
+        costs, auto_dealing = load_costs(costs_file), True
     else:
         assert recipe is not None
-        costs, recipe_workers, recipe_microbatches = _from_recipe(recipe, overrides, hardware)
+        costs, recipe_workers, recipe_microbatches, auto_dealing = _from_recipe(recipe, overrides, hardware)
         workers = recipe_workers if workers is None else workers
         microbatches = recipe_microbatches if microbatches is None else microbatches
     assert workers is not None and microbatches is not None
@@ -190,11 +190,12 @@ def _question(
         accounting="published" if accounting == "published" else "default",
         staleness=1 if staleness else 0,
         num_steps=steps,
+        auto_dealing=auto_dealing,
     )
 
 
-def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int]:
-    """Costs, workers and microbatches per step of a recipe."""
+def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int, bool]:
+    """Costs, workers and microbatches per step of a recipe, and whether it leaves the dispatch to the planner."""
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.cli.question import ask
     from roundpipe_cli.recipe.load import load_recipe
@@ -206,7 +207,8 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tup
         say(
             f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
         )
-    return question.analytic.costs, question.num_workers, question.settings.num_microbatches
+    auto_dealing = question.loaded.recipe.pipeline.dispatch == "auto"
+    return question.analytic.costs, question.num_workers, question.settings.num_microbatches, auto_dealing
 
 
 def _partitions(
@@ -304,11 +306,12 @@ def _print_table(question: Question, results: list[Result], flags: RoundpipeFlag
     for heading in ("stages", "makespan", "step", "bubble", "fill switch drain steady"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
+        chosen = result.dealing.earliest_free and not flags.earliest_free
         stages = [sum(last >= first for first, last in ranges) for ranges in _directions(result)]
         parts = result.parts
         shares = (parts.fill, parts.switch, parts.drain, parts.steady)
         table.add_row(
-            result.schedule.name,
+            f"{result.schedule.name}{', earliest free' if chosen else ''}",
             f"{stages[0]}+{stages[1]}",
             format_seconds(result.makespan_s),
             format_seconds(result.step_s),

@@ -89,6 +89,8 @@ def keep_lines(comparison: Comparison) -> dict[str, Any]:
     keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
     if best.name == "roundpipe":
         keep["backward_stages"] = [list(stage) for stage in best.backward_stages]
+        if fastest(comparison).predicted.dealing.earliest_free:
+            keep["dispatch"] = "earliest_free"
     return {"pipeline": keep}
 
 

@@ -22,6 +22,7 @@ from roundpipe_cli.engine.program import backward_ops, describe, layer_range, st
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.faults import fault
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.actions import Kind, StageRange
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Op, Program, Visit
@@ -188,6 +189,7 @@ class Worker:
         self.runner.started = None
         self._now = _Now(self._step, op, start, waits=stage_layers(context.program.schedule, op)[0] > 0)
         self.runner.run(context, op)
+        fault("work", step=context.step, worker=self.index)
         started = start if self.runner.started is None else self.runner.started
         self._step.intervals.append(ComputeInterval(op, started, backend.mark()))
         if visit.ops[-1] == op.id and not backend.aliases_host:

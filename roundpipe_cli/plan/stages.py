@@ -56,6 +56,22 @@ class StageSums:
         return self.param_bytes[first][stop] + self.grad_bytes[first][stop] + self.activation_bytes[first][stop]
 
 
+def within_limits(
+    sums: StageSums,
+    limits: StageLimits | None,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+) -> bool:
+    """Whether every stage keeps its limit."""
+    if limits is None:
+        return True
+    head_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
+    held = [(sums.param_bytes[first][last + 1], limits.forward_bytes) for first, last in forward_stages]
+    for index, (first, last) in enumerate(backward_stages):
+        held.append((sums.backward_bytes(first, last + 1), limits.backward_bytes if index else head_bytes))
+    return all(most is None or num_bytes <= most for num_bytes, most in held)
+
+
 def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> list[list[float]]:
     """`sums[first][stop]` over `layers[first:stop]`; 0 where the run is empty."""
     count = len(layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,8 @@ MAX_JUDGED_ROUNDS = 4
 """Microbatches by which even stages are judged, per worker."""
 MAX_JUDGED_STEPS = 4
 """Chained steps by which even stages are judged."""
+MIN_GAIN = 0.01
+"""Part of a step that another dealing than the published one has to save to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Question:
     """1, or an even number: chained steps from which the time per step is taken."""
     options: Options = Options()
     """How roundpipe deals out its stages; the other schedules bind theirs."""
+    auto_dealing: bool = True
+    """Whether the planner may choose earliest-free dispatch where `options` are the defaults and workers differ."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Partition:
     microbatches_per_round: int | None = None
     workers: tuple[int, ...] = ()
     """Those that get stages; empty: all. The planner leaves workers idle where they would not make a step faster."""
+    dealing: Options | None = None
+    """How roundpipe deals them out; None: as the question says."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Result:
     parts: Bubble
     step_s: float
     microbatches_per_round: int
+    dealing: Options
+    """How roundpipe's stages were dealt out."""
 
 
 def check_question(question: Question) -> None:
@@ -106,7 +114,8 @@ def run(name: str, partition: Partition, question: Question) -> Result:
         step_s = (span_s[1] - span_s[0]) / half
     published = question.accounting == "published"
     per_round = question.num_workers if published else first[0].microbatches_per_round
-    return Result(first[0], first[1], makespan, bubble(first[1]), step_s, per_round)
+    dealing = partition.dealing or question.options
+    return Result(first[0], first[1], makespan, bubble(first[1]), step_s, per_round, dealing)
 
 
 def make_schedule(name: str, partition: Partition, question: Question, num_steps: int = 1) -> Schedule:
@@ -129,7 +138,7 @@ def make_schedule(name: str, partition: Partition, question: Question, num_steps
         microbatches_per_round=None if published else partition.microbatches_per_round,
         num_steps=num_steps,
         staleness=question.staleness,
-        options=question.options,
+        options=partition.dealing or question.options,
     )
     return place_on(schedule, workers, question.num_workers)
 
@@ -143,7 +152,8 @@ def _timed(name: str, partition: Partition, question: Question, num_steps: int) 
 def choose_partition(name: str, question: Question) -> Partition:
     """The planner's stages for roundpipe; for a bound schedule the best of even and balanced ones.
 
-    The planner knows the published dispatch only; for another one, even stages may be better than its own.
+    The planner knows the published dispatch only; for another one, which it may choose where workers differ in speed,
+    even stages may be better than its own.
 
     Raises:
         ResourceError: nothing fits into the workers' memory.
@@ -158,7 +168,9 @@ def choose_partition(name: str, question: Question) -> Partition:
             num_steps=question.num_steps,
         )
         planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
-        return planned if question.options == Options() else dealt_partition(planned, question)
+        if question.options != Options():
+            return dealt_partition(planned, question)
+        return choose_dealing(planned, question)
     num_layers, num_workers = len(question.costs.layers), question.num_workers
     max_loops = 1 if name in ("gpipe", "1f1b") else -(-num_layers // num_workers)
     best: tuple[float, int, Partition] | None = None
@@ -174,7 +186,27 @@ def choose_partition(name: str, question: Question) -> Partition:
     return best[2]
 
 
-def dealt_partition(planned: Partition, question: Question) -> Partition:
+Keeps = Callable[[Partition], bool]
+"""Whether stages keep limits that the question does not have."""
+
+
+def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None = None) -> Partition:
+    """The planner's stages in turn or, where workers differ in speed and a simulated step is faster so, earliest-free
+    dispatch with stages that suit it. Equal workers always take turns, and so do all under published accounting.
+
+    The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
+    """
+    speeds = question.costs.worker_speed
+    may = question.auto_dealing and question.options == Options() and question.accounting == "default"
+    if not may or speeds is None or min(speeds) == max(speeds):
+        return planned
+    free = Options(earliest_free=True)
+    dealt = replace(dealt_partition(planned, replace(question, options=free), keeps), dealing=free)
+    in_turn_s, free_s = (run("roundpipe", partition, question).step_s for partition in (planned, dealt))
+    return dealt if free_s < in_turn_s * (1 - MIN_GAIN) else planned
+
+
+def dealt_partition(planned: Partition, question: Question, keeps: Keeps | None = None) -> Partition:
     """The fastest of the planner's stages and a few even ones, under the question's `options`.
 
     Judged by at most four microbatches a worker and four chained steps, so that long steps take no longer to judge.
@@ -192,6 +224,8 @@ def dealt_partition(planned: Partition, question: Question) -> Partition:
     ]
     best, best_s = planned, run("roundpipe", planned, short).step_s
     for candidate in candidates:
+        if keeps is not None and not keeps(candidate):
+            continue
         result = run("roundpipe", candidate, short)
         if result.step_s < best_s * (1 - 1e-9) and _fits(result, question):
             best, best_s = candidate, result.step_s

@@ -6,12 +6,21 @@ starts on the worker that is free first. `Options` has what may be better where 
     head spread over all workers          stages on two workers at once (replicas 2)
     worker 0   0F0 0F1   0B0              worker 0   0F0   2F0 ...
     worker 1   1F0 1F1   0B1              worker 1   0F1   2F1
+
+Where workers differ in speed, in turn means that all wait for the slowest. Earliest-free dispatch gives each microbatch
+of a stage to the worker that would be done with it first, so that a worker of half the speed takes half as many, and
+none of the last ones if that would make the others wait:
+
+    earliest free, worker 1 half as fast
+    worker 0   0F0 0F1 0F3 0F4 ...
+    worker 1   0F2     0F5 ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.durations import StageTimes
@@ -32,7 +41,14 @@ class Options:
     replicas: int = 1
     """Workers that share the microbatches of any other stage; each uploads the stage's weights."""
     earliest_free: bool = False
-    """Every microbatch of a stage goes to the worker that could start it first, in place of the next in turn."""
+    """Every microbatch of a stage goes to the worker that would end it first, in place of the next in turn."""
+
+
+def options_of(
+    head_workers: int | Literal["auto"], replicas: int, dispatch: Literal["auto", "round_robin", "earliest_free"]
+) -> Options:
+    """What a recipe says of the dealing; `auto` is the published way until something is known of the workers."""
+    return Options(1 if head_workers == "auto" else head_workers, replicas, dispatch == "earliest_free")
 
 
 def backward_run(stage: int, microbatches: Iterable[int]) -> Row:
@@ -86,8 +102,8 @@ class Dealer:
         num_workers = len(self.rows)
         if self.options.earliest_free:
             for index in range(count):
-                ready = [self._start_s(worker, position, arrivals[index]) for worker in range(num_workers)]
-                yield ready.index(min(ready)), range(index, index + 1)
+                ends = [self._end_s(worker, position, arrivals[index]) for worker in range(num_workers)]
+                yield ends.index(min(ends)), range(index, index + 1)
             return
         is_head = position == len(self.times.forward_s)
         width = self.options.head_workers if is_head else self.options.replicas
@@ -104,18 +120,14 @@ class Dealer:
         lead = self.times.lead_s(stage, worker)
         return lead, self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
 
-    def _start_s(self, worker: int, position: int, before: _Arrival) -> float:
-        """When a worker could have the stage's input and be past its lead."""
+    def _end_s(self, worker: int, position: int, before: _Arrival) -> float:
+        """When a worker would be done with a microbatch of a stage."""
+        lead, rest = self._parts_s(worker, position)
         arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
-        return max(self.free_s[worker] + self._parts_s(worker, position)[0], arrival)
+        return max(self.free_s[worker] + lead, arrival) + rest
 
     def _advance(self, worker: int, position: int, indices: range, arrivals: list[_Arrival]) -> None:
         """Move one worker's clock over a stage's microbatches."""
-        lead, rest = self._parts_s(worker, position)
-        clock = self.free_s[worker]
         for index in indices:
-            before = arrivals[index]
-            arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
-            clock = max(clock + lead, arrival) + rest
-            arrivals[index] = (clock, worker)
-        self.free_s[worker] = clock
+            self.free_s[worker] = self._end_s(worker, position, arrivals[index])
+            arrivals[index] = (self.free_s[worker], worker)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
-from roundpipe_cli.engine.profile import measured_costs, profile_schedule
+from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import StepFinished, run_clock
 from roundpipe_cli.plan.cost import CostModel
@@ -102,7 +102,8 @@ def compare_for_real(
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches, teller)
-        question = Question(costs, engine.num_workers, len(microbatches))
+        auto = setup.recipe.pipeline.dispatch == "auto"
+        question = Question(costs, engine.num_workers, len(microbatches), auto_dealing=auto)
         measured = [
             Measured(run(name, choose_partition(name, question), question), num_tokens=num_tokens) for name in names
         ]
@@ -166,7 +167,9 @@ def profile(
         results.append(engine.run_step(microbatches, schedule, step=0))
         if teller is not None:
             teller.ran(results[-1])
-    return measured_costs(make_cutter(setup).costs, results[1:])
+    rough = make_cutter(setup).rough
+    speeds = measured_speeds(rough, results[1:], engine.num_workers) if engine.num_workers > 1 else None
+    return measured_costs(replace(rough, worker_speed=speeds), results[1:])
 
 
 def check_losses(measured: Sequence[Measured], tolerance: float) -> None:

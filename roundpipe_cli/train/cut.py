@@ -8,19 +8,27 @@ start. Where stages are cut changes no bit of the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roundpipe_cli.engine.engine import StepResult
-from roundpipe_cli.engine.profile import measured_costs, profile_schedule
+from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.partition import plan_partition
-from roundpipe_cli.plan.stages import StageLimits
+from roundpipe_cli.plan.stages import StageLimits, StageSums, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
-from roundpipe_cli.schedule.builders import build_schedule, place_on
-from roundpipe_cli.schedule.compare import Question, choose_partition
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.compare import (
+    Partition,
+    Question,
+    choose_dealing,
+    choose_partition,
+    dealt_partition,
+    make_schedule,
+)
+from roundpipe_cli.schedule.dealing import Options, options_of
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
 from roundpipe_cli.train.profile_cache import ProfileCache
@@ -31,6 +39,8 @@ SHARED_BYTES_PER_S = 1e15
 """Between workers on the processor nothing is copied: a boundary tensor is there at once."""
 PROFILE_STEPS = 2
 """The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
+CONFIRM_STEPS = 2
+"""More such steps, where workers seem to differ in speed: only what all of them show is believed."""
 MAX_OFF = 1.3
 """Factor by which steps may differ from an earlier run's times before they are measured again."""
 MEMORY_SHARE = 0.85
@@ -101,7 +111,7 @@ class Cutter:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
                 schedule that mirrors the forward ones.
         """
-        self.costs = self._rough = costs
+        self.costs = self.rough = costs
         self._cache = cache
         self._num_workers = num_workers
         self._pipeline = pipeline
@@ -151,11 +161,15 @@ class Cutter:
         if self._doubted and len(self._profile) > PROFILE_STEPS:
             self._doubted = False
             if not self._borne_out(self._profile[1:]):
-                self.costs, self.measured = self._rough, False
+                self.costs, self.measured = self.rough, False
                 self._schedules.clear()
             self._profile.clear()
-        elif not self.measured and len(self._profile) == PROFILE_STEPS:
-            self.costs = measured_costs(self.costs, self._profile[-1:])
+        elif not self.measured and len(self._profile) >= PROFILE_STEPS:
+            steps = self._profile[PROFILE_STEPS - 1 :]
+            speeds = measured_speeds(self.rough, steps, self._num_workers) if self._num_workers > 1 else None
+            if speeds is not None and len(steps) <= CONFIRM_STEPS:
+                return
+            self.costs = measured_costs(replace(self.rough, worker_speed=speeds), steps)
             self.measured = True
             if self._cache is not None:
                 self._cache.save(self.costs)
@@ -196,23 +210,25 @@ class Cutter:
         return chosen.forward_stages, None
 
     def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
+        limits, sums = stage_limits(self.costs), StageSums(self.costs)
         plan = plan_partition(
+            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
+        )
+        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
+        question = Question(
             self.costs,
-            num_workers=self._num_workers,
-            num_microbatches=num_microbatches,
-            limits=stage_limits(self.costs),
-        )
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=plan.forward_stages,
-            backward_stages=plan.backward_stages,
-            num_workers=len(plan.workers),
-            num_microbatches=num_microbatches,
-            costs=self.costs,
-            microbatches_per_round=plan.microbatches_per_round,
+            self._num_workers,
+            num_microbatches,
             options=self._options,
+            auto_dealing=self._pipeline.dispatch == "auto",
         )
-        return place_on(schedule, plan.workers, self._num_workers)  # few microbatches may be faster on few workers
+
+        def keeps(partition: Partition) -> bool:
+            return within_limits(sums, limits, partition.forward_stages, partition.backward_stages)
+
+        if self._options.earliest_free:
+            return make_schedule("roundpipe", dealt_partition(planned, question, keeps), question)
+        return make_schedule("roundpipe", choose_dealing(planned, question, keeps), question)
 
 
 def dealing_options(pipeline: PipelineConfig) -> Options:
@@ -221,11 +237,7 @@ def dealing_options(pipeline: PipelineConfig) -> Options:
     Raises:
         RefusedError: another dealing than the default for a schedule that binds its stages to workers.
     """
-    options = Options(
-        head_workers=1 if pipeline.head_workers == "auto" else pipeline.head_workers,
-        replicas=pipeline.replicas,
-        earliest_free=pipeline.dispatch == "earliest_free",
-    )
+    options = options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
     if options != Options() and pipeline.schedule != "roundpipe":
         raise RefusedError(
             f"{pipeline.schedule} binds its stages to workers",

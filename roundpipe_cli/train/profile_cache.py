@@ -1,7 +1,7 @@
 """Measured layer times, remembered by hardware and model, so that the next run plans its stages at once.
 
-A file per key, JSON, seconds: {"layers": [[forward, recompute, backward], ...]}. What cannot be read or written is
-measured again.
+A file per key, JSON, seconds: {"layers": [[forward, recompute, backward], ...], "worker_speed": null or [1.0, ...]}.
+What cannot be read or written is measured again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.train.durable import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when times mean something else than before."""
 
 
@@ -37,22 +37,24 @@ class ProfileCache:
     def load(self, base: CostModel) -> CostModel | None:
         """`base` with the remembered times in place of its own; None if there are none."""
         try:
-            rows = json.loads(self.path.read_bytes())["layers"]
+            found = json.loads(self.path.read_bytes())
+            rows, speeds = found["layers"], found["worker_speed"]
             times = [tuple(None if value is None else float(value) for value in row) for row in rows]
             layers = tuple(
                 replace(layer, forward_s=forward or 0.0, recompute_s=recompute, backward_s=backward or 0.0)
                 for layer, (forward, recompute, backward) in zip(base.layers, times, strict=True)
             )
+            speeds = None if speeds is None else tuple(float(speed) for speed in speeds)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return replace(base, name=f"{base.name}, measured by an earlier run", layers=layers)
+        return replace(base, name=f"{base.name}, measured by an earlier run", layers=layers, worker_speed=speeds)
 
     def save(self, costs: CostModel) -> None:
         """Remember measured times; a cache that cannot be written is no error."""
         rows = [[layer.forward_s, layer.recompute_s, layer.backward_s] for layer in costs.layers]
         with suppress(OSError, ResourceError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"layers": rows}).encode())
+            write_atomically(self.path, json.dumps({"layers": rows, "worker_speed": costs.worker_speed}).encode())
 
     def forget(self) -> None:
         """Drop times that turned out wrong."""
