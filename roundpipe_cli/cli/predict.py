@@ -26,7 +26,7 @@ from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import format_bytes, format_seconds
 
 MAX_SIMULATED_MICROBATCHES = 64
 MAX_PLANNED_ROUNDS = 4
@@ -95,7 +95,8 @@ def check_fits(loaded: LoadedRecipe) -> None:
     question = ask(loaded, here=True)
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
-    available = min(question.hardware.host_memory_bytes, host_memory().available_bytes)
+    memory = host_memory()
+    available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
     settings = question.settings
     if loaded.recipe.weights == "auto":
@@ -104,12 +105,16 @@ def check_fits(loaded: LoadedRecipe) -> None:
     if verdict.fits:
         return
     error = ResourceError(verdict.reasons[0])
-    error.problems = tuple(Problem(reason, where=str(loaded.path)) for reason in verdict.reasons[:-1]) + (
+    found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
+    hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
+    error.problems = tuple(
         Problem(
-            verdict.reasons[-1],
+            reason,
             where=str(loaded.path),
-            hint=f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit",
-        ),
+            found=found if reason.startswith("host memory") else None,
+            hint=hint if reason is verdict.reasons[-1] else None,
+        )
+        for reason in verdict.reasons
     )
     raise error
 
