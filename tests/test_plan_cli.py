@@ -127,6 +127,18 @@ def test_a_235b_mixture_of_experts_in_little_memory() -> None:
     assert peak_kib < 300 * 1024
 
 
+def test_long_sequences_of_a_235b_model_fit_in_chunks(recipe: Path) -> None:
+    """31k tokens in bfloat16 on eight 24 GB cards, where the experts' activations alone would take 10 GiB."""
+    words = ("model=Qwen/Qwen3-235B-A22B", *AUTO, "max_seq_length=31744", "gradient_accumulation_steps=32")
+    words += ("dtype=bfloat16", "micro_batch_size=1")
+    machine = "8x4090,host_memory_gib=1536"
+    whole = make_plan(load(recipe, *words), machine)
+    chunks = make_plan(load(recipe, *words, "mlp_chunk_tokens=4096"), machine)
+    assert (whole.verdict.fits, chunks.verdict.fits) == (False, True)
+    assert solve_recipe(whole).changes[0].overrides == ("mlp_chunk_tokens=4096",)
+    assert chunks.bubble_ratio < 0.1
+
+
 def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
     changes = ("model=Qwen/Qwen3-235B-A22B", "method=full", *AUTO)
     done = command(recipe, *changes, "--hardware", "2080ti", "--solve", "--json")

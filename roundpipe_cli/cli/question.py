@@ -55,6 +55,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         staleness=recipe.pipeline.optimizer_staleness,
         optimizer="sgd_momentum" if recipe.sgd_momentum else recipe.optim,
         head_chunk_tokens=recipe.head_chunk_tokens,
+        mlp_chunk_tokens=recipe.mlp_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
         weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,
         weights_on_disk=recipe.weights == "mmap",

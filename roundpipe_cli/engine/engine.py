@@ -146,6 +146,7 @@ class Engine:
         *,
         seed: int = 0,
         head_chunk_tokens: int = 1024,
+        mlp_chunk_tokens: int | None = None,
         label_smoothing: float = 0.0,
         recompute: str = "stage",
         unread: Mapping[int, Sequence[str]] | None = None,
@@ -164,6 +165,8 @@ class Engine:
             backends: one per worker.
             seed: of dropout masks.
             head_chunk_tokens: target tokens per chunk of the LM head; part of what fixes a run's bits.
+            mlp_chunk_tokens: the same of the blocks' feed-forward part, which is computed again in backward; None:
+                whole.
             label_smoothing: of the training loss; scores are without it.
             recompute: `stage` (activations of one stage and microbatch at a time) or `layer` (of one layer).
             unread: per block, modules whose products a recompute leaves out, from `find_unread`.
@@ -195,7 +198,9 @@ class Engine:
         options = transfers or TransferOptions()
         self._workers = []
         for index, backend in enumerate(backends):
-            worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device)
+            worker_model = WorkerModel(
+                model, split, store.views, store.trainable_names, backend.device, mlp_chunk_tokens
+            )
             worker_model.leave_out(unread or {})
             runner = StageRunner(index, worker_model, backend)
             names = split.layer_names()

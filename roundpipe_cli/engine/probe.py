@@ -10,16 +10,27 @@ from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 
+NUM_CHUNKS = 3
+"""Of the 16 tokens, where feed-forward parts are computed in chunks."""
 
-def find_unread(model: nn.Module, split: Split, store: WeightStore) -> dict[int, tuple[str, ...]]:
+
+def find_unread(
+    model: nn.Module, split: Split, store: WeightStore, mlp_chunk_tokens: int | None = None
+) -> dict[int, tuple[str, ...]]:
     """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
 
     Runs one block of each kind, with its own weights, on 16 tokens.
+
+    Raises:
+        RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `mlp_chunk_tokens` asks for them.
     """
-    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"))
+    chunk_tokens = None if mlp_chunk_tokens is None else 16 // NUM_CHUNKS
+    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), chunk_tokens)
 
     def bind(block: int) -> None:
         layer = block + 1
         worker.bind(layer, {place.name: place.parameter(store.buffers[layer]) for place in store.layouts[layer].places})
 
+    if mlp_chunk_tokens is not None:
+        worker.check_mlp_chunks(bind)
     return worker.find_unread(bind, 0 if has_dropout(model) else None)

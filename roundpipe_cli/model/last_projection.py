@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
 from roundpipe_cli.model.split import BlockCall
 
 Parameters = Mapping[str, nn.Parameter]
@@ -69,7 +70,11 @@ class LeftOut:
         """Wrap the modules `names` of `block`, one worker's own copy."""
         self._active = False
         self._mode = NoProducts(fill)
-        self._modules = [block.get_submodule(name) for name in names]
+        self._fill = fill
+        modules = [block.get_submodule(name) for name in names]
+        self._chunks = [module.__dict__[ATTRIBUTE] for module in modules if ATTRIBUTE in module.__dict__]
+        """Of modules that go in chunks of tokens: their whole forward is left out."""
+        self._modules = [module for module in modules if ATTRIBUTE not in module.__dict__]
         for module in self._modules:
             module.__dict__["forward"] = self._wrapped(module.forward)
 
@@ -85,9 +90,13 @@ class LeftOut:
     def __enter__(self) -> None:
         """Leave the products out from here on."""
         self._active = True
+        for chunks in self._chunks:
+            chunks.fill = self._fill
 
     def __exit__(self, *_: object) -> None:
         self._active = False
+        for chunks in self._chunks:
+            chunks.fill = None
 
     def unwrap(self) -> None:
         """Give the modules their own forward back."""
@@ -131,7 +140,8 @@ class BlockProbe:
             return leaf, self._call.run(self._block, leaf)
 
     def _candidates(self) -> tuple[str, ...]:
-        """Linear modules called once whose result goes through nothing but linear operations to the output."""
+        """Linear modules called once whose result goes through nothing but linear operations to the output, and modules
+        that go in chunks of tokens, of which the proof alone decides."""
         made: dict[str, list[torch.Tensor]] = {}
         with ExitStack() as hooks:
             for name, module in self._block.named_modules():
@@ -154,7 +164,8 @@ class BlockProbe:
                 found.add(once[node])
             elif node.name() in _PASSES:
                 waiting += [edge for index, (edge, _) in enumerate(node.next_functions) if _is_unread(node, index)]
-        return tuple(name for name in made if name in found)
+        chunked = (name for name, module in self._block.named_modules() if ATTRIBUTE in module.__dict__)
+        return (*(name for name in made if name in found), *chunked)
 
     def _digests(self, left_out: Collection[str]) -> dict[str, str]:
         """Of every gradient, with NaN in place of some modules' products. Empty where one is not finite."""

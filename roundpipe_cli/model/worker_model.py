@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embeddin
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import LeftOut, find_unread
 from roundpipe_cli.model.lora import ADAPTER
+from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.split import (
     BlockCall,
@@ -143,6 +144,7 @@ class WorkerModel:
         host_views: Mapping[str, torch.Tensor],
         trainable: frozenset[str],
         device: torch.device,
+        mlp_chunk_tokens: int | None = None,
     ) -> None:
         """Copy the skeleton `model` (parameters on the meta device, buffers real).
 
@@ -152,6 +154,7 @@ class WorkerModel:
             host_views: parameter name -> the host's weights, for the embed layer.
             trainable: names of all trainable parameters.
             device: where blocks and head run.
+            mlp_chunk_tokens: tokens of a chunk of the blocks' feed-forward part; None: it is computed whole.
         """
         self.split = split
         self.device = device
@@ -179,6 +182,25 @@ class WorkerModel:
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._left_out: dict[int, LeftOut] = {}
+        self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
+
+    def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
+        found = {}
+        for index, block in enumerate(self.blocks):
+            name = find_mlp(block)
+            if name is not None:
+                module = block.get_submodule(name)
+                found[index] = MlpChunks(module, chunk_tokens, self._unpacking(index + 1, frozenset(module.modules())))
+        return found
+
+    def _unpacking(self, layer: int, modules: frozenset[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the weights of `modules`, a part of `layer`, whole where they lie in 4 bit."""
+
+        def unpack() -> AbstractContextManager[None]:
+            packed = [place for place in self._packed.get(layer, ()) if place[0] in modules]
+            return whole_weights(packed) if packed else nullcontext()
+
+        return unpack
 
     def _move_buffers(self, roots: list[list[nn.Module]]) -> None:
         for modules in roots:
@@ -290,6 +312,21 @@ class WorkerModel:
         ready = lambda: self._ready(bound, dropout_seed)  # noqa: E731 - `bound` as it is when a block is called
         return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, ready)
 
+    def check_mlp_chunks(self, bind: Callable[[int], None]) -> None:
+        """Try the first block's feed-forward part in chunks; `bind` gives a block its weights.
+
+        Raises:
+            RefusedError: it cannot be cut.
+        """
+        config: Any = self._causal.config
+        ids = torch.arange(1, 17).reshape(2, 8) % config.get_text_config().vocab_size
+        training, adapters = self._mode
+        self.set_mode(training=False, adapters=True)
+        prologue = self.prologue(ids)
+        bind(0)
+        check_chunks(self.blocks[0], prologue.hidden, lambda hidden: self.run_block(0, prologue.calls[0], hidden))
+        self.set_mode(training=training, adapters=adapters)
+
     def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:
         """From now on `run_block` leaves these modules' products out where nobody reads the block's output."""
         self._left_out = {index: LeftOut(self.blocks[index], names) for index, names in unread.items() if names}
@@ -308,6 +345,8 @@ class WorkerModel:
         Where only the graph is wanted (`output_is_read` false), the output's values mean nothing.
         """
         left_out = None if output_is_read else self._left_out.get(index)
+        if index in self._mlp_chunks:
+            self._mlp_chunks[index].dropout_seed = dropout_seed
         with self._ready(index + 1, dropout_seed), left_out or nullcontext():
             return call.run(self.blocks[index], hidden)
 

@@ -66,6 +66,8 @@ class TrainingSettings:
     optimizer: str = "adamw"
     """The recipe's `optim`; `sgd_momentum` where that has momentum."""
     head_chunk_tokens: int = 1024
+    mlp_chunk_tokens: int | None = None
+    """Of a block's feed-forward part, which is computed again in backward; None: whole."""
     save_total_limit: int = 2
     weight_cache_bytes: int = 0
     """Of each GPU's memory, for weights that stay there."""
@@ -79,6 +81,11 @@ class TrainingSettings:
     @property
     def tokens_per_microbatch(self) -> float:
         return self.micro_batch_size * self.max_seq_length
+
+    @property
+    def tokens_per_mlp_call(self) -> float:
+        """Of a block's feed-forward part."""
+        return min(self.tokens_per_microbatch, self.mlp_chunk_tokens or self.tokens_per_microbatch)
 
     @property
     def dtype_bytes(self) -> int:
@@ -250,10 +257,9 @@ class _Timer:
         adapter_s = 2 * tokens * per_flop * adapters * active
         forward_s = max(linear_s + attention_s + adapter_s, read_s)
         backward_s = max((2 if trains else 1) * linear_s + 2.5 * attention_s + 2 * adapter_s, read_s)
-        last_projection_s = 2 * tokens * per_flop * architecture.hidden_size * architecture.intermediate_size
-        four_norms = architecture.model_type in ("gemma2", "gemma3", "gemma3_text", "glm4")
-        keeps_output = bool(block.num_experts) or four_norms
-        kept = int(tokens * activation_bytes_per_token(architecture, block, settings))
+        skippable_s = self._skippable_s(block)
+        if settings.tokens_per_mlp_call < tokens:  # backward computes it again
+            backward_s += self._mlp_s(block)
         return LayerCost(
             name="block",
             forward_s=forward_s,
@@ -261,9 +267,27 @@ class _Timer:
             recompute=settings.recompute != "none",
             param_bytes=self._upload_bytes(block.params, block.active_linear_params > 0, adapters),
             boundary_bytes=self._boundary_bytes,
-            activation_bytes=self._boundary_bytes if settings.recompute == "layer" else kept,
-            recompute_skippable_s=0.0 if keeps_output or settings.recompute == "none" else last_projection_s,
+            activation_bytes=self._boundary_bytes
+            if settings.recompute == "layer"
+            else activation_bytes(architecture, block, settings),
+            recompute_skippable_s=0.0 if settings.recompute == "none" else skippable_s,
         )
+
+    def _mlp_s(self, block: Block) -> float:
+        """Forward of the feed-forward part."""
+        products = 2 * self.settings.tokens_per_microbatch * block.active_mlp_params
+        return products * self._s_per_flop / self._expert_fill(block)
+
+    def _skippable_s(self, block: Block) -> float:
+        """Of the forward, what a recompute need not do where nobody reads the block's output."""
+        architecture, tokens = self.architecture, self.settings.tokens_per_microbatch
+        if architecture.model_type in ("gemma2", "gemma3", "gemma3_text", "glm4"):  # a norm reads it
+            return 0.0
+        if self.settings.tokens_per_mlp_call < tokens:
+            return self._mlp_s(block)
+        if block.num_experts:  # routing weights read the last product
+            return 0.0
+        return 2 * tokens * self._s_per_flop * architecture.hidden_size * architecture.intermediate_size
 
     def head(self) -> LayerCost:
         """Final norm, LM head and loss, in chunks of tokens; forward and backward in one go, no recompute."""
@@ -284,7 +308,7 @@ class _Timer:
         """Useful share of the experts' tiles."""
         if not block.num_experts:
             return 1.0
-        per_expert = self.settings.tokens_per_microbatch * self.architecture.num_experts_per_tok / block.num_experts
+        per_expert = self.settings.tokens_per_mlp_call * self.architecture.num_experts_per_tok / block.num_experts
         return per_expert / (per_expert + EXPERT_TILE_TOKENS)
 
     def _weight_read_s(self, block: Block) -> float:
@@ -302,8 +326,8 @@ class _Timer:
         return int(params * per_param) + adapters * self.settings.dtype_bytes
 
 
-def activation_bytes_per_token(architecture: Architecture, block: Block, settings: TrainingSettings) -> float:
-    """What autograd keeps of one block for backward, per token; see the head of this file.
+def activation_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
+    """What autograd keeps of one block for the backward of one microbatch; see the head of this file.
 
     A norm keeps its input in float32 and its output (the next product's input); with trained weights also the
     normalised input. Attention keeps q, k, v, its output and that output laid out for the next product. A gated MLP
@@ -314,19 +338,19 @@ def activation_bytes_per_token(architecture: Architecture, block: Block, setting
     key_value = architecture.num_key_value_heads * architecture.head_dim
     per_norm = 4 + size * (2 if settings.method == "full" else 1)
     num_norms = 4 if architecture.model_type in ("gemma2", "gemma3", "gemma3_text", "glm4") else 2
-    total = float(num_norms * per_norm * hidden)
+    total = float(num_norms * per_norm * hidden)  # per token
     if architecture.qk_norm:
         total += (per_norm - size) * (query + key_value)
     total += size * (3 * query + 2 * key_value)
     width = architecture.intermediate_size
     tensors = 4 if architecture.gated_mlp else 2
     if block.num_experts:
-        total += architecture.num_experts_per_tok * size * (tensors * width + 2 * hidden) + 8 * block.num_experts
+        mlp = architecture.num_experts_per_tok * size * (tensors * width + 2 * hidden) + 8 * block.num_experts
     else:
-        total += size * tensors * width
+        mlp = size * tensors * width
     if settings.method == "lora":
         total += 7 * size * settings.lora_r
-    return total
+    return int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
 
 
 def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

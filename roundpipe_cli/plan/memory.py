@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes_per_token, trainable_params
+from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes, trainable_params
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.hardware import Device, Hardware
 from roundpipe_cli.plan.models import Architecture
@@ -112,7 +112,9 @@ def fixed_device_need(
     tokens, size = settings.tokens_per_microbatch, settings.dtype_bytes
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
-    workspace = int(tokens * size * (3 * wide + 2 * architecture.hidden_size))
+    workspace = int(size * (settings.tokens_per_mlp_call * 3 * wide + tokens * 2 * architecture.hidden_size))
+    if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
+        workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
     parts = [
         Part("head chunk", costs.layers[-1].activation_bytes),
         Part("boundary tensors", 4 * boundary),
@@ -129,8 +131,7 @@ def fixed_device_need(
 
 def one_layer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
     """Activations of the largest block for one microbatch."""
-    largest = max(activation_bytes_per_token(architecture, block, settings) for block in set(architecture.blocks))
-    return int(settings.tokens_per_microbatch * largest)
+    return max(activation_bytes(architecture, block, settings) for block in set(architecture.blocks))
 
 
 def _weights(layers: Sequence[LayerCost], stage: StageRange) -> int:

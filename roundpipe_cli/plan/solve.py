@@ -21,6 +21,8 @@ from roundpipe_cli.units import GIB, format_count
 MAX_SEQUENCE_TOKENS = 1 << 24
 MAX_MICRO_BATCH = 1 << 16
 NUM_CHANGES = 3
+MLP_CHUNK_TOKENS = 4096
+"""That keep large products busy, of an expert too: with 8 of 128 experts a token, 256 rows each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,12 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
         yield (
             Change(("head_chunk_tokens=256",), "head_chunk_tokens=256: the head's logits in smaller pieces", 0.2),
             lambda s: replace(s, head_chunk_tokens=256),
+        )
+    if settings.tokens_per_mlp_call > MLP_CHUNK_TOKENS:
+        text = f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}"
+        yield (
+            Change((text,), f"{text}: the blocks' feed-forward part in pieces, computed again in backward", 0.25),
+            lambda s: replace(s, mlp_chunk_tokens=MLP_CHUNK_TOKENS),
         )
     if settings.save_total_limit > 2:
         yield (

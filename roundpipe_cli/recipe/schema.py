@@ -302,6 +302,11 @@ class Recipe:
     head_chunk_tokens: PositiveInt = 1024
     """Tokens for which the LM head computes logits at once. Memory of the head grows with it; it is fixed by the recipe
     and never planned, since it changes the last bits of the head's gradient."""
+    mlp_chunk_tokens: PositiveInt | None = None
+    """Tokens for which a block's feed-forward part (its experts) is computed at once, forward and backward: for long
+    sequences, whose activations there would take the most memory. Its forward is computed again in backward, which
+    costs nothing where a recompute leaves it out meanwhile. Fixed by the recipe, as it changes the last bits. null is
+    all tokens of a microbatch."""
     output_dir: Words
     """Folder of checkpoints, metrics and the result. Not given: outputs/<name of the recipe file>."""
     logging_steps: PositiveInt = 1

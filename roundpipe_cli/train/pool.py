@@ -35,6 +35,8 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     recipe = setup.recipe
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
     skip = recipe.pipeline.skip_last_projection
+    chunks = recipe.mlp_chunk_tokens
+    unread = find_unread(setup.model, setup.split, setup.store, chunks) if skip or chunks else {}
     return Engine(
         setup.model,
         setup.split,
@@ -42,9 +44,10 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         make_backends(setup.devices, num_threads, count_bytes=count_bytes),
         seed=recipe.seed,
         head_chunk_tokens=recipe.head_chunk_tokens,
+        mlp_chunk_tokens=chunks,
         label_smoothing=recipe.label_smoothing_factor,
         recompute=recipe.pipeline.recompute,
-        unread=find_unread(setup.model, setup.split, setup.store) if skip else None,
+        unread=unread if skip else None,
         keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
         keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
         weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
@@ -119,6 +122,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
             "micro_batch_size": recipe.micro_batch_size,
             "head_chunk_tokens": recipe.head_chunk_tokens,
+            "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
             "recompute": recipe.pipeline.recompute,
             "skip_last_projection": recipe.pipeline.skip_last_projection,
             "keep_activations": recipe.pipeline.keep_activations,

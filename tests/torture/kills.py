@@ -23,8 +23,8 @@ from tests.torture.arena import (
 )
 
 KILLS_PER_TRY = 3
-SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
-"""Saves take about as long as everything else together, so that many kills fall into one."""
+SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.06"}
+"""Saves take longer than everything else together, so that many kills fall into one."""
 MIN_IN_SAVES = 0.25
 ENOUGH_KILLS = 300
 """From which number of kills on that share is asked for."""
