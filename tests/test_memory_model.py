@@ -46,6 +46,10 @@ def test_host_bytes_per_trained_parameter(dtype: Any, staleness: int, bytes_per_
     by_param = sum(part(need, name) for name in ("trained weights", "masters", "optimizer state", "gradients"))
     assert by_param == bytes_per_param * architecture.parameters
     assert part(need, "frozen") == 0
+    shared = host_need(costs, architecture, replace(settings, num_shards=4), hardware, 33)
+    assert part(shared, "optimizer state") == part(need, "optimizer state") // 4
+    assert part(shared, "masters") == part(need, "masters") // (1 if dtype == "float32" else 4)
+    assert part(shared, "gradients") == part(need, "gradients")
 
 
 def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:

@@ -10,8 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.train.nodes import Nodes
+from roundpipe_cli.train.optimizer import HostOptimizer
+from roundpipe_cli.train.shard import Shards, owners
 from tests.e2e import Outcome, Running, finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.tiny import make_rig
 
 CHANGES = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
 
@@ -67,14 +73,70 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, count: int) 
     assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
 
 
-def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(workspace: Path) -> None:
-    full = ("method=full", "learning_rate=1e-3", "max_steps=4")
-    finetune(workspace, *full, "output_dir=full1").expect(0)
-    outcomes = train(workspace, 2, *full, "output_dir=full2")
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    alone, shared = metrics(workspace / "full1"), metrics(workspace / "full2")
+FULL = ("method=full", "learning_rate=1e-3", "save_steps=4")
+
+
+@pytest.fixture(scope="module")
+def trained(workspace: Path) -> Path:
+    """Full fine-tuning by two processes, each with all of the optimizer's state, into `full2`."""
+    assert [outcome.code for outcome in train(workspace, 2, *FULL, "output_dir=full2")] == [0, 0]
+    return workspace
+
+
+def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: Path) -> None:
+    finetune(trained, *FULL, "output_dir=full1").expect(0)
+    alone, shared = metrics(trained / "full1"), metrics(trained / "full2")
     assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
     assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+STALE = ("dtype=bfloat16", "pipeline.optimizer_staleness=1")
+
+
+@pytest.mark.parametrize(("count", "words"), [(2, STALE), (3, ())])
+def test_a_shared_out_optimizer_gives_the_same_bits(workspace: Path, count: int, words: tuple[str, ...]) -> None:
+    """With its checkpoints, which the first process writes whole, and the result."""
+    whole, folder = workspace / f"whole{count}", workspace / f"sharded{count}"
+    assert [outcome.code for outcome in train(workspace, count, *FULL, *words, f"output_dir={whole}")] == [0] * count
+    outcomes = train(workspace, count, *FULL, *words, "nodes.shard_optimizer=true", f"output_dir={folder}")
+    assert [outcome.code for outcome in outcomes] == [0] * count, outcomes
+    assert "shared out over" in outcomes[0].err
+    assert numbers(folder) == numbers(whole)
+    for step in ("step-00000004", "step-00000006", "."):
+        files = tensors_of(folder / step)
+        assert files and files == tensors_of(whole / step)
+
+
+def test_every_machine_keeps_its_share() -> None:
+    layouts = make_rig("llama", dtype=torch.bfloat16, num_hidden_layers=12, vocab_size=300).store.layouts
+    whole = WeightStore(layouts)
+    kept = []
+    for rank in range(3):
+        elsewhere = Shards(Nodes(rank, 3, 0), owners(layouts, 3), frozenset()).elsewhere
+        store = WeightStore(layouts, elsewhere=elsewhere)
+        kept.append(store.num_bytes()["masters"] + HostOptimizer(store, elsewhere=elsewhere).num_bytes)
+    assert sum(kept) == whole.num_bytes()["masters"] + HostOptimizer(whole).num_bytes
+    assert max(kept) < 0.36 * sum(kept)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_shared_out_run_resumes_on_another_number_of_machines(workspace: Path, count: int) -> None:
+    """From a checkpoint of two in bfloat16 with staleness 1: masters, moments and two versions of the weights."""
+    whole = workspace / "sharded2"
+    if not whole.exists():
+        train(workspace, 2, *FULL, *STALE, "nodes.shard_optimizer=true", f"output_dir={whole}")
+    folder = workspace / f"resumed{count}"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("report.*", "model*", "step-00000006"))
+    words = (*FULL, *STALE, "nodes.shard_optimizer=true", f"output_dir={folder}", "--resume")
+    assert [outcome.code for outcome in train(workspace, count, *words)] == [0] * count
+    before, after = metrics(whole), metrics(folder)
+    assert [row["loss_hex"] for row in after[:4]] == [row["loss_hex"] for row in before[:4]]
+    assert [row["loss"] for row in after] == pytest.approx([row["loss"] for row in before], rel=1e-4)
+    assert tensors_of(folder / "step-00000006").keys() == tensors_of(whole / "step-00000006").keys()
 
 
 def test_a_killed_process_ends_the_run_which_resumes(workspace: Path) -> None:

@@ -15,7 +15,7 @@ from roundpipe_cli.cli.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.hardware import Hardware
-from roundpipe_cli.plan.machine import host_memory
+from roundpipe_cli.plan.machine import host_memory, num_machines
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
 from roundpipe_cli.plan.stages import StageRange, even_sizes, forward_ranges
@@ -101,6 +101,8 @@ def check_fits(loaded: LoadedRecipe) -> None:
     settings = question.settings
     if loaded.recipe.weights == "auto":
         settings = choose_tier(question.architecture, settings, machine)
+    if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
+        settings = replace(settings, num_shards=num_machines())
     verdict = judge_coarsest(question.architecture, settings, machine)
     if verdict.fits:
         return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,12 +77,20 @@ class LayerUpdate:
 class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
-    def __init__(self, layouts: Sequence[LayerLayout], staleness: int = 0, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[LayerLayout],
+        staleness: int = 0,
+        folder: Path | None = None,
+        elsewhere: Collection[int] = (),
+    ) -> None:
         """
         Args:
             layouts: one per layer.
             staleness: 0 or 1: versions by which the weights of a step may lag.
             folder: map the weights from a file there; None: ordinary memory.
+            elsewhere: layers that another process keeps the masters of: here they are on the meta device, unless they
+                are the weights themselves.
 
         Raises:
             OSError: no such file can be made in `folder`.
@@ -97,9 +105,11 @@ class WeightStore:
         """Per layer, uint8: the trainable weights of version 1, 3, ..."""
         self.masters: list[torch.Tensor] = []
         """Per layer, float32 [num_trainable_elements], of the newest version."""
-        for layout, buffer in zip(layouts, self.buffers, strict=True):
+        for layer, (layout, buffer) in enumerate(zip(layouts, self.buffers, strict=True)):
             if layout.trainable_dtype == torch.float32:
                 self.masters.append(layout.trainable_bytes(buffer))
+            elif layer in elsewhere:
+                self.masters.append(torch.empty(layout.num_trainable_elements, device="meta"))
             else:
                 self.masters.append(page_aligned(4 * layout.num_trainable_elements).view(torch.float32))
         self._gradients = [
@@ -154,9 +164,9 @@ class WeightStore:
         self._held = [list(held) for _ in self.layouts]
         for layer in self._trained:
             if self.layouts[layer].trainable_dtype == torch.float32:
-                self.masters[layer] = self._trainable(layer, version)
+                self.masters[layer] = self.trained_weights(layer, version)
 
-    def _trainable(self, layer: int, version: int) -> torch.Tensor:
+    def trained_weights(self, layer: int, version: int) -> torch.Tensor:
         """The trainable weights of one version, flat, in their own dtype."""
         layout = self.layouts[layer]
         if version % len(self._views):
@@ -170,11 +180,11 @@ class WeightStore:
         slot = version % len(self._views)
         self._held[layer][slot] = NO_VERSION
         if self.layouts[layer].trainable_dtype == torch.float32:
-            target = self._trainable(layer, version) if self.staleness else self.masters[layer]
+            target = self.trained_weights(layer, version) if self.staleness else self.masters[layer]
             yield LayerUpdate(self.masters[layer], target, None)
             self.masters[layer] = target
         else:
-            yield LayerUpdate(self.masters[layer], self.masters[layer], self._trainable(layer, version))
+            yield LayerUpdate(self.masters[layer], self.masters[layer], self.trained_weights(layer, version))
         self._held[layer][slot] = version
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -267,7 +277,7 @@ class WeightStore:
         masters = sum(
             master.nbytes
             for master, layout in zip(self.masters, self.layouts, strict=True)
-            if layout.trainable_dtype != torch.float32
+            if layout.trainable_dtype != torch.float32 and not master.is_meta
         )
         return {
             "weights": sum(buffer.nbytes for buffer in (*self.buffers, *self._odd)),

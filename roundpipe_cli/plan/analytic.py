@@ -77,6 +77,8 @@ class TrainingSettings:
     """Recompute leaves out what backward never reads, for which the host keeps the input of every layer."""
     keep_blocks: int = 0
     """Blocks, counted from the last, that are not recomputed: their activations stay on the device."""
+    num_shards: int = 1
+    """Machines over which masters and the optimizer's state are shared out."""
 
     @property
     def tokens_per_microbatch(self) -> float:

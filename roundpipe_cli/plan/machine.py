@@ -95,6 +95,11 @@ def _inactive_file_bytes(path: Path) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
+def num_machines() -> int:
+    """Processes of this run, one on each machine, as torchrun's environment says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -162,6 +162,7 @@ def host_need(
 ) -> Need:
     """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it."""
     trainable = sum(trainable_params(architecture, settings))
+    updated = -(-trainable // settings.num_shards)
     size, versions = settings.dtype_bytes, 1 + settings.staleness
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
     boundary = max(layer.boundary_bytes for layer in costs.layers)
@@ -172,8 +173,8 @@ def host_need(
         (
             Part("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
             Part("trained weights", trainable * size * weight_versions),
-            Part("float32 masters", trainable * 4),
-            Part("optimizer state", int(trainable * moment_bytes_per_param(settings, architecture.hidden_size))),
+            Part("float32 masters", (updated if size == 2 else trainable) * 4),
+            Part("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
             Part("gradients", trainable * 4 * versions),
             Part("boundary activations", boundary * (num_inputs + 2) * in_flight),
             Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),

@@ -203,6 +203,15 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesConfig:
+    """Several machines, one process on each, started by torchrun. Changes memory and traffic, never the loss."""
+
+    shard_optimizer: Literal["auto"] | bool = "auto"
+    """Share optimizer state and float32 masters out over the machines, whole layers to each (ZeRO stage 1; `method:
+    full`). `auto` does so where one machine's memory is short for all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One fine-tuning run."""
 
@@ -347,6 +356,8 @@ class Recipe:
     2x3090:pcie_lanes=8,host_memory_gib=64. null is this one. `finetune` runs on what is here."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Devices, partition and schedule."""
+    nodes: NodesConfig = field(default_factory=NodesConfig)
+    """Several machines; not used on one."""
 
 
 def plain(value: Any) -> Any:

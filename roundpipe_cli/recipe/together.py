@@ -36,6 +36,9 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     _find_preference_problems(recipe, findings)
     _find_schedule_problems(recipe, findings)
     _find_optimizer_problems(recipe, findings)
+    if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
+        hint = "the state of adapters is small: delete the line"
+        findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
     if not recipe.val_set_size and not recipe.eval_datasets:
         for key, off in NEEDS_EVALUATION:
             if getattr(recipe, key) != off:

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,10 +20,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
 from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
 from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
+from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
@@ -44,6 +47,7 @@ from roundpipe_cli.train.report import make_report
 from roundpipe_cli.train.resume import check_state, check_tensors, check_unchanged, run_state, shared_facts
 from roundpipe_cli.train.saver import Saver, Snapshot, State
 from roundpipe_cli.train.setup import Setup, Tell, prepare
+from roundpipe_cli.train.shard import Shards, make_shards
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.train.step_folders import list_checkpoints
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
@@ -113,11 +117,17 @@ def finetune(
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
         with watching(recipe.watchdog_s):
-            setup = prepare(loaded, offline=offline, tell=tell)
+            shards: list[Shards] = []
+
+            def share_out(layouts: Sequence[LayerLayout]) -> frozenset[int]:
+                shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
+                return shards[0].elsewhere if shards else frozenset()
+
+            setup = prepare(loaded, offline=offline, tell=tell, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, allow_changed)
-            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned, nodes)
+            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned, nodes, *shards)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
             trainer.run(checkpoint)
 
@@ -135,10 +145,12 @@ class Trainer:
         live: bool = False,
         planned: Planned | None = None,
         nodes: Nodes | None = None,
+        shards: Shards | None = None,
     ) -> None:
         recipe = setup.recipe
         self._nodes = nodes or Nodes(0, 1, recipe.watchdog_s)
         self._sharing: Sharing | None = None
+        self._shards = shards
         self.setup = setup
         self.recipe = recipe
         self.output_dir = output_dir
@@ -159,8 +171,8 @@ class Trainer:
             num_steps=self.num_steps,
             settings={str(key): value for key, value in recipe.lr_scheduler_kwargs.items()},
         )
-        self.optimizer = make_optimizer(setup.store, recipe)
-        self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores())
+        self.optimizer = make_optimizer(setup.store, recipe, shards.elsewhere if shards else ())
+        self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores(), shards=shards)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip"
         self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
@@ -222,7 +234,8 @@ class Trainer:
         ):
             if not alone:
                 late, table = sorted(engine.late_layers), f"{setup.split.embedding_path}.weight"
-                self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, late, table))
+                owner = self._shards.owner if self._shards else None
+                self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, late, table, owner))
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
@@ -458,7 +471,8 @@ class Trainer:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _save(self, step: int, metrics: FileIO) -> None:
-        if not self._nodes.is_first:
+        shards, first = self._shards, self._nodes.is_first
+        if shards is None and not first:
             self._saved_step = step
             return
         started_s = time.monotonic()
@@ -478,7 +492,15 @@ class Trainer:
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
         state_of, ready = partial(self._state_of, step), partial(self._updater.wait_for, version=step)
-        self._saver.begin(Snapshot(step, layers, state_of, ready, meta), started_s)
+        snapshot = Snapshot(step, layers, state_of, ready, meta)
+        if shards is not None:
+            own = [layer for layer in layers if first or shards.is_own(layer)]
+            collect = partial(self._collected, shards, step)
+            snapshot = replace(snapshot, layers=own, contents_of=collect, is_written=first)
+        self._saver.begin(snapshot, started_s)
+
+    def _collected(self, shards: Shards, step: int, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+        return shards.collect(layer, self._state_of(step, layer))
 
     def _state_of(self, step: int, layer: int) -> State:
         """What the checkpoint after `step` updates holds of one layer."""

@@ -27,6 +27,7 @@ from roundpipe_cli.engine.gradients import square_sum
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
 from roundpipe_cli.model.head import target_rows
+from roundpipe_cli.plan.machine import num_machines
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint import Checkpoint
 
@@ -48,6 +49,8 @@ class Nodes:
         """
         self.rank, self.count = rank, count
         self._timeout = timedelta(seconds=watchdog_s) if watchdog_s else LONGEST_WAIT
+        self._weights: Any = None
+        self._state: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -80,9 +83,39 @@ class Nodes:
         self._try(lambda: dist.all_reduce(tensor, operation), "a step's border")
         return list(tensor.tolist())
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Replace a host tensor by its sum over all processes; the bits are the same on each."""
-        self._try(lambda: dist.all_reduce(tensor), "summing gradients")
+    def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
+        """Replace a host tensor by its sum over all processes; the bits are the same on each.
+
+        Args:
+            owner: the only process that wants it; elsewhere the tensor is left with anything in it.
+        """
+        if owner is None:
+            self._try(lambda: dist.all_reduce(tensor), "summing gradients")
+        else:
+            self._try(lambda: dist.reduce(tensor, owner), "summing gradients")
+
+    def open_links(self) -> None:
+        """Make `share`, `send_to_first` and `receive_like` possible; on all processes."""
+        self._weights, self._state = (dist.new_group(timeout=self._timeout) for _ in range(2))
+
+    def share(self, tensor: torch.Tensor, owner: int) -> None:
+        """Replace a contiguous host tensor by its owner's. May run beside the calls that others than this make."""
+        content = tensor.view(torch.uint8)
+        self._try(lambda: dist.broadcast(content, owner, group=self._weights), "sending new weights round")
+
+    def send_to_first(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous host tensor to the first process, which calls `receive_like`."""
+        content = tensor.reshape(-1).view(torch.uint8)
+        if content.numel():
+            self._try(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
+
+    def receive_like(self, tensor: torch.Tensor, sender: int) -> torch.Tensor:
+        """What `sender` sends, of the shape and type of `tensor`."""
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        content = received.view(-1).view(torch.uint8)
+        if content.numel():
+            self._try(lambda: dist.recv(content, sender, group=self._state), "collecting a checkpoint")
+        return received
 
     def from_first(self, document: Any) -> Any:
         """The first process' JSON document, on all."""
@@ -161,7 +194,7 @@ def nodes_of(recipe: Recipe) -> Nodes:
     Raises:
         RefusedError: the recipe asks for what cannot be shared.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = num_machines()
     nodes = Nodes(int(os.environ.get("RANK", "0")), count, recipe.watchdog_s)
     if count == 1:
         return nodes
@@ -206,13 +239,22 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[in
 class Sharing:
     """One process' part in the steps of a run; owns the thread that sums gradients, inside `with`."""
 
-    def __init__(self, nodes: Nodes, store: WeightStore, late_layers: Sequence[int], table: str = "") -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        store: WeightStore,
+        late_layers: Sequence[int],
+        table: str = "",
+        owner: Mapping[int, int] | None = None,
+    ) -> None:
         """
         Args:
             store: of the gradients.
             late_layers: trained layers whose gradients are complete at the end of a step only.
             table: name of the embedding table.
+            owner: rank by layer, where one process alone wants the sum of each; None: all want all.
         """
+        self._owner = owner
         self._nodes, self._store = nodes, store
         self._table = table if table in store.trainable_names and store.layer_of(table) == 0 else None
         """The table, if it is trained and not tied to the head: its gradient is zero but for the rows of tokens."""
@@ -276,7 +318,9 @@ class Sharing:
         if isinstance(answer, BaseException):
             raise answer
         squares = [answer[layer] for layer in sorted(answer)]
-        loss, tokens = self._nodes.sums([result.loss, result.num_target_tokens])
+        shared = squares if self._owner is not None else []
+        loss, tokens, *whole = self._nodes.sums([result.loss, result.num_target_tokens, *shared])
+        squares = whole or squares
         norm = math.sqrt(sum(squares)) / loss_scale
         return replace(result, loss=loss, num_target_tokens=int(tokens), gradient_norm=norm)
 
@@ -303,9 +347,13 @@ class Sharing:
             if self._table is not None and layer == 0:
                 self._sum_embed(step, gradient, self._table)
             else:
-                self._nodes.add_up(gradient)
-            squares[layer] = float(square_sum(gradient))
+                self._add_up(layer, gradient)
+            wanted = self._owner is None or self._owner[layer] == self._nodes.rank
+            squares[layer] = float(square_sum(gradient)) if wanted else 0.0
         return squares
+
+    def _add_up(self, layer: int, tensor: torch.Tensor) -> None:
+        self._nodes.add_up(tensor, None if self._owner is None else self._owner[layer])
 
     def _sum_embed(self, step: int, gradient: torch.Tensor, table: str) -> None:
         """Sum the embed layer's gradient, of the table only the rows that the step has tokens for.
@@ -314,12 +362,12 @@ class Sharing:
         """
         rows, view = self._rows, self._store.gradient(table, step)
         if rows is None or 2 * len(rows) > len(view):
-            self._nodes.add_up(gradient)
+            self._add_up(0, gradient)
             return
         compact = view[rows]
-        self._nodes.add_up(compact)
+        self._add_up(0, compact)
         view[rows] = compact
         start = view.storage_offset() - gradient.storage_offset()
         for rest in (gradient[:start], gradient[start + view.numel() :]):
             if rest.numel():
-                self._nodes.add_up(rest)
+                self._add_up(0, rest)

@@ -5,7 +5,7 @@ Equal to the library's own optimizer on float32 masters. Padding between paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +40,20 @@ class _Piece:
 class HostOptimizer:
     """Updates the masters of a weight store from its gradients and rounds them to the weights of the next version."""
 
-    def __init__(self, store: WeightStore, rule: Rule | None = None, rates: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        rule: Rule | None = None,
+        rates: Mapping[str, float] | None = None,
+        elsewhere: Collection[int] = (),
+    ) -> None:
         """
         Args:
             rule: what an update is; AdamW with torch's defaults and no weight decay unless given.
             rates: factor of the learning rate by parameter; 1 where nothing is said.
+            elsewhere: layers that another process updates: their state here is on the meta device.
         """
+        self._elsewhere = frozenset(elsewhere)
         self._store = store
         self._rule = rule or AdamW()
         self._rates = rates or {}
@@ -92,7 +100,9 @@ class HostOptimizer:
         with torch.device("meta"):
             wanted = self._rule.make_state(shape)
         for key, like in wanted.items():
-            memory = page_aligned(like.numel() * like.itemsize).view(like.dtype).view(like.shape)
+            memory = like
+            if layer not in self._elsewhere:
+                memory = page_aligned(like.numel() * like.itemsize).view(like.dtype).view(like.shape)
             state[key] = memory
             self._moments[layer].append((f"{name}.{key}", memory))
         return state
@@ -156,16 +166,17 @@ class HostOptimizer:
         """Take up saved moments."""
         self.num_updates = num_updates
         for name, tensor in self.moments():
-            tensor.copy_(moments[name])
+            if not tensor.is_meta:
+                tensor.copy_(moments[name])
 
     @property
     def num_bytes(self) -> int:
         """Host bytes of the moments."""
-        return sum(tensor.nbytes for _, tensor in self.moments())
+        return sum(tensor.nbytes for _, tensor in self.moments() if not tensor.is_meta)
 
 
-def make_optimizer(store: WeightStore, recipe: Recipe) -> HostOptimizer:
-    """The optimizer that a recipe asks for.
+def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int] = ()) -> HostOptimizer:
+    """The optimizer that a recipe asks for; `elsewhere` as of `HostOptimizer`.
 
     Raises:
         RefusedError: its library is not installed.
@@ -178,7 +189,8 @@ def make_optimizer(store: WeightStore, recipe: Recipe) -> HostOptimizer:
         weight_decay=recipe.weight_decay,
     )
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
-    return HostOptimizer(store, rule, dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None)
+    rates = dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None
+    return HostOptimizer(store, rule, rates, elsewhere)
 
 
 def lora_plus_names(store: WeightStore) -> list[str]:

@@ -34,6 +34,7 @@ FREE_KEYS = (
     "watchdog_s",
     "weights",
     "hardware",
+    "nodes",
 )
 """May change between a run and its continuation; none of them changes what is computed."""
 GROWING_KEYS = ("max_steps", "num_train_epochs")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +51,10 @@ class Snapshot:
     """Blocks until a layer's state is that of `step`; called in the copying thread."""
     meta: Mapping[str, Any]
     """Plain JSON values."""
+    contents_of: Callable[[int], Iterable[tuple[str, str, torch.Tensor]]] | None = None
+    """Of one layer, called when it is copied in place of `state_of`, whose tensors may then be on the meta device."""
+    is_written: bool = True
+    """False: `contents_of` sends each layer to the process that writes, and gives nothing."""
 
 
 class _StoppedError(Exception):
@@ -148,15 +152,14 @@ class _Save:
         self._waiting = set(snapshot.layers)
         """Layers that must not change yet."""
         specs: dict[str, list[TensorSpec]] = {}
-        for layer in snapshot.layers:
+        for layer in snapshot.layers if snapshot.is_written else ():
             for file, name, tensor in snapshot.state_of(layer):
                 specs.setdefault(file, []).append(TensorSpec.of(name, tensor))
         self._specs = {file: tuple(items) for file, items in specs.items()}
         self.ring = _Ring(sum(spec.num_bytes for items in specs.values() for spec in items))
-        self.threads = [
-            threading.Thread(target=self._copy, name="ckpt-copy", daemon=True),
-            threading.Thread(target=self._write, name="ckpt-writer", daemon=True),
-        ]
+        self.threads = [threading.Thread(target=self._copy, name="ckpt-copy", daemon=True)]
+        if snapshot.is_written:
+            self.threads.append(threading.Thread(target=self._write, name="ckpt-writer", daemon=True))
         for thread in self.threads:
             thread.start()
 
@@ -187,10 +190,12 @@ class _Save:
 
     def _copy(self) -> None:
         torch.set_num_threads(1)
+        contents_of = self.snapshot.contents_of or self.snapshot.state_of
         try:
             for layer in self.snapshot.layers:
                 self.snapshot.wait_ready(layer)
-                for file, _, tensor in self.snapshot.state_of(layer):
+                for file, _, tensor in contents_of(layer):
+                    self.moved_s = time.monotonic()
                     self.ring.put(file, tensor)
                 with self._changed:
                     self._waiting.discard(layer)

@@ -5,7 +5,7 @@ names first, then the architecture, then the data, then memory, then the weights
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,19 @@ def _spec(dataset: DatasetConfig) -> DatasetSpec:
     )
 
 
-def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
+def prepare(
+    loaded: LoadedRecipe,
+    *,
+    offline: bool,
+    tell: Tell,
+    elsewhere: Callable[[Sequence[LayerLayout]], Collection[int]] = lambda layouts: (),
+) -> Setup:
     """Load all that a run needs.
+
+    Args:
+        offline: use local files only.
+        tell: is told what happens.
+        elsewhere: says which layers' masters another process keeps.
 
     Raises:
         RefusedError: recipe, data or model refused (exit code 2).
@@ -148,7 +159,7 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
-    store = _make_store(recipe, layouts, tell)
+    store = _make_store(recipe, layouts, tell, elsewhere(layouts))
     loading_notice = load_weights(source, model, store.set_parameter)
     if loading_notice:
         tell(Notice(loading_notice))
@@ -173,14 +184,14 @@ def prepare(loaded: LoadedRecipe, *, offline: bool, tell: Tell) -> Setup:
     )
 
 
-def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell) -> WeightStore:
+def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:
     """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short."""
     staleness = recipe.pipeline.optimizer_staleness
     num_bytes = sum(layout.num_bytes for layout in layouts)
     available = host_memory().available_bytes
     short = recipe.weights == "auto" and recipe.method == "lora" and num_bytes > MAX_MEMORY_SHARE * available
     if recipe.weights != "mmap" and not short:
-        return WeightStore(layouts, staleness)
+        return WeightStore(layouts, staleness, elsewhere=elsewhere)
     folder = Path(recipe.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     what = f"{format_bytes(num_bytes)} of weights are mapped from a file in {folder}"

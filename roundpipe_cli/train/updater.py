@@ -23,7 +23,10 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.train.optimizer import HostOptimizer
+from roundpipe_cli.train.shard import Shards
 from roundpipe_cli.watchdog import at_work
+
+Work = queue.Queue[Callable[[], None] | None]
 
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
@@ -33,51 +36,65 @@ JOIN_AFTER_ERROR_S = 2.0
 class Updater:
     """Carries out updates in the order in which they are handed over; owns its thread inside `with`."""
 
-    def __init__(self, store: WeightStore, optimizer: HostOptimizer, *, num_threads: int) -> None:
+    def __init__(
+        self, store: WeightStore, optimizer: HostOptimizer, *, num_threads: int, shards: Shards | None = None
+    ) -> None:
         """
         Args:
             store: weights and gradients.
             optimizer: what an update is.
             num_threads: intra-op threads of the update.
+            shards: layers that other processes update; a thread of its own sends new weights round.
         """
+        self._shards = shards
+        self._own = [layer for layer in optimizer.layers if shards is None or shards.is_own(layer)]
+        self._rounds: Work = queue.Queue()
+        self._sender = threading.Thread(target=self._run, args=(self._rounds, 1), name="weights-round", daemon=True)
         self.before_layer: Callable[[int, int], None] | None = None
         """Called in the thread with a layer and the version that it is about to get, before it changes: a checkpoint
         may still have to copy what is there."""
         self._store = store
         self._optimizer = optimizer
-        self._num_threads = num_threads
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._work: Work = queue.Queue()
         self._changed = threading.Condition()
         self._num_pending = 0
         self._error: BaseException | None = None
         self._where = ""
         self._poison: float | None = None
         self._early: tuple[int, int, float] | None = None
-        self._thread = threading.Thread(target=self._run, name="optimizer", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._work, num_threads), name="optimizer", daemon=True)
 
     def __enter__(self) -> Updater:
         self._thread.start()
+        if self._shards is not None:
+            self._sender.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._work.put(None)
+        self._rounds.put(None)
         self._thread.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
+        if self._shards is not None:
+            self._sender.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
 
     # -- orders --------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, learning_rate: float, gradient_factor: float) -> None:
         """Update every layer with the gradients of `step`; returns at once."""
         self._optimizer.num_updates += 1
-        number = self._optimizer.num_updates
-        for layer in self._optimizer.layers:
+        number, version = self._optimizer.num_updates, self._store.newest + 1
+        for layer in self._own:
             self._give(partial(self._update, step, layer, number, learning_rate, gradient_factor))
+        self._send_round(step, version)
 
     def skip(self, step: int) -> None:
         """Give every layer its next version without an update; returns at once."""
-        for layer in self._optimizer.layers:
+        version = self._store.newest + 1
+        for layer in self._own:
             self._give(partial(self._skip, step, layer))
+        self._send_round(step, version)
 
     def begin_early(self, step: int, learning_rate: float) -> None:
         """From now on update each layer when `gradient_complete` names it, with the gradients of `step`."""
@@ -143,20 +160,22 @@ class Updater:
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
-    def _give(self, work: Callable[[], None]) -> None:
+    def _give(self, work: Callable[[], None], to: Work | None = None) -> None:
         with self._changed:
             self._num_pending += 1
-        self._work.put(work)
+        (to or self._work).put(work)
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        while (work := self._work.get()) is not None:
+    def _run(self, orders: Work, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        while (work := orders.get()) is not None:
+            error: BaseException | None = None
             try:
                 if self._error is None:
                     work()
-            except BaseException as error:  # travels as a value; `wait` raises it
-                self._error = error
+            except BaseException as raised:  # travels as a value; `wait` raises it
+                error = raised
             with self._changed:
+                self._error = self._error or error
                 self._num_pending -= 1
                 self._changed.notify_all()
 
@@ -183,6 +202,23 @@ class Updater:
         self._enter_layer(step, layer)
         with at_work(self._where):
             self._optimizer.skip_layer(layer)
+
+    def _send_round(self, step: int, version: int) -> None:
+        """Have the sender's thread pass `version` of every layer on from its owner to the others."""
+        for layer in self._shards.order if self._shards is not None else ():
+            self._give(partial(self._exchange, step, layer, version), self._rounds)
+
+    def _exchange(self, step: int, layer: int, version: int) -> None:
+        assert self._shards is not None
+        if self._shards.is_own(layer):
+            self.wait_for(layer, version)
+            self._shards.share(layer, self._store.trained_weights(layer, version))
+            return
+        if self.before_layer is not None:
+            self.before_layer(layer, version)
+        where = f"new weights of {self._store.layouts[layer].name}, step {step + 1}"
+        with at_work(where), self._store.next_version(layer) as target:
+            self._shards.share(layer, target.new_masters if target.weights is None else target.weights)
 
     def _update_early(self, layer: int, square_sum: Callable[[], float]) -> None:
         assert self._early is not None
