@@ -132,3 +132,15 @@ def _where(rigs: dict[str, Rig], holds: Callable[[Rig], bool]) -> set[str]:
 def _own_table(rig: Rig) -> bool:
     names = [place.name for place in rig.store.layouts[0].places]
     return f"{rig.split.embedding_path}.weight" in names
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_stages_below_everything_that_is_trained_read_nothing_with_recompute_layer(copy: bool) -> None:
+    """Their inputs were kept for them, though they compute nothing: an assertion ended the step."""
+    rig = make_rig("llama", frozen=["embed_tokens", "layers.0.", "layers.1."])
+    microbatches = random_microbatches(SIZES)
+    loss = plain_step(rig, microbatches)
+    with rig.engine(2, recompute="layer", copy=copy) as engine:
+        result = engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0)
+    assert abs(result.loss - loss) < LOSS_TOLERANCE * loss
+    check_gradients(rig.plain, rig.store)

@@ -153,10 +153,12 @@ def make_rig(
     dtype: torch.dtype = torch.float32,
     staleness: int = 0,
     in_4bit: bool = False,
+    frozen: Sequence[str] = (),
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
 
+    `frozen`: parts of names of parameters that are not trained.
     `in_4bit`: with the base weights packed; the plain module has what they are when unpacked.
     """
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
@@ -164,6 +166,9 @@ def make_rig(
     skeleton = build_skeleton(config, dtype)
     split = split_model(skeleton)
     peft_model = None
+    for name, parameter in skeleton.named_parameters():
+        if any(part in name for part in frozen):
+            parameter.requires_grad_(False)
     if method == "lora":
         peft_model = add_lora(
             skeleton,

@@ -23,6 +23,9 @@ class BoundaryKind(str, Enum):
 
     HIDDEN = "hidden"
     GRADIENT = "gradient"
+    KEYS = "keys"
+    """Of a block's attention, for later chunks of the sequence; `layer` is the block's."""
+    VALUES = "values"
 
 
 BoundaryKey = tuple[BoundaryKind, int, int]
@@ -85,6 +88,25 @@ class BoundaryStore:
         return len(self._stored)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Place of a microbatch in the sequence that it is a chunk of."""
+
+    index: int
+    count: int
+    """Chunks of the sequence."""
+    start: int
+    """First token."""
+    end: int
+    """Token behind the last."""
+    sequence_tokens: int
+    """S"""
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
 @dataclass
 class MicrobatchState:
     """One microbatch on its way through a step."""
@@ -107,6 +129,8 @@ class MicrobatchState:
     """Of preference pairs."""
     scores: HeadScores | None = None
     """Of a pass without backward."""
+    chunk: Chunk | None = None
+    """None: a sequence of its own."""
     place: int = 0
     """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""
 

@@ -19,8 +19,15 @@ from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
-_PAYLOADS = {BoundaryKind.HIDDEN: ACTIVATION, BoundaryKind.GRADIENT: GRADIENT}
-_KINDS = {ACTIVATION: BoundaryKind.HIDDEN, GRADIENT: BoundaryKind.GRADIENT}
+_KEYS, _VALUES = "keys", "values"
+"""Never in a program: asked for and published by the compute thread as it goes."""
+_PAYLOADS = {
+    BoundaryKind.HIDDEN: ACTIVATION,
+    BoundaryKind.GRADIENT: GRADIENT,
+    BoundaryKind.KEYS: _KEYS,
+    BoundaryKind.VALUES: _VALUES,
+}
+_KINDS = {payload: kind for kind, payload in _PAYLOADS.items()}
 
 
 def key_of(op: Op) -> BoundaryKey:
@@ -90,7 +97,8 @@ class Carrier:
         if tensor is not None:
             return tensor
         boundary = self._store.take(key)
-        transfer = self._run.add(Kind.UPLOAD, UP, self.op, _PAYLOADS[key[0]], key[1], (URGENT, -1), boundary.event)
+        like = self.op._replace(microbatch=key[2])  # of an earlier chunk, where it is keys or values
+        transfer = self._run.add(Kind.UPLOAD, UP, like, _PAYLOADS[key[0]], key[1], (URGENT, -1), boundary.event)
         self._fetched[transfer.id] = (_reader(self.op), boundary)
         self._run.start(transfer.id)
         self._backend.wait(self._run.wait_issued(transfer))

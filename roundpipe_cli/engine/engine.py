@@ -29,6 +29,7 @@ from roundpipe_cli.engine.ledger import Links, links_of
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.progress import Progress
+from roundpipe_cli.engine.sequences import chunk_states
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.transfer import TransferOptions, TransferStatistics, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
@@ -132,6 +133,17 @@ class Lowered:
     program: Program
     links: Links
     downloads: dict[BoundaryKey, int]
+
+
+def _states_of(microbatch: Microbatch, first: int, num_chunks: int) -> list[MicrobatchState]:
+    """What a step knows of a microbatch, the first of whose chunks has the index `first`."""
+    indices, targets = target_rows(microbatch.labels)
+    if num_chunks == 1:
+        state = MicrobatchState(first, microbatch.input_ids, indices, targets, microbatch.position_ids, place=first)
+        state.preference = microbatch.preference
+        return [state]
+    assert microbatch.position_ids is None and microbatch.preference is None, "packed rows and pairs are not cut"
+    return chunk_states(microbatch.input_ids, indices, targets, first, num_chunks)
 
 
 class Engine:
@@ -267,7 +279,7 @@ class Engine:
         """Forward and backward of one step; leaves the sum of gradients, times `loss_scale`, in the store.
 
         Args:
-            microbatches: as many as the schedule has.
+            microbatches: as many as the schedule has, or as it has sequences: each is cut into the schedule's chunks.
             schedule: for as many workers as the engine has.
             step: index of the step, from 0; seeds dropout and chooses the store's gradient sum.
             loss_scale: the loss is multiplied by this before differentiation (float16).
@@ -280,7 +292,8 @@ class Engine:
             InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
         """
         assert self._open, "use the engine inside its `with` block"
-        assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
+        assert schedule.num_workers == self.num_workers
+        assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
         program = self._lowered(schedule).program
         context = self._context(microbatches, program, step, loss_scale, version=version, part=part)
         context.on_gradient = on_gradient
@@ -356,13 +369,12 @@ class Engine:
     ) -> StepContext:
         progress = Progress()
         gradients = self.store.gradients_of(step)
-        states = []
-        for index, microbatch in enumerate(microbatches):
-            indices, targets = target_rows(microbatch.labels)
-            state = MicrobatchState(index, microbatch.input_ids, indices, targets, microbatch.position_ids)
-            state.preference = microbatch.preference
-            state.place = index if part is None else part.first + index
-            states.append(state)
+        states: list[MicrobatchState] = []
+        for microbatch in microbatches:
+            states += _states_of(microbatch, len(states), program.schedule.sequence_chunks)
+        for state in states if part is not None else ():
+            assert part is not None
+            state.place += part.first * program.schedule.sequence_chunks
         num_units = sum(state.num_units for state in states) if part is None else part.num_units
         folds = [
             GradientFold(layer, layout, gradients[layer], len(states), progress)
@@ -386,8 +398,9 @@ class Engine:
             first_trainable_layer=self._first_trainable_layer,
             kept=self._kept(program) if scoring is None else frozenset(),
             layer_bytes=[layout.num_bytes for layout in self.store.layouts],
+            attended_layers=self._attended(program),
             read_layers=self._read_layers,
-            readers=hidden_readers(program.schedule, self._read_layers),
+            readers=hidden_readers(program.schedule, self._read_layers, self._lowest_read),
             progress=progress,
             boundaries=BoundaryStore(progress),
             folds=folds,
@@ -413,7 +426,22 @@ class Engine:
             known = self._programs[id(schedule)] = Lowered(program, links_of(program), downloads_of(program))
         return known
 
+    @property
+    def _lowest_read(self) -> int:
+        """Backward stages below this layer compute nothing, not even a recompute."""
+        return self._first_trainable_layer if self._recompute_each_layer else 0
+
+    def _attended(self, program: Program) -> frozenset[int]:
+        """Blocks whose keys and values go from the forward to the backward."""
+        if program.schedule.sequence_chunks == 1:
+            return frozenset()
+        stages = [stage for stage in program.schedule.backward_stages if stage[1] >= self._lowest_read]
+        layers = {layer for stage in stages for layer in layer_range(stage)}
+        return frozenset(layers - {0, self.num_layers - 1})
+
     def _kept(self, program: Program) -> Kept:
+        if program.schedule.sequence_chunks > 1:  # a graph would hold earlier chunks' keys and values too
+            return frozenset()
         return kept_activations(program, {x for x in self._keep_layers if x >= self._first_trainable_layer})
 
     def _reserve(self, program: Program) -> None:

@@ -53,18 +53,18 @@ def layer_range(layers: StageRange) -> range:
     return range(layers[0], layers[1] + 1)
 
 
-def hidden_readers(schedule: Schedule, read_layers: Collection[int]) -> Counter[int]:
+def hidden_readers(schedule: Schedule, read_layers: Collection[int], lowest: int = 0) -> Counter[int]:
     """How many stages read the hidden states at the input of each layer, for one microbatch.
 
     Backward stages read their first layer's, and those of `read_layers`, but for the stage with the head: it goes
-    through its layers in one go.
+    through its layers in one go. Backward stages below layer `lowest` read nothing.
     """
     readers: Counter[int] = Counter()
     for first, last in schedule.forward_stages:
         if first <= last:
             readers[first] += 1
     for index, (first, last) in enumerate(schedule.backward_stages):
-        if first > last:
+        if first > last or last < lowest:
             continue
         readers[first] += 1
         if index > 0:

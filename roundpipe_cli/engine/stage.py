@@ -25,7 +25,9 @@ from roundpipe_cli.engine.gradients import GradientFold, Parts, square_sum
 from roundpipe_cli.engine.kept import Kept, weights_found_again
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.engine.progress import Progress
+from roundpipe_cli.engine.sequences import KINDS, BlockSequence, Sequences
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.gradient_taps import GradientTaps, Take
 from roundpipe_cli.model.head import run_head, score_head
@@ -70,6 +72,8 @@ class StepContext:
     """Activations that stay on their worker from the forward to the backward."""
     layer_bytes: Sequence[int]
     """Of each layer's weights."""
+    attended_layers: frozenset[int]
+    """Blocks whose keys and values later chunks of a sequence ask for in the backward; none without chunks."""
     read_layers: frozenset[int]
     """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
     first_trainable_layer: int
@@ -92,6 +96,12 @@ class StepContext:
     scoring: Scoring | None = None
     """None in a training step."""
 
+    def fold_place(self, layer: int, microbatch: int) -> int:
+        """Place of a microbatch in the order in which a layer's gradients are added up."""
+        schedule = self.program.schedule
+        is_head = layer == len(self.folds) - 1
+        return schedule.backward_place(0 if is_head else 1, microbatch)
+
     def gradient_complete(self, layer: int, squares: torch.Tensor) -> None:
         """Note the sum of squares of a complete gradient, which is on the host."""
         self.square_sums[layer] = squares
@@ -109,6 +119,10 @@ class _LayerGraph:
     """None for a layer below everything that is trained."""
     parameters: list[nn.Parameter]
     """What is trained, as bound at the time of the forward."""
+    earlier: KeyValues | None = None
+    """Of a chunk: leaves, the keys and values of those before."""
+    own: KeyValues | None = None
+    """Of a chunk: its own keys and values, with their graph."""
 
 
 class StageRunner:
@@ -128,6 +142,7 @@ class StageRunner:
         self._kept: dict[tuple[int, int], _LayerGraph] = {}
         """By (layer, microbatch), from the forward to the backward."""
         self._head_input: dict[int, torch.Tensor] = {}
+        self._forward_sequences, self._backward_sequences = Sequences(), Sequences()
         self._poison: float | None = None
         self.layer = 0
         """The layer in work, for error messages."""
@@ -164,6 +179,8 @@ class StageRunner:
         self._graphs.clear()
         self._kept.clear()
         self._head_input.clear()
+        self._forward_sequences.clear()
+        self._backward_sequences.clear()
         self._poison = None
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -181,11 +198,36 @@ class StageRunner:
             if (layer, state.index) in context.kept:
                 hidden = self._keep(context, layer, state, hidden)
             elif layer > 0:
-                with torch.no_grad(), self.backend.compute():
-                    hidden = self._run_block(context, layer, state, hidden)
+                hidden = self._forward_block(context, layer, state, hidden)
         end = min(layers[1] + 1, num_layers - 1)
         if end > layers[0]:
             self._put_hidden(context, end, state, hidden)
+
+    def _forward_block(
+        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward of a layer without a graph; a chunk's keys and values are there for the later ones."""
+        sequence = self._forward_sequences.of(layer, state)
+        cache = self._cache(state, sequence)
+        with torch.no_grad(), self.backend.compute():
+            output = self._run_block(context, layer, state, hidden, cache=cache)
+            if state.chunk is None or cache is None or sequence is None:
+                return output
+            own = cache.only(f"block.{layer - 1}")
+            pieces = [] if state.chunk.is_last else sequence.write(state.chunk, own)
+        assert self.carrier is not None
+        if layer in context.attended_layers:
+            for kind, piece in zip(KINDS, pieces, strict=False):
+                self.carrier.put((kind, layer, state.index), piece, 1)
+        if state.chunk.is_last:
+            self._forward_sequences.end(layer, state)
+        return output
+
+    def _cache(self, state: MicrobatchState, sequence: BlockSequence | None) -> ChunkCache | None:
+        """What a block is called with for a chunk; None for a whole sequence."""
+        if state.chunk is None or sequence is None:
+            return None
+        return ChunkCache(state.chunk.start, len(self.model.blocks), sequence.before(state.chunk))
 
     def _keep(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> torch.Tensor:
         """Forward of a layer whose graph stays until the backward; returns its output."""
@@ -220,13 +262,15 @@ class StageRunner:
         state: MicrobatchState,
         hidden: torch.Tensor,
         output_is_read: bool = True,
+        cache: ChunkCache | None = None,
     ) -> torch.Tensor:
         self.layer = layer
         calls = self._calls(state)
         seed = None
         if context.dropout_seed is not None and context.scoring is None:
             seed = layer_seed(context.dropout_seed, context.step, state.place, layer)
-        return self.model.run_block(layer - 1, calls[layer - 1], hidden, seed, output_is_read=output_is_read)
+        block = self.model.run_block
+        return block(layer - 1, calls[layer - 1], hidden, seed, output_is_read=output_is_read, cache=cache)
 
     def _calls(self, state: MicrobatchState) -> tuple[BlockCall, ...]:
         """How blocks are called for this microbatch, with tensors on this worker's device, made once."""
@@ -261,7 +305,8 @@ class StageRunner:
             seed = None
             if context.dropout_seed is not None and context.scoring is None:
                 seed = layer_seed(context.dropout_seed, context.step, state.place, 0)
-            state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids)
+            start = None if state.chunk is None else state.chunk.start
+            state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids, start)
             if context.scoring is not None:  # keep no graph
                 state.prologue = Prologue(state.prologue.hidden.detach(), state.prologue.calls)
         return state.prologue.hidden.detach()
@@ -278,6 +323,7 @@ class StageRunner:
         first, last = layers
         has_head = last == len(context.folds) - 1
         hidden = self._take_hidden(context, first, state)
+        self._take_keys_and_values(context, layers, state)
         graphs: list[_LayerGraph] = []
         for layer in layer_range(layers):
             if layer == len(context.folds) - 1:
@@ -291,9 +337,25 @@ class StageRunner:
                 if graph.output is not None:
                     hidden = graph.output.detach()
                 elif is_read:
+                    cache = self._cache(state, self._backward_sequences.of(layer, state))
                     with torch.no_grad(), self.backend.compute():
-                        hidden = self._run_block(context, layer, state, hidden)
+                        hidden = self._run_block(context, layer, state, hidden, cache=cache)
         self._graphs[state.index] = graphs
+
+    def _take_keys_and_values(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
+        """Before a sequence's last chunk, the first to go backward: what the forward made of all chunks before it."""
+        chunk = state.chunk
+        if chunk is None or not chunk.is_last:
+            return
+        for layer in layer_range(layers):
+            sequence = self._backward_sequences.of(layer, state)
+            if layer not in context.attended_layers or sequence is None:
+                continue
+            for earlier in context.microbatches[state.index - chunk.index : state.index]:
+                pieces = [self._take(context, (kind, layer, earlier.index)) for kind in KINDS]
+                assert earlier.chunk is not None
+                with self.backend.compute():
+                    sequence.fill(earlier.chunk.start, pieces, chunk.sequence_tokens)
 
     def _graph_of(
         self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, output_is_read: bool
@@ -306,9 +368,15 @@ class StageRunner:
         if layer < context.first_trainable_layer:
             return _LayerGraph(layer, leaf, None, parameters)
         leaf.requires_grad_(layer > context.first_trainable_layer)
+        graph = _LayerGraph(layer, leaf, None, parameters)
+        cache = self._cache(state, self._backward_sequences.of(layer, state))
+        if cache is not None and cache.earlier is not None:
+            keys, values = (tensor.detach().requires_grad_() for tensor in cache.earlier)
+            graph.earlier = cache.earlier = (keys, values)
         with torch.enable_grad(), self.backend.compute():
-            output = self._run_block(context, layer, state, leaf, output_is_read)
-        return _LayerGraph(layer, leaf, output, parameters)
+            graph.output = self._run_block(context, layer, state, leaf, output_is_read, cache)
+        graph.own = None if cache is None else cache.only(f"block.{layer - 1}")
+        return graph
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -323,6 +391,7 @@ class StageRunner:
             gradient = self._run_head(context, state)
         else:
             if last < context.first_trainable_layer:
+                self._backward_sequences.end_all(layer_range(layers), state)
                 return
             gradient = self._take(context, (BoundaryKind.GRADIENT, last + 1, state.index))
         if gradient is not None:
@@ -333,6 +402,7 @@ class StageRunner:
             graphs = self._graphs.pop(state.index)
             while graphs:
                 gradient = self._layer_backward(context, graphs.pop(), state, gradient)
+        self._backward_sequences.end_all(layer_range(layers), state)
         if first == 0:
             self._embed_backward(context, state, gradient)
         elif first > context.first_trainable_layer:
@@ -366,6 +436,7 @@ class StageRunner:
         self, context: StepContext, layers: StageRange, state: MicrobatchState, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Recompute one layer, take its backward, go on to the layer before: one layer's activations at a time."""
+        self._take_keys_and_values(context, layers, state)
         for layer in reversed(layer_range(layers)):
             if layer == 0:
                 break
@@ -382,9 +453,16 @@ class StageRunner:
             return None
         self.layer = graph.layer
         take, parts = self._taker(context, graph.layer, state)
-        with self.backend.compute(), GradientTaps(graph.parameters, take):
-            torch.autograd.backward(graph.output, gradient)
-        graph.output = None
+        outputs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(graph.output, gradient)]
+        sequence = self._backward_sequences.of(graph.layer, state)
+        with self.backend.compute():
+            if state.chunk is not None and sequence is not None and graph.own is not None:
+                outputs += sequence.waiting(state.chunk, graph.own)
+            with GradientTaps(graph.parameters, take):
+                torch.autograd.backward([tensor for tensor, _ in outputs], [given for _, given in outputs])
+            if state.chunk is not None and sequence is not None and graph.earlier is not None:
+                sequence.add_gradients(state.chunk, [leaf.grad for leaf in graph.earlier])
+        graph.output = graph.own = graph.earlier = None
         self._fold(context, graph.layer, state, parts)
         return graph.leaf.grad
 
@@ -394,7 +472,7 @@ class StageRunner:
         parts: Parts = []
         on_host = layer not in context.device_folds
         sums = [] if on_host else self.accumulators.get(layer, [])
-        if fold is not None and on_host and fold.is_turn(state.index):
+        if fold is not None and on_host and fold.is_turn(context.fold_place(layer, state.index)):
             sums = fold.views
 
         def take(index: int, gradient: torch.Tensor) -> None:
@@ -410,7 +488,9 @@ class StageRunner:
     def _fold(self, context: StepContext, layer: int, state: MicrobatchState, parts: Parts) -> None:
         """On the host, after a layer's backward: this microbatch is added, or waits in line with what was listed."""
         fold = context.folds[layer]
-        if fold is not None and layer not in context.device_folds and fold.fold(state.index, parts):
+        if fold is None or layer in context.device_folds:
+            return
+        if fold.fold(context.fold_place(layer, state.index), parts):
             context.gradient_complete(layer, square_sum(fold.flat))
 
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:

@@ -80,6 +80,11 @@ def stage_gradient_elements(layouts: Sequence[LayerLayout], layers: range) -> in
     return sum(round_up(layouts[layer].num_trainable_elements, 64) for layer in layers if layer > 0)
 
 
+def _fold_place(program: Program, op: Op) -> int:
+    """Place of a backward operation's microbatch in the order in which its stage's gradients are added up."""
+    return program.schedule.backward_place(op.stage, op.microbatch)
+
+
 class Worker:
     """One device: its slots, its module objects and what its operations do. The dispatcher's `Work`."""
 
@@ -194,8 +199,10 @@ class Worker:
         self._step.intervals.append(ComputeInterval(op, started, backend.mark()))
         if visit.ops[-1] == op.id and not backend.aliases_host:
             self._finish_sums(context, op.visit)
-        if op.id in self._last_ops:  # masks and position embeddings of later rounds take their place
-            context.microbatches[op.microbatch].calls_by_worker.pop(self.index, None)
+        state = context.microbatches[op.microbatch]
+        # Masks and position embeddings of other microbatches take their place; those of chunks are large.
+        if op.id in self._last_ops or state.chunk is not None:
+            state.calls_by_worker.pop(self.index, None)
         return backend.record()
 
     def drain(self) -> None:
@@ -258,7 +265,7 @@ class Worker:
         assert context is not None and self._carrier is not None
         self._carrier.ended(op)
         if op.lane == DOWN and op.payload == WEIGHT_GRADIENT:
-            end = backward_ops(context.program, op.visit)[-1].microbatch + 1
+            end = _fold_place(context.program, backward_ops(context.program, op.visit)[-1]) + 1
             for fold, _ in self._sums(context, context.program.visits[op.visit]):
                 fold.finish_visit(end)
                 if fold.layer in self._squares:
@@ -299,7 +306,7 @@ class Worker:
 
     def _start_sums(self, context: StepContext, op: Op) -> None:
         """Before a visit's first backward: its sums begin at zero, or are there already from the visit before."""
-        if op.kind is not Kind.BACKWARD or op.microbatch:
+        if op.kind is not Kind.BACKWARD or _fold_place(context.program, op):
             return
         if backward_ops(context.program, op.visit)[0].id == op.id:
             for _, flat in self._sums(context, context.program.visits[op.visit]):
@@ -307,7 +314,7 @@ class Worker:
 
     def _finish_sums(self, context: StepContext, visit_id: int) -> None:
         backwards = backward_ops(context.program, visit_id)
-        if backwards and backwards[-1].microbatch + 1 == len(context.microbatches):
+        if backwards and _fold_place(context.program, backwards[-1]) + 1 == len(context.microbatches):
             for fold, flat in self._sums(context, context.program.visits[visit_id]):
                 self._squares[fold.layer] = square_sum(flat)
 

@@ -46,9 +46,10 @@ def check_packing(model: nn.Module, split: Split, *, max_seq_length: int, micro_
             expected=f"at most {MAX_MASK_BYTES} bytes",
             hint=f"max_seq_length={int((MAX_MASK_BYTES / micro_batch_size) ** 0.5)} or {HINT}",
         )
-    for index, block in enumerate(model.get_submodule(split.blocks_path).children()):
-        _refuse_state(index, block)
-    _refuse_scaled_positions(model, max_seq_length)
+    for where, kind in stateful_modules(model, split):
+        raise _refusal(where, f"{kind}, which carries state from token to token")
+    for where, found in scaled_positions(model, max_seq_length):
+        raise _refusal(where, found)
     for index, call in enumerate(_probe_calls(model, split)):
         _check_masks(index, call)
 
@@ -63,23 +64,23 @@ def _refusal(where: str, found: str) -> RefusedError:
     )
 
 
-def _refuse_state(index: int, block: nn.Module) -> None:
-    for name, module in block.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, (nn.Conv1d, nn.Conv2d)) or STATEFUL.search(kind):
-            raise _refusal(f"block.{index}.{name}", f"{kind}, which carries state from token to token")
+def stateful_modules(model: nn.Module, split: Split) -> Iterator[tuple[str, str]]:
+    """(where, class) of modules within blocks that carry more from token to token than attention does."""
+    for index, block in enumerate(model.get_submodule(split.blocks_path).children()):
+        for name, module in block.named_modules():
+            kind = type(module).__name__
+            if isinstance(module, (nn.Conv1d, nn.Conv2d)) or STATEFUL.search(kind):
+                yield f"block.{index}.{name}", kind
 
 
-def _refuse_scaled_positions(model: nn.Module, max_seq_length: int) -> None:
-    """Position scaling that looks at the longest row of a batch would depend on what a row is packed with."""
+def scaled_positions(model: nn.Module, max_seq_length: int) -> Iterator[tuple[str, str]]:
+    """(where, what) of position scaling that looks at the longest row of a batch, so that rows depend on others."""
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", "")
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         limit = getattr(module, "original_max_seq_len", None) or max_seq_length
         if kinds & {"dynamic", "longrope"} and max_seq_length > limit:
-            raise _refusal(
-                name, f"position scaling by length ({', '.join(sorted(map(str, kinds)))}) above {limit} tokens"
-            )
+            yield name, f"position scaling by length ({', '.join(sorted(map(str, kinds)))}) above {limit} tokens"
 
 
 def _probe_calls(model: nn.Module, split: Split) -> list[BlockCall]:

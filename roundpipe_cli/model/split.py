@@ -37,6 +37,16 @@ class _Hidden:
 HIDDEN = _Hidden()
 
 
+class _CacheMark:
+    """Stands for the cache in recorded arguments."""
+
+    def __repr__(self) -> str:
+        return "CACHE"
+
+
+CACHE = _CacheMark()
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """How the model called one block, the hidden states replaced by `HIDDEN`."""
@@ -51,10 +61,14 @@ class BlockCall:
             {key: _map(value, function) for key, value in self.kwargs.items()},
         )
 
-    def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Call `block` on `hidden` [batch, tokens, hidden_size]; returns hidden states of the same shape."""
-        args = tuple(hidden if value is HIDDEN else value for value in self.args)
-        kwargs = {key: hidden if value is HIDDEN else value for key, value in self.kwargs.items()}
+    def run(self, block: nn.Module, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:
+        """Call `block` on `hidden` [batch, tokens, hidden_size]; returns hidden states of the same shape.
+
+        `cache` takes the place of `CACHE`, in calls that were recorded with one.
+        """
+        own = {id(HIDDEN): hidden, id(CACHE): cache}
+        args = (own.get(id(value), value) for value in self.args)
+        kwargs = {key: own.get(id(value), value) for key, value in self.kwargs.items()}
         result = block(*args, **kwargs)
         output: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return output
@@ -102,6 +116,8 @@ class Recorder:
     first_hidden: torch.Tensor | None = None
     last_hidden: torch.Tensor | None = None
     """Set before the forward: the last stub returns it in place of what it was given."""
+    cache: object = None
+    """Set before the forward: what calls hold `CACHE` in place of."""
     _expected: torch.Tensor | None = None
 
     def reset(self) -> None:
@@ -139,11 +155,17 @@ class Recorder:
             call = BlockCall((HIDDEN, *args[1:]), dict(kwargs))
         else:
             call = BlockCall((), {key: HIDDEN if key == "hidden_states" else value for key, value in kwargs.items()})
-        self.calls.append(call)
+        self.calls.append(call if self.cache is None else self._without_cache(call))
         if index == self.num_blocks - 1 and self.last_hidden is not None:
             hidden = self.last_hidden
         self._expected = hidden
         return hidden if self.result_length == 0 else (hidden, *([None] * (self.result_length - 1)))
+
+    def _without_cache(self, call: BlockCall) -> BlockCall:
+        return BlockCall(
+            tuple(CACHE if value is self.cache else value for value in call.args),
+            {key: CACHE if value is self.cache else value for key, value in call.kwargs.items()},
+        )
 
 
 class _WrongResultShape(Exception):

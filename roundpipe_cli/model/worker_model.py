@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import LeftOut, find_unread
@@ -274,19 +275,31 @@ class WorkerModel:
                     module.__dict__["_disable_adapters"] = not adapters
 
     def prologue(
-        self, input_ids: torch.Tensor, dropout_seed: int | None = None, position_ids: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        dropout_seed: int | None = None,
+        position_ids: torch.Tensor | None = None,
+        start: int | None = None,
     ) -> Prologue:
         """Everything before the first block, on the host, for `input_ids` [B, T].
 
         `position_ids` [B, T] of packed rows restart with each row. With them, no mask and no cache, the model's own
         code makes the masks that keep the rows apart (`model/packing.py` has checked that it does).
+
+        `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own.
         """
-        packed = {} if position_ids is None else {"position_ids": position_ids}
+        more: dict[str, Any] = {"use_cache": False}
+        if position_ids is not None:
+            more["position_ids"] = position_ids
         self._recorder.reset()
+        self._recorder.cache = None
+        if start is not None:
+            self._recorder.cache = ChunkCache(start, self.split.num_blocks)
+            more = {"past_key_values": self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed, torch.device("cpu")):
-            self._backbone(input_ids=input_ids, use_cache=False, **packed)
+            self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden
         assert hidden is not None
         leaves: list[tuple[str, torch.Tensor | None, torch.Tensor]] = [
@@ -339,16 +352,18 @@ class WorkerModel:
         dropout_seed: int | None = None,
         *,
         output_is_read: bool = True,
+        cache: ChunkCache | None = None,
     ) -> torch.Tensor:
         """Block `index` on `hidden` [B, T, H]; `call` holds tensors on this worker's device.
 
-        Where only the graph is wanted (`output_is_read` false), the output's values mean nothing.
+        `cache` has the keys and values of a chunk's earlier ones and takes its own. Where only the graph is wanted
+        (`output_is_read` false), the output's values mean nothing.
         """
         left_out = None if output_is_read else self._left_out.get(index)
         if index in self._mlp_chunks:
             self._mlp_chunks[index].dropout_seed = dropout_seed
         with self._ready(index + 1, dropout_seed), left_out or nullcontext():
-            return call.run(self.blocks[index], hidden)
+            return call.run(self.blocks[index], hidden, cache)
 
     @contextmanager
     def _ready(self, layer: int, dropout_seed: int | None) -> Iterator[None]:

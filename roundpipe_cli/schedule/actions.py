@@ -46,6 +46,12 @@ class Action:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
+def in_backward_order(microbatch: int, sequence_chunks: int) -> int:
+    """Sequence after sequence, each from its last chunk to its first: place of a microbatch, or which is at a place."""
+    chunk = microbatch % sequence_chunks
+    return microbatch + sequence_chunks - 1 - 2 * chunk
+
+
 def parse_action(text: str, worker: int) -> Action:
     """The inverse of `str(action)`.
 
@@ -78,6 +84,18 @@ class Schedule:
     microbatches_per_round: int
     num_steps: int = 1
     """Chained steps; microbatch m belongs to step m // num_microbatches."""
+    sequence_chunks: int = 1
+    """So many consecutive microbatches are the chunks of one sequence: a stage with blocks takes them in order forward,
+    because a chunk's attention sees the ones before, and in reverse order backward."""
+
+    def backward_place(self, stage: int, microbatch: int) -> int:
+        """Place of a microbatch in the order in which a backward stage takes them; the microbatch at a place as well.
+
+        A stage with the head alone takes them as they come.
+        """
+        if self.fused_head and stage == 0:
+            return microbatch
+        return in_backward_order(microbatch, self.sequence_chunks)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(action) for action in row) for row in self.actions)

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.schedule.actions import Action, Schedule, StageRange
-from roundpipe_cli.schedule.dealing import Dealer, Options, Row, backward_run, forward_run
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageRange
+from roundpipe_cli.schedule.dealing import Dealer, Options, Row, backward_order, backward_run, forward_run
 from roundpipe_cli.schedule.durations import equal_costs, stage_times
-from roundpipe_cli.schedule.validate import check_stages
+from roundpipe_cli.schedule.validate import check_chunks, check_stages
 
 SCHEDULES = ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b")
 """All schedules, in the order in which `bench` lists them."""
@@ -57,6 +57,7 @@ def build_schedule(
     num_steps: int = 1,
     staleness: int = 0,
     options: Options | None = None,
+    sequence_chunks: int = 1,
 ) -> Schedule:
     """Build any of the five schedules.
 
@@ -71,9 +72,11 @@ def build_schedule(
         num_steps: chained optimizer steps.
         staleness: with 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds.
         options: roundpipe only; None deals out stages in the published way.
+        sequence_chunks: so many consecutive microbatches are one sequence; rounds hold whole sequences.
 
     Raises:
-        RefusedError: unknown schedule, no worker or microbatch, or stages that do not fit the schedule.
+        RefusedError: unknown schedule, no worker or microbatch, stages that do not fit the schedule, or chunks that do
+            not fit either.
     """
     name = schedule_name(name)
     forward, backward = tuple(forward_stages), tuple(backward_stages or ())
@@ -84,7 +87,10 @@ def build_schedule(
             raise RefusedError(f"a schedule needs at least one of: {what}", found=str(count), expected="1 or more")
     num_layers = len(costs.layers) if costs else 1 + max((last for _, last in (*forward, *backward)), default=-1)
     check_stages(name, forward, backward, num_layers=num_layers, num_workers=num_workers)
-    per_round = num_workers if microbatches_per_round is None else microbatches_per_round
+    per_round = microbatches_per_round
+    if per_round is None:  # whole sequences
+        per_round = -(-num_workers // sequence_chunks) * sequence_chunks
+    check_chunks(name, backward[0], num_layers, num_microbatches, per_round, sequence_chunks)
     if name == "roundpipe":
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
@@ -92,11 +98,19 @@ def build_schedule(
         if costs and costs.boundaries_move:
             times = replace(times, head_forward_s=0.0)
         hop_s = costs.hop_s if costs else 0.0
-        dealer = Dealer(num_workers, times, hop_s, options or Options())
+        if sequence_chunks > 1 and (options or Options()).replicas > 1:
+            raise RefusedError(
+                "the chunks of a sequence stay together: one worker takes all of them through a stage",
+                where="replicas",
+                expected="1",
+            )
+        dealer = Dealer(num_workers, times, hop_s, options or Options(), sequence_chunks)
         rows = _roundpipe_rows(dealer, num_microbatches, per_round, num_steps, staleness)
     else:
         row_of = _BOUND_ROWS[name]
         one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
+        if sequence_chunks > 1:
+            one_step = [_in_chunk_order(row, num_microbatches, sequence_chunks) for row in one_step]
         rows = [_chain(row, num_microbatches, num_steps) for row in one_step]
         per_round = num_microbatches
     return Schedule(
@@ -109,6 +123,7 @@ def build_schedule(
         actions=tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows)),
         microbatches_per_round=min(per_round, num_microbatches),
         num_steps=num_steps,
+        sequence_chunks=sequence_chunks,
     )
 
 
@@ -140,6 +155,14 @@ def every_stage(schedule: Schedule) -> tuple[StageRange, ...]:
     """The forward stages of a schedule and, where its first backward stage computes layers' only forward, those."""
     stages = schedule.forward_stages + (schedule.backward_stages[:1] if schedule.fused_head else ())
     return tuple(stage for stage in stages if stage[0] <= stage[1])
+
+
+def _in_chunk_order(row: Row, num_microbatches: int, sequence_chunks: int) -> Row:
+    """The same row with each backward stage's microbatches in the order that chunks need; forwards all come before."""
+    stages = dict.fromkeys(stage for kind, stage, _ in row if kind is Kind.BACKWARD)
+    order = backward_order(range(num_microbatches), sequence_chunks)
+    backward = [item for stage in stages for item in backward_run(stage, order)]
+    return [item for item in row if item[0] is Kind.FORWARD] + backward
 
 
 def _chain(row: Row, num_microbatches: int, num_steps: int) -> Row:

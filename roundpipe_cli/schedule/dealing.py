@@ -18,11 +18,11 @@ none of the last ones if that would make the others wait:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.actions import Kind, in_backward_order
 from roundpipe_cli.schedule.durations import StageTimes
 
 Row = list[tuple[Kind, int, int]]
@@ -41,7 +41,8 @@ class Options:
     replicas: int = 1
     """Workers that share the microbatches of any other stage; each uploads the stage's weights."""
     earliest_free: bool = False
-    """Every microbatch of a stage goes to the worker that would end it first, in place of the next in turn."""
+    """Every microbatch of a stage goes to the worker that would end it first, in place of the next in turn; of a
+    sequence in chunks, all of them together."""
 
 
 def options_of(
@@ -56,6 +57,13 @@ def backward_run(stage: int, microbatches: Iterable[int]) -> Row:
     return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
 
 
+def backward_order(microbatches: Sequence[int], sequence_chunks: int) -> Sequence[int]:
+    """Microbatches as a backward stage with blocks takes them: each sequence from its last chunk to its first."""
+    if sequence_chunks == 1:
+        return microbatches
+    return [in_backward_order(microbatch, sequence_chunks) for microbatch in microbatches]
+
+
 def forward_run(stage: int, microbatches: Iterable[int]) -> Row:
     """The forwards of one stage, in order."""
     return [(Kind.FORWARD, stage, microbatch) for microbatch in microbatches]
@@ -68,7 +76,11 @@ class Dealer:
     all times.
     """
 
-    def __init__(self, num_workers: int, times: StageTimes, hop_s: float, options: Options) -> None:
+    def __init__(
+        self, num_workers: int, times: StageTimes, hop_s: float, options: Options, sequence_chunks: int = 1
+    ) -> None:
+        self.sequence_chunks = sequence_chunks
+        """See `Schedule`; a round holds whole sequences."""
         self.rows: list[Row] = [[] for _ in range(num_workers)]
         self.free_s = [0.0] * num_workers
         """End of each worker's last action."""
@@ -92,8 +104,9 @@ class Dealer:
                 elif stage == 0:  # the head's stage keeps its activations: nothing to recompute
                     self.rows[worker] += [(Kind.BACKWARD, 0, microbatch) for microbatch in dealt]
                 else:
-                    self.rows[worker] += backward_run(stage, dealt)
-                self._advance(worker, position, indices, arrivals)
+                    self.rows[worker] += backward_run(stage, backward_order(dealt, self.sequence_chunks))
+                order = backward_order(indices, self.sequence_chunks) if stage > 0 else indices
+                self._advance(worker, position, order, arrivals)
 
     def _shares(
         self, first_worker: int, position: int, count: int, arrivals: list[_Arrival]
@@ -101,9 +114,11 @@ class Dealer:
         """Workers of one stage and the microbatches of the round, by index, that each takes."""
         num_workers = len(self.rows)
         if self.options.earliest_free:
-            for index in range(count):
-                ends = [self._end_s(worker, position, arrivals[index]) for worker in range(num_workers)]
-                yield ends.index(min(ends)), range(index, index + 1)
+            for start in range(0, count, self.sequence_chunks):
+                dealt = range(start, start + self.sequence_chunks)
+                order = backward_order(dealt, self.sequence_chunks) if position > len(self.times.forward_s) else dealt
+                ends = [self._ends_s(worker, position, order, arrivals)[-1] for worker in range(num_workers)]
+                yield ends.index(min(ends)), dealt
             return
         is_head = position == len(self.times.forward_s)
         width = self.options.head_workers if is_head else self.options.replicas
@@ -120,14 +135,18 @@ class Dealer:
         lead = self.times.lead_s(stage, worker)
         return lead, self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
 
-    def _end_s(self, worker: int, position: int, before: _Arrival) -> float:
-        """When a worker would be done with a microbatch of a stage."""
+    def _ends_s(self, worker: int, position: int, indices: Iterable[int], arrivals: list[_Arrival]) -> list[float]:
+        """When a worker would be done with each of a stage's microbatches, in this order."""
         lead, rest = self._parts_s(worker, position)
-        arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
-        return max(self.free_s[worker] + lead, arrival) + rest
+        clock_s, ends_s = self.free_s[worker], []
+        for before in (arrivals[index] for index in indices):
+            arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
+            clock_s = max(clock_s + lead, arrival) + rest
+            ends_s.append(clock_s)
+        return ends_s
 
-    def _advance(self, worker: int, position: int, indices: range, arrivals: list[_Arrival]) -> None:
+    def _advance(self, worker: int, position: int, indices: Sequence[int], arrivals: list[_Arrival]) -> None:
         """Move one worker's clock over a stage's microbatches."""
-        for index in indices:
-            self.free_s[worker] = self._end_s(worker, position, arrivals[index])
-            arrivals[index] = (self.free_s[worker], worker)
+        for index, end_s in zip(indices, self._ends_s(worker, position, indices, arrivals), strict=True):
+            self.free_s[worker] = end_s
+            arrivals[index] = (end_s, worker)

@@ -369,7 +369,8 @@ class _Lowering:
         """Which stages' gradient sums cannot travel with the stage; see `Program.host_folded`."""
         spans: dict[tuple[StageRange, int], list[list[int]]] = {}
         for visit in self.visits:
-            backwards = [self.ops[op_id].microbatch for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+            ops = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+            backwards = [self.schedule.backward_place(op.stage, op.microbatch) for op in ops]
             trained = any(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
             if backwards and trained:
                 spans.setdefault((visit.layers, visit.step), []).append(backwards)
@@ -457,9 +458,13 @@ class _Lowering:
     def _accumulator_before(self, visit: Visit) -> int | None:
         """The download that a backward visit continues, if an earlier visit has folded the microbatches before."""
         backwards = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
-        if not backwards or backwards[0].microbatch % self.schedule.num_microbatches == 0:
+        if not backwards:
             return None
-        before = self.ops[self.backward_ops[backwards[0].stage][backwards[0].microbatch - 1]]
+        stage, place_of = backwards[0].stage, self.schedule.backward_place
+        place = place_of(stage, backwards[0].microbatch)
+        if place % self.schedule.num_microbatches == 0:
+            return None
+        before = self.ops[self.backward_ops[stage][place_of(stage, place - 1)]]
         earlier = self.visits[before.visit]
         return None if visit.layers in self.host_folded or not earlier.downloads else earlier.downloads[-1]
 

@@ -80,6 +80,44 @@ def check_stages(
     _check_cover("backward", tuple(reversed(backward_stages)), num_layers)
 
 
+CHUNK_SCHEDULES = ("roundpipe", "looped_bfs", "gpipe")
+"""Schedules in which all chunks of a sequence go forward through all stages before one goes backward."""
+
+
+def check_chunks(
+    name: str, head_stage: StageRange, num_layers: int, num_microbatches: int, per_round: int, sequence_chunks: int
+) -> None:
+    """Refuse chunks of sequences that do not suit the schedule.
+
+    Raises:
+        RefusedError: names what does not fit.
+    """
+    if sequence_chunks == 1:
+        return
+    if name not in CHUNK_SCHEDULES:
+        raise RefusedError(
+            "this schedule cannot take a sequence in chunks: it goes backward before all chunks have gone forward",
+            where="sequence_chunks",
+            found=f"{name}, {sequence_chunks} chunks",
+            expected=", ".join(CHUNK_SCHEDULES),
+        )
+    for what, count in (("a step", num_microbatches), ("a round", per_round)):
+        if (what == "a step" or name == "roundpipe") and count % sequence_chunks:
+            raise RefusedError(
+                f"{what} holds whole sequences",
+                where="microbatches",
+                found=f"{count} microbatches, {sequence_chunks} chunks a sequence",
+                expected=f"a multiple of {sequence_chunks}",
+            )
+    if name == "roundpipe" and head_stage != (num_layers - 1, num_layers - 1):
+        raise RefusedError(
+            "the stage with the head goes forward and backward at once, so it holds no blocks where sequences are cut",
+            where="backward stage 0",
+            found=str(list(head_stage)),
+            expected=str([num_layers - 1, num_layers - 1]),
+        )
+
+
 def _check_ranges(direction: str, stages: Sequence[StageRange], num_layers: int) -> None:
     for index, (first, last) in enumerate(stages):
         if first < 0 or last < first - 1 or last >= num_layers:
@@ -186,8 +224,12 @@ def validate_schedule(schedule: Schedule) -> None:
         num_layers=num_layers,
         num_workers=schedule.num_workers,
     )
+    first = schedule.backward_stages[0]
+    per_round, chunks = schedule.microbatches_per_round, schedule.sequence_chunks
+    check_chunks(schedule.name, first, num_layers, schedule.num_microbatches, per_round, chunks)
     places = _places(schedule)
     _check_complete(schedule, places)
+    _check_chunk_order(schedule, places)
     _check_order(schedule, places)
 
 
@@ -241,6 +283,21 @@ def _check_complete(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> N
                 worker, position = places.get((kind, stage, index - 1), (0, len(schedule.actions[0]) - 1))
                 missing = f"{stage}{kind.value}{index}"
                 raise InvalidScheduleError(f"{missing} is missing", schedule, worker, position + 1)
+
+
+def _check_chunk_order(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> None:
+    """One worker takes the chunks of a sequence through a stage: forward in order, backward in reverse order."""
+    chunks = schedule.sequence_chunks
+    for (kind, stage, microbatch), (worker, position) in places.items():
+        if microbatch % chunks == 0 or (kind is not Kind.FORWARD and stage == 0 and schedule.fused_head):
+            continue
+        before = places[kind, stage, microbatch - 1]
+        in_order = before[1] < position if kind is Kind.FORWARD else before[1] > position
+        if before[0] != worker or not in_order:
+            text, other = f"{stage}{kind.value}{microbatch}", f"{stage}{kind.value}{microbatch - 1}"
+            follows = "comes after" if kind is Kind.FORWARD else "comes before"
+            what = f"{text} and {other} are chunks of one sequence: {text} {follows} {other} on the same worker"
+            raise InvalidScheduleError(what, schedule, worker, position)
 
 
 def _check_order(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> None:
