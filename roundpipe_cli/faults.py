@@ -6,7 +6,7 @@ They do nothing unless the environment variable `ROUNDPIPE_FAULT` is set when th
 
     ckpt_writer:slow=0.2             every passage of the checkpoint writer takes 0.2 s longer
     compute:raise:step=3             every compute of step 3 raises
-    work:slow=0.1:worker=1           every compute of worker 1 takes 0.1 s longer, as it would on a slower device
+    work:slow=0.1:worker=1           worker 1 takes 0.1 s longer for every layer, as a slower device would
     compute:nan:step=3:nth=2         the second compute of step 3 yields NaN
     upload:raise=MemoryError:nth=1   the first upload raises a MemoryError
 

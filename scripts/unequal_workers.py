@@ -1,13 +1,19 @@
-"""Two workers, one half as fast, against the fast one alone: what round-robin and earliest-free dispatch make of them.
+"""Workers of different speed against what they could do together: one table.
 
-    python scripts/unequal_workers.py
+    python scripts/unequal_workers.py                 # about two minutes, mostly asleep
+    python scripts/unequal_workers.py --repetitions 1 --layer-ms 5
 
-A tiny model, so that an operation takes what the `slow` fault point adds to it and a busy machine disturbs little.
-Together the workers could do 1.5 times the work of the fast one.
+CPU workers: a tiny model on the real engine, worker 1 half as fast. A layer takes what the `work` fault point adds to
+it, so that a busy machine disturbs little. As in training, the first steps measure the layers and the workers, then the
+planner cuts and deals (`auto`); it does so for the fast worker alone as well, which is what the bound is taken from.
+
+Emulated: 4 fast and 2 half-speed workers with layer times like those of an 8B model, links of 12.5 GB/s. The bound is
+that no worker ever waits; what is reached is the work of all workers, each second weighed by its speed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -16,47 +22,94 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
+from roundpipe_cli.engine.emulate import run_emulated
 from roundpipe_cli.plan.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.compare import Question, choose_partition, make_schedule
+from roundpipe_cli.schedule.timeline import busy_s
+from roundpipe_cli.train.cut import Cutter, rough_costs
 from tests.tiny import Rig, make_rig, random_microbatches
 
-OPERATION_S, NUM_MICROBATCHES, REPETITIONS = 0.05, 12, 3
+MICROBATCHES, BLOCKS = 12, 6
+DISPATCHES = ("round_robin", "auto")
 
 
-def step_s(rig: Rig, num_workers: int, options: Options) -> float:
-    """Median seconds of a step whose every forward, recompute and backward takes `OPERATION_S`, or twice that."""
-    layer = LayerCost("block", OPERATION_S, OPERATION_S, recompute=True)
-    head = LayerCost("head", OPERATION_S / 2, OPERATION_S / 2, recompute=False)
-    costs = CostModel("slowed", (*[layer] * (rig.num_layers - 1), head), worker_speed=(1.0, 0.5)[:num_workers])
-    last = rig.num_layers - 1
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 0), *((layer, layer) for layer in range(1, last))],
-        backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, -1, -1))],
-        num_workers=num_workers,
-        num_microbatches=NUM_MICROBATCHES,
-        microbatches_per_round=NUM_MICROBATCHES,
-        costs=costs,
-        options=options,
+def cpu_step_s(rig: Rig, num_workers: int, dispatch: str, repetitions: int) -> tuple[float, tuple[float, ...] | None]:
+    """Median seconds of a step once the first ones have been looked at, and the speeds they showed."""
+    layouts = rig.store.layouts
+    costs = rough_costs(
+        layouts, [layout.num_bytes // 4 for layout in layouts], method="lora", tokens=4, hidden_size=16, device="cpu"
     )
+    cutter = Cutter(costs, num_workers, PipelineConfig(dispatch=dispatch))  # type: ignore[arg-type]
+    microbatches = random_microbatches([(1, 4)] * MICROBATCHES)
     with rig.engine(num_workers) as engine:
-        microbatches = random_microbatches([(1, 4)] * NUM_MICROBATCHES)
-        return statistics.median(engine.run_step(microbatches, schedule, step=0).step_s for _ in range(REPETITIONS))
+        while not cutter.measured:
+            cutter.observe(engine.run_step(microbatches, cutter.schedule(MICROBATCHES), step=0))
+        schedule = cutter.schedule(MICROBATCHES)
+        times = [engine.run_step(microbatches, schedule, step=0).step_s for _ in range(repetitions)]
+    return statistics.median(times), cutter.costs.worker_speed
+
+
+def cpu_rows(layer_s: float, repetitions: int) -> None:
+    """The fast worker alone, then both."""
+    slow = (f"work:slow={layer_s}:worker=0", f"work:slow={2 * layer_s}:worker=1")
+    os.environ[faults.ENVIRONMENT_VARIABLE] = ",".join(slow)
+    faults.load_faults()
+    rig = make_rig("llama", "lora", hidden_size=16, intermediate_size=16, num_hidden_layers=BLOCKS)
+    alone_s, _ = cpu_step_s(rig, 1, "auto", repetitions)
+    print(f"| the fast CPU worker alone | {alone_s:.2f} s | | |")
+    for dispatch in DISPATCHES:
+        step_s, speeds = cpu_step_s(rig, 2, dispatch, repetitions)
+        shown = "equal" if speeds is None else ", ".join(f"{speed:.2f}" for speed in speeds)
+        part = alone_s / step_s / 1.5
+        print(f"| two CPU workers, one half as fast, {dispatch} | {step_s:.2f} s | {part:.1%} | {shown} |", flush=True)
+
+
+def emulated_rows(compress: float, repetitions: int) -> None:
+    """4 fast and 2 half-speed workers."""
+    block = LayerCost(
+        "block", 0.0185 / compress, 0.0412 / compress, True, param_bytes=436_000_000, boundary_bytes=67_000_000
+    )
+    head = LayerCost("head", 0.0372 / compress, 0.0745 / compress, False, param_bytes=1_050_000_000)
+    speeds = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5)
+    costs = CostModel(
+        "8B",
+        (*[block] * 32, head),
+        hop_s=1e-4 / compress,
+        link_bytes_per_s=12.5e9 * compress,
+        device_memory_bytes=24 * 10**9,
+        worker_speed=speeds,
+    )
+    for dispatch in DISPATCHES:
+        question = Question(costs, len(speeds), 24, auto_dealing=dispatch == "auto")
+        schedule = make_schedule("roundpipe", choose_partition("roundpipe", question), question)
+        runs = [run_emulated(schedule, costs) for _ in range(repetitions)]
+        reached = [
+            sum(busy * speed for busy, speed in zip(busy_s(run.timeline), speeds, strict=True))
+            / (sum(speeds) * run.makespan_s)
+            for run in runs
+        ]
+        step_s, late = (
+            statistics.median(figures)
+            for figures in ([run.makespan_s for run in runs], [max(run.late_s) / run.makespan_s for run in runs])
+        )
+        print(
+            f"| 4 fast and 2 half-speed workers, emulated, {dispatch} | {step_s:.2f} s | "
+            f"{statistics.median(reached):.1%} | given (late {late:.1%}) |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    slow = (f"compute:slow={OPERATION_S}:worker=0", f"compute:slow={2 * OPERATION_S}:worker=1")
-    os.environ[faults.ENVIRONMENT_VARIABLE] = ",".join(slow)
-    faults.load_faults()
-    rig = make_rig("llama", "lora", hidden_size=16, intermediate_size=16)
-    alone_s = step_s(rig, 1, Options())
-    print("| dispatch | step | against the fast worker alone | of 1.5x |")
-    print("|---|---:|---:|---:|")
-    print(f"| fast worker alone | {alone_s:.2f} s | 1.00x | |")
-    for name, options in (("round-robin", Options()), ("earliest free", Options(earliest_free=True))):
-        gain = alone_s / step_s(rig, 2, options)
-        print(f"| {name} | {alone_s / gain:.2f} s | {gain:.2f}x | {100 * gain / 1.5:.0f} % |")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--layer-ms", type=float, default=20.0, help="of a layer on the fast CPU worker")
+    parser.add_argument("--compress", type=float, default=2.0, help="how much faster the emulated clock goes")
+    args = parser.parse_args()
+    print("| workers and dispatch | step | of the bound | speeds found |")
+    print("|---|---:|---:|---|")
+    cpu_rows(args.layer_ms / 1e3, args.repetitions)
+    emulated_rows(args.compress, args.repetitions)
 
 
 if __name__ == "__main__":

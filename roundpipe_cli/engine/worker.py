@@ -194,7 +194,7 @@ class Worker:
         self.runner.started = None
         self._now = _Now(self._step, op, start, waits=stage_layers(context.program.schedule, op)[0] > 0)
         self.runner.run(context, op)
-        fault("work", step=context.step, worker=self.index)
+        self._pass_work(context, op)
         started = start if self.runner.started is None else self.runner.started
         self._step.intervals.append(ComputeInterval(op, started, backend.mark()))
         if visit.ops[-1] == op.id and not backend.aliases_host:
@@ -204,6 +204,14 @@ class Worker:
         if op.id in self._last_ops or state.chunk is not None:
             state.calls_by_worker.pop(self.index, None)
         return backend.record()
+
+    def _pass_work(self, context: StepContext, op: Op) -> None:
+        """The fault point of slower devices: once for each layer, twice where its forward and backward are one."""
+        schedule = context.program.schedule
+        first, last = stage_layers(schedule, op)
+        fused = schedule.fused_head and op.kind is Kind.BACKWARD and op.stage == 0
+        for _ in range((last + 1 - max(1, first)) * (2 if fused else 1)):
+            fault("work", step=context.step, worker=self.index)
 
     def drain(self) -> None:
         self.backend.synchronize()

@@ -22,6 +22,10 @@ MAX_JUDGED_ROUNDS = 4
 """Microbatches by which even stages are judged, per worker."""
 MAX_JUDGED_STEPS = 4
 """Chained steps by which even stages are judged."""
+MAX_JUDGED_LAYERS = 72
+"""Of deeper models only one even cut is judged: each takes seconds."""
+NUM_FINALISTS = 3
+"""Of the partitions judged so, those judged by a whole step."""
 MIN_GAIN = 0.01
 """Part of a step that another dealing than the published one has to save to be chosen."""
 
@@ -202,6 +206,7 @@ def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None =
         return planned
     free = Options(earliest_free=True)
     dealt = replace(dealt_partition(planned, replace(question, options=free), keeps), dealing=free)
+    question = replace(question, num_steps=min(question.num_steps, MAX_JUDGED_STEPS))
     in_turn_s, free_s = (run("roundpipe", partition, question).step_s for partition in (planned, dealt))
     return dealt if free_s < in_turn_s * (1 - MIN_GAIN) else planned
 
@@ -209,27 +214,42 @@ def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None =
 def dealt_partition(planned: Partition, question: Question, keeps: Keeps | None = None) -> Partition:
     """The fastest of the planner's stages and a few even ones, under the question's `options`.
 
-    Judged by at most four microbatches a worker and four chained steps, so that long steps take no longer to judge.
+    Judged by at most four microbatches a worker and four chained steps, so that long steps take no longer to judge, and
+    the best of those by all.
     """
     workers, blocks = question.num_workers, len(question.costs.layers) - 1
     num_microbatches = min(question.num_microbatches, MAX_JUDGED_ROUNDS * workers)
     short = replace(question, num_microbatches=num_microbatches, num_steps=min(question.num_steps, MAX_JUDGED_STEPS))
     rounds = sorted({min(size, num_microbatches) for size in (workers, 2 * workers, 4 * workers)})
+    whole_step = replace(question, num_steps=short.num_steps)
     counts = sorted({min(count, blocks) for count in (workers, 2 * workers, blocks)})
+    if blocks > MAX_JUDGED_LAYERS:
+        counts = [min(2 * workers, blocks)]
     candidates = [
         Partition(*balanced_partition(blocks + 1, num_forward, 1 + num_backward), per_round)
         for num_forward in counts
         for num_backward in counts
         for per_round in (rounds[:1] if question.accounting == "published" else rounds)
     ]
-    best, best_s = planned, run("roundpipe", planned, short).step_s
-    for candidate in candidates:
-        if keeps is not None and not keeps(candidate):
-            continue
+    scored = [(run("roundpipe", planned, short).step_s, 0, planned)]
+    for candidate in filter(keeps, candidates):
         result = run("roundpipe", candidate, short)
-        if result.step_s < best_s * (1 - 1e-9) and _fits(result, question):
-            best, best_s = candidate, result.step_s
-    return best
+        if result.step_s < scored[0][0] * (1 - 1e-9) and _fits(result, question):
+            scored.append((result.step_s, len(scored), candidate))
+    finalists = [planned, *(candidate for _, _, candidate in sorted(scored, key=lambda one: one[:2])[:NUM_FINALISTS])]
+    if question.options.earliest_free:  # where all layers fit, whole microbatches without any recompute
+        whole = _whole_model(question.costs, question.num_microbatches)
+        if (keeps is None or keeps(whole)) and _fits(run("roundpipe", whole, short), question):
+            finalists.append(whole)
+    return min(finalists, key=lambda partition: run("roundpipe", partition, whole_step).step_s)
+
+
+def _whole_model(costs: CostModel, num_microbatches: int) -> Partition:
+    """All layers in the stage with the head, but for an embedding, whose rows come from the host."""
+    last = len(costs.layers) - 1
+    if costs.layers[0].name != "embed" or not last:
+        return Partition((), ((0, last),), num_microbatches)
+    return Partition(((0, 0),), ((1, last), (0, 0)), num_microbatches)
 
 
 def _fits(result: Result, question: Question) -> bool:
