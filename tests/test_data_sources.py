@@ -39,6 +39,8 @@ def test_jsonl_numbers_are_line_numbers(tmp_path: Path) -> None:
 def test_jsonl_fault_names_the_column_in_its_own_line(tmp_path: Path) -> None:
     row = read(write(tmp_path / "x.jsonl", '{"a": 1\n{"a": 2}\n'))[0]
     assert row.fault is not None and row.fault.found == "Expecting ',' delimiter at column 8"
+    row = read(write(tmp_path / "y.jsonl", '{"a": "1\n{"a": 2}\n'))[0]
+    assert row.fault is not None and row.fault.found == "Unterminated string starting at column 7"
 
 
 def test_jsonl_line_that_is_not_utf8_spoils_only_itself(tmp_path: Path) -> None:

@@ -204,7 +204,10 @@ def test_a_hub_dataset_without_a_network(folder: Path) -> None:
 
 def test_fewer_rows_than_a_step_takes(folder: Path) -> None:
     done = refused(folder, "gradient_accumulation_steps=100")
-    says(done, "fewer rows than one step takes", "found: 10 rows", "hint: gradient_accumulation_steps=5")
+    says(done, "fewer rows than one step takes", "found: 10 rows", "hint: gradient_accumulation_steps=5\n")
+    assert "of weights" not in done.err, "said before anything large is loaded"
+    done = refused(folder, "micro_batch_size=16")
+    says(done, "hint: gradient_accumulation_steps=1 micro_batch_size=10\n")
 
 
 # --- recipe ---------------------------------------------------------------------------------------------------------

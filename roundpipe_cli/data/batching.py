@@ -120,13 +120,15 @@ class BatchSampler:
                 found += len(self._sequences(0, window))
         if found < needed:
             packed = self._packer is not None
+            fewer = f"gradient_accumulation_steps={max(1, found // size)}"
+            fewer += "" if found >= size else f" micro_batch_size={found}"
             raise RefusedError(
                 "the datasets have fewer rows than one step takes",
                 where="datasets",
                 found=f"{self.mix.rows_per_epoch} rows" + (f", packed into {found} sequences" if packed else ""),
                 expected=f"at least {needed}: micro_batch_size {size} x "
                 f"gradient_accumulation_steps {microbatches_per_step}",
-                hint=f"gradient_accumulation_steps={max(1, found // size)}" + (" or packing=false" if packed else ""),
+                hint=fewer + (" or packing=false" if packed else ""),
             )
 
 

@@ -130,7 +130,8 @@ def _parse_json_line(line: bytes, number: int) -> RawRow:
     except UnicodeDecodeError as error:
         fault = RowFault("the line is not valid UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
-        fault = RowFault("the line is not valid JSON", f"{error.msg} at column {error.colno}", "one JSON object a line")
+        what = error.msg.removesuffix(" at")  # some of json's messages end so
+        fault = RowFault("the line is not valid JSON", f"{what} at column {error.colno}", "one JSON object a line")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
         fault = RowFault("the line cannot be read as JSON", printable(str(error)), "one JSON object a line")
     return RawRow(number, {}, fault)
@@ -173,7 +174,7 @@ def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -
             try:
                 value, end = decoder.raw_decode(text, position)
             except json.JSONDecodeError as error:
-                raise _broken_json(path, text, error.pos, error.msg) from None
+                raise _broken_json(path, text, error.pos, error.msg.removesuffix(" at")) from None
             except (ValueError, RecursionError) as error:
                 raise _broken_json(path, text, position, printable(str(error))) from None
             progress.known_share = end / len(text)

@@ -41,6 +41,7 @@ from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe
+from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.durable import disk_error, require_free_bytes
 from roundpipe_cli.units import format_bytes, format_count
@@ -151,6 +152,7 @@ def prepare(
         tell(Notice(text))
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
+    rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
     in_4bit = quantizable_names(model, split.blocks_path) if recipe.load_in_4bit else frozenset()
