@@ -1,4 +1,4 @@
-"""Base weights in 4 bit: the same numbers as bitsandbytes gives, at the size that was promised."""
+"""Base weights in 4 and 8 bit: the same numbers as bitsandbytes gives, at the size that was promised."""
 
 from __future__ import annotations
 
@@ -21,29 +21,39 @@ functional = pytest.importorskip("bitsandbytes.functional", reason="needs the ex
 SIZES = [(2, 12), (2, 12), (1, 7)]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (48, 40), (3, 5), (4, 32, 24), (7,)])
-def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype, bits: int) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed = torch.zeros(packed_bytes(values.numel()), dtype=torch.uint8)
-    quantize(values, packed)
-    expected = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=64, quant_type="nf4"))
-    assert torch.equal(dequantize(packed, values.shape, dtype), expected)
+    packed = torch.zeros(packed_bytes(values.numel(), bits), dtype=torch.uint8)
+    quantize(values, packed, bits)
+    if bits == 4:
+        expected = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=64, quant_type="nf4"))
+    else:
+        expected = functional.dequantize_blockwise(*functional.quantize_blockwise(values, blocksize=64))
+    unpacked = dequantize(packed, values.shape, dtype, bits)
+    assert unpacked.dtype == dtype and torch.equal(unpacked, expected.view(shape))
+    if bits == 8:
+        assert (unpacked - values).abs().max() < 0.02 * values.abs().max()
     if values.numel() % 128 == 0:
-        assert 8 * packed.numel() == 4.5 * values.numel()
+        assert 8 * packed.numel() == (bits + 0.5) * values.numel()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "phi"])
-def test_five_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str) -> None:
-    rig = make_rig(model_type, "lora", in_4bit=True)
-    assert any(place.in_4bit for place in rig.store.layouts[1].places)
+@pytest.mark.parametrize(
+    ("model_type", "bits"),
+    [("llama", 4), ("qwen3_moe", 4), ("gpt_oss", 4), ("gemma2", 4), ("phi", 4), ("llama", 8), ("qwen3_moe", 8)],
+)
+def test_five_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, bits: int) -> None:
+    rig = make_rig(model_type, "lora", bits=bits)
+    assert any(place.packed_bits == bits for place in rig.store.layouts[1].places)
     check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8)
 
 
 def test_the_cut_and_the_workers_change_no_bit() -> None:
     microbatches, seen = random_microbatches(SIZES), set()
     for num_workers, copy, recompute in ((1, False, "stage"), (2, True, "stage"), (3, True, "layer")):
-        rig = make_rig("qwen3_moe", "lora", in_4bit=True)
+        rig = make_rig("qwen3_moe", "lora", bits=4)
         with rig.engine(num_workers, copy=copy, recompute=recompute) as engine:
             result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(SIZES)), step=0)
         seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
@@ -54,25 +64,25 @@ def test_a_graph_keeps_no_unpacked_weights() -> None:
     """Of a stage of six blocks one is unpacked at a time."""
     changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 2048}
     peaks = {}
-    for in_4bit in (False, True):
-        rig = make_rig("llama", "lora", in_4bit=in_4bit, **changes)
+    for bits in (0, 4):
+        rig = make_rig("llama", "lora", bits=bits, **changes)
         schedule = schedule_for(rig, 1, 1, forward=[(0, 6)], backward=[(7, 7), (0, 6)])
         with rig.engine(1, copy=True, count_bytes=True) as engine:
-            peaks[in_4bit] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
+            peaks[bits] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
             whole = rig.store.layouts[1].num_parameters * 4
-    assert peaks[True] < 0.45 * peaks[False]
+    assert peaks[4] < 0.45 * peaks[0]
     slots = 2 * sum(layout.num_bytes for layout in rig.store.layouts)
-    assert peaks[True] < slots + 3 * whole, "one unpacked block, and what is on its way"
+    assert peaks[4] < slots + 3 * whole, "one unpacked block, and what is on its way"
 
 
 def test_bytes_uploaded_and_held() -> None:
-    """Of frozen block weights: 4.5 bits in place of 16."""
+    """Of frozen block weights: 4.5 or 8.5 bits in place of 16."""
     sent, held = {}, {}
-    for in_4bit in (False, True):
+    for bits in (0, 4, 8):
         rig = make_rig(
             "llama",
             "lora",
-            in_4bit=in_4bit,
+            bits=bits,
             dtype=torch.bfloat16,
             hidden_size=512,
             intermediate_size=2048,
@@ -80,11 +90,11 @@ def test_bytes_uploaded_and_held() -> None:
         )
         with rig.engine(1, copy=True) as engine:
             result = engine.run_step(random_microbatches([(1, 8)]), schedule_for(rig, 1, 1), step=0)
-        sent[in_4bit] = result.upload_bytes
+        sent[bits] = result.upload_bytes
         frozen = [p for layout in rig.store.layouts[1:-1] for p in layout.places if not p.trainable]
-        held[in_4bit] = sum(p.num_bytes for p in frozen) / sum(p.num_elements for p in frozen)
-    assert sent[True] <= 0.30 * sent[False]
-    assert held[False] == 2 and held[True] <= 0.60
+        held[bits] = sum(p.num_bytes for p in frozen) / sum(p.num_elements for p in frozen)
+    assert sent[4] <= 0.30 * sent[0] and sent[8] <= 0.55 * sent[0]
+    assert held[0] == 2 and held[4] <= 0.60 and held[8] <= 1.07
 
 
 def plain_qlora(rig: Any) -> nn.Module:
@@ -110,7 +120,7 @@ def plain_qlora(rig: Any) -> nn.Module:
 def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
     from roundpipe_cli.train.optimizer import HostOptimizer
 
-    rig = make_rig("llama", "lora", in_4bit=True)
+    rig = make_rig("llama", "lora", bits=4)
     plain = plain_qlora(rig)
     theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     ours, schedule, microbatches = (
@@ -129,15 +139,19 @@ def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
     assert pairs[-1][0] == pytest.approx(pairs[-1][1], rel=1e-2) and pairs[-1][0] < 0.9 * pairs[0][0]
 
 
-def test_a_recipe_in_4bit(tmp_path: Path) -> None:
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), load_in_4bit=True)
-    finetune(folder).expect(0)
-    losses = [row["loss"] for row in metrics(folder / "out")]
-    finetune(folder, "load_in_4bit=false", "output_dir=whole").expect(0)
-    whole = [row["loss"] for row in metrics(folder / "whole")]
-    assert losses != whole and losses == pytest.approx(whole, rel=0.05)
-    refused = finetune(folder, "method=full", "output_dir=full").expect(2)
-    assert "full fine-tuning trains them" in refused.err and "method: lora" in refused.err
+def test_a_recipe_in_4_and_in_8_bit(tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    losses = {}
+    for bits, words in ((0, ()), (4, ("load_in_4bit=true",)), (8, ("load_in_8bit=true",))):
+        finetune(folder, *words, f"output_dir=out{bits}").expect(0)
+        losses[bits] = [row["loss"] for row in metrics(folder / f"out{bits}")]
+    assert losses[4] != losses[0] and losses[4] == pytest.approx(losses[0], rel=0.05)
+    assert losses[8] != losses[0] and losses[8] == pytest.approx(losses[0], rel=0.005)
+    for bits in (4, 8):
+        refused = finetune(folder, "method=full", f"load_in_{bits}bit=true", "output_dir=full").expect(2)
+        assert "full fine-tuning trains them" in refused.err and "method: lora" in refused.err
+    both = finetune(folder, "load_in_4bit=true", "load_in_8bit=true", "output_dir=both").expect(2)
+    assert "cannot be in 4 and in 8 bit" in both.err
 
 
 def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,14 +152,14 @@ def make_rig(
     lora_dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
     staleness: int = 0,
-    in_4bit: bool = False,
     frozen: Sequence[str] = (),
+    bits: int = 0,
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
 
     `frozen`: parts of names of parameters that are not trained.
-    `in_4bit`: with the base weights packed; the plain module has what they are when unpacked.
+    `bits`: 4 or 8, with the base weights packed; the plain module has what they are when unpacked.
     """
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
     config = tiny_config(model_type, **changes)
@@ -179,9 +179,9 @@ def make_rig(
             dtype=dtype,
             base_name="tiny",
         )
-    packed = quantizable_names(skeleton, split.blocks_path) if in_4bit else frozenset()
+    packed = quantizable_names(skeleton, split.blocks_path) if bits else frozenset()
     layouts = [
-        make_layout(name, parameters, dtype, packed)
+        make_layout(name, parameters, dtype, packed, bits)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
     store = WeightStore(layouts, staleness)
@@ -212,8 +212,8 @@ def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
                 name = names[id(parameter)]
                 if name not in real:
                     place, values = places[name], store.master(name).clone()
-                    if place.in_4bit:
-                        values = dequantize(values, place.shape, place.dtype)
+                    if place.packed_bits:
+                        values = dequantize(values, place.shape, place.dtype, place.packed_bits)
                     real[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 module._parameters[attribute] = real[name]
     return plain.train()

@@ -51,6 +51,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
         load_in_4bit=recipe.load_in_4bit,
+        load_in_8bit=recipe.load_in_8bit,
         recompute=recipe.pipeline.recompute,
         staleness=recipe.pipeline.optimizer_staleness,
         optimizer="sgd_momentum" if recipe.sgd_momentum else recipe.optim,

@@ -185,7 +185,7 @@ class Engine:
             keep_inputs: keep the input of every layer after such a block on the host, so that its product can be left
                 out within a stage too, not only at its end.
             keep_blocks: blocks, counted from the last, whose activations stay on the device from forward to backward
-                where both run on the same worker. Blocks in 4 bit are recomputed all the same.
+                where both run on the same worker. Blocks in 4 or 8 bit are recomputed all the same.
             num_slots: stages whose weights are on a device at once.
             weight_cache_bytes: of each device, for weights that stay there; see `weight_cache.py`.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
@@ -204,7 +204,7 @@ class Engine:
         self._keep_layers = frozenset(
             layer
             for layer in range(max(1, self.num_layers - 1 - keep_blocks), self.num_layers - 1)
-            if not any(place.in_4bit for place in store.layouts[layer].places)
+            if not any(place.packed_bits for place in store.layouts[layer].places)
         )
         self._num_slots = num_slots
         options = transfers or TransferOptions()

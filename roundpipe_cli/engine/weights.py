@@ -240,10 +240,10 @@ class WeightStore:
         return place.trainable_view(self.masters[index]) if place.trainable else self._views[0][name]
 
     def base_weight(self, name: str) -> torch.Tensor:
-        """The whole weight of a parameter; a new tensor where it lies in 4 bit."""
+        """The whole weight of a parameter; a new tensor where it lies packed."""
         _, place = self._places[name]
         view = self._views[0][name]
-        return dequantize(view, place.shape, place.dtype) if place.in_4bit else view
+        return dequantize(view, place.shape, place.dtype, place.packed_bits) if place.packed_bits else view
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

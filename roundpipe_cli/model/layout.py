@@ -39,8 +39,8 @@ class ParameterPlace:
     trainable: bool
     element_offset: int = 0
     """Trainable parameters: first element in the layer's flat trainable tensor."""
-    in_4bit: bool = False
-    """Whether it lies here packed (`model/nf4.py`); `dtype` is that in which it is used."""
+    packed_bits: int = 0
+    """4 or 8: it lies here packed (`model/nf4.py`) and `dtype` is that in which it is used. 0: it lies here whole."""
 
     @property
     def num_elements(self) -> int:
@@ -48,20 +48,24 @@ class ParameterPlace:
 
     @property
     def num_bytes(self) -> int:
-        return packed_bytes(self.num_elements) if self.in_4bit else self.num_elements * self.dtype.itemsize
+        return (
+            packed_bytes(self.num_elements, self.packed_bits)
+            if self.packed_bits
+            else self.num_elements * self.dtype.itemsize
+        )
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """This parameter as a view of `buffer`, the layer's bytes as a uint8 tensor of shape [num_bytes].
 
-        In 4 bit: its packed bytes.
+        In 4 or 8 bit: its packed bytes.
         """
         raw = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes]
-        return raw if self.in_4bit else raw.view(self.dtype).view(self.shape)
+        return raw if self.packed_bits else raw.view(self.dtype).view(self.shape)
 
     def write(self, view: torch.Tensor, values: torch.Tensor) -> None:
         """Write `values` into this parameter's `view`."""
-        if self.in_4bit:
-            quantize(values.to(self.dtype), view)
+        if self.packed_bits:
+            quantize(values.to(self.dtype), view, self.packed_bits)
         else:
             view.copy_(values)
 
@@ -71,8 +75,8 @@ class ParameterPlace:
         An ordinary view shares its counter with all other views of the buffer, and PEFT's wrapper of fused experts
         writes to its parameter in place (the same bytes), which autograd would then take for a change of all of them.
         """
-        if self.in_4bit:
-            return PackedParameter.of(self.view(buffer), self.shape, self.dtype)
+        if self.packed_bits:
+            return PackedParameter.of(self.view(buffer), self.shape, self.dtype, self.packed_bits)
         start_bytes = buffer.storage_offset() * buffer.element_size() + self.offset_bytes
         own = torch.empty(0, dtype=self.dtype, device=buffer.device)
         own.set_(buffer.untyped_storage(), start_bytes // self.dtype.itemsize, self.shape)  # type: ignore[call-overload]
@@ -119,12 +123,14 @@ def make_layout(
     name: str,
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
     dtype: torch.dtype,
-    in_4bit: Collection[str] = (),
+    packed: Collection[str] = (),
+    bits: int = 4,
 ) -> LayerLayout:
     """Lay out the parameters of one layer; a parameter is trainable if it requires grad.
 
     Args:
-        in_4bit: names of the frozen ones to keep packed.
+        packed: names of the frozen ones to keep packed.
+        bits: in which, 4 or 8.
 
     Raises:
         ValueError: a trainable parameter is not of `dtype`.
@@ -135,9 +141,9 @@ def make_layout(
     for parameter_name, parameter in listed:
         if not parameter.requires_grad:
             offset = round_up(offset, ALIGNMENT_BYTES)
-            packed = parameter_name in in_4bit
+            kept = bits if parameter_name in packed else 0
             places.append(
-                ParameterPlace(parameter_name, parameter.shape, parameter.dtype, offset, False, in_4bit=packed)
+                ParameterPlace(parameter_name, parameter.shape, parameter.dtype, offset, False, packed_bits=kept)
             )
             offset += places[-1].num_bytes
     trainable_offset = round_up(offset, ALIGNMENT_BYTES * 2)

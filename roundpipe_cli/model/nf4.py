@@ -1,8 +1,10 @@
-"""Frozen weights in 4 bit: NF4 by bitsandbytes (arXiv 2305.14314), packed on the host and in slots, whole only in use.
+"""Frozen weights in 4 or 8 bit by bitsandbytes, packed on the host and in slots, whole only in use.
 
-A packed weight is one run of bytes: two weights a byte, then one float32 scale for each 64 weights: 4.5 bits a weight.
+4 bit: NF4 (arXiv 2305.14314). 8 bit: its blockwise dynamic code (arXiv 2110.02861), for weights alone: products are
+computed with the unpacked weights, other than those of LLM.int8. A packed weight is one run of bytes: codes, then one
+float32 scale for each 64 weights: 4.5 or 8.5 bits a weight.
 
-    | codes, 4 bit each | pad to 64 bytes | scales, float32 |
+    | codes, 4 or 8 bit each | pad to 64 bytes | scales, float32 |
 
 A block's weights are dequantised for its call and dropped after it. What autograd would keep of them for the backward
 is kept packed and dequantised again when asked for, so a graph costs no memory for weights.
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,13 +31,18 @@ WEIGHTS_PER_SCALE = 64
 _ALIGNMENT_BYTES = 64
 
 
-def packed_bytes(num_elements: int) -> int:
+def packed_bytes(num_elements: int, bits: int = 4) -> int:
     """Size of a packed weight."""
-    return _codes_bytes(num_elements) + 4 * _num_scales(num_elements)
+    return _codes_bytes(num_elements, bits) + 4 * _num_scales(num_elements)
 
 
-def _codes_bytes(num_elements: int) -> int:
-    return -(-((num_elements + 1) // 2) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _codes_bytes(num_elements: int, bits: int) -> int:
+    return -(-_num_codes(num_elements, bits) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _num_codes(num_elements: int, bits: int) -> int:
+    """In bytes."""
+    return num_elements if bits == 8 else (num_elements + 1) // 2
 
 
 def _num_scales(num_elements: int) -> int:
@@ -64,42 +72,70 @@ def import_bitsandbytes() -> Any:
     return sys.modules["bitsandbytes"]
 
 
-def require_bitsandbytes() -> None:
+def require_bitsandbytes(where: str = "load_in_4bit: true") -> None:
     """Refuse early where the library is missing.
+
+    Args:
+        where: what of the recipe needs it.
 
     Raises:
         RefusedError: it is not installed.
     """
     if import_bitsandbytes() is None:
         raise RefusedError(
-            "4-bit weights need the package bitsandbytes",
-            where="load_in_4bit: true",
+            "weights in 4 or 8 bit need the package bitsandbytes",
+            where=where,
             found="not installed",
             hint="pip install bitsandbytes",
         )
 
 
-def quantize(values: torch.Tensor, packed: torch.Tensor) -> None:
-    """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel())]."""
+def quantize(values: torch.Tensor, packed: torch.Tensor, bits: int = 4) -> None:
+    """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel(), bits)]."""
     functional = import_bitsandbytes().functional
-    codes, state = functional.quantize_4bit(values.contiguous(), blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
+    if bits == 8:
+        codes, state = functional.quantize_blockwise(values.contiguous(), _dynamic_map(values.device), blocksize=64)
+    else:
+        codes, state = functional.quantize_4bit(values.contiguous(), blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
+    put_packed(codes, state.absmax, values.numel(), packed, bits)
+
+
+def put_packed(codes: torch.Tensor, scales: torch.Tensor, count: int, packed: torch.Tensor, bits: int = 4) -> None:
+    """Write what bitsandbytes made of `count` weights into `packed`.
+
+    Args:
+        codes: uint8, of any shape.
+        scales: float32, of any shape.
+    """
     packed[: codes.numel()].copy_(codes.flatten())
-    packed[_codes_bytes(values.numel()) :].view(torch.float32).copy_(state.absmax)
+    packed[_codes_bytes(count, bits) :].view(torch.float32).copy_(scales.flatten())
 
 
-def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+@cache
+def _dynamic_map(device: torch.device) -> torch.Tensor:
+    """Float32 [256]: what an 8-bit code stands for, times the scale."""
+    code: torch.Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
+    return code
+
+
+def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int = 4) -> torch.Tensor:
     """The weights of `packed` as a new tensor."""
     functional = import_bitsandbytes().functional
     count = shape.numel()
     state = functional.QuantState(  # type: ignore[no-untyped-call]
-        absmax=packed[_codes_bytes(count) :].view(torch.float32),
+        absmax=packed[_codes_bytes(count, bits) :].view(torch.float32),
         shape=shape,
-        code=None,
+        code=_dynamic_map(packed.device) if bits == 8 else None,
         blocksize=WEIGHTS_PER_SCALE,
-        quant_type="nf4",
+        quant_type=None if bits == 8 else "nf4",
         dtype=dtype,
     )
-    whole: torch.Tensor = functional.dequantize_4bit(packed[: (count + 1) // 2].unsqueeze(1), state)
+    codes = packed[: _num_codes(count, bits)]
+    whole: torch.Tensor
+    if bits == 8:
+        whole = functional.dequantize_blockwise(codes, state).view(shape)
+    else:
+        whole = functional.dequantize_4bit(codes.unsqueeze(1), state)
     return whole
 
 
@@ -108,22 +144,24 @@ class PackedParameter(nn.Parameter):
 
     whole_shape: torch.Size
     whole_dtype: torch.dtype
+    bits: int
 
     @staticmethod
-    def of(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> PackedParameter:
+    def of(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int) -> PackedParameter:
         """
         Args:
             packed: uint8 [packed_bytes].
             shape: of the weight.
             dtype: in which the weight is used.
+            bits: of a weight, 4 or 8.
         """
         parameter = PackedParameter(packed, requires_grad=False)
-        parameter.whole_shape, parameter.whole_dtype = shape, dtype
+        parameter.whole_shape, parameter.whole_dtype, parameter.bits = shape, dtype, bits
         return parameter
 
     def dequantized(self) -> torch.Tensor:
         """The weight, a new tensor."""
-        return dequantize(self.detach(), self.whole_shape, self.whole_dtype)
+        return dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.bits)
 
 
 PackedPlace = tuple[nn.Module, str, PackedParameter]
@@ -171,7 +209,7 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
-    """Names of the frozen weights that are kept in 4 bit: of linear layers and of fused experts, in blocks.
+    """Names of the frozen weights that are kept in 4 or 8 bit: of linear layers and of fused experts, in blocks.
 
     Embedding, LM head, norms, routers and adapters stay as they are, as with transformers' own 4-bit loading.
     """

@@ -43,6 +43,7 @@ EXPERT_TILE_TOKENS = 64
 """Half of a matrix-product tile: what an expert's last tile wastes on average."""
 NF4_BYTES_PER_PARAM = 0.5 + 4 / 64
 """4 bit, and a float32 scale for each 64 weights (arXiv 2305.14314, without its second quantization)."""
+INT8_BYTES_PER_PARAM = 1 + 4 / 64
 OPTIMIZER_BYTES_PER_PARAM = 30
 """AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
 
@@ -61,6 +62,7 @@ class TrainingSettings:
     """Names of the adapted projections; None: all of them."""
     dtype: DType = "bfloat16"
     load_in_4bit: bool = False
+    load_in_8bit: bool = False
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
     optimizer: str = "adamw"
@@ -96,7 +98,14 @@ class TrainingSettings:
     @property
     def frozen_bytes_per_param(self) -> float:
         """Of a weight matrix that is not trained."""
-        return NF4_BYTES_PER_PARAM if self.load_in_4bit and self.method == "lora" else self.dtype_bytes
+        return self.packed_bytes_per_param or self.dtype_bytes
+
+    @property
+    def packed_bytes_per_param(self) -> float:
+        """The same where it is in 4 or 8 bit, else 0."""
+        if self.method == "full":
+            return 0.0
+        return NF4_BYTES_PER_PARAM if self.load_in_4bit else INT8_BYTES_PER_PARAM if self.load_in_8bit else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +323,10 @@ class _Timer:
         return per_expert / (per_expert + EXPERT_TILE_TOKENS)
 
     def _weight_read_s(self, block: Block) -> float:
-        """Time to read the block's weights once; 4-bit weights are also written and read in 16 bit."""
+        """Time to read the block's weights once; packed weights are also written and read in 16 bit."""
         settings = self.settings
-        if settings.load_in_4bit and settings.method == "lora":
-            return block.params * (NF4_BYTES_PER_PARAM + 4) / self.device.memory_bytes_per_s
+        if packed := settings.packed_bytes_per_param:
+            return block.params * (packed + 4) / self.device.memory_bytes_per_s
         return block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:

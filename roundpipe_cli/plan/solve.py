@@ -183,8 +183,12 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
         )
     elif not settings.load_in_4bit:
         yield (
-            Change(("load_in_4bit=true",), "load_in_4bit=true: frozen weights in 4 bit", 2.1),
-            lambda s: replace(s, load_in_4bit=True),
+            Change(
+                ("load_in_4bit=true", *(("load_in_8bit=false",) if settings.load_in_8bit else ())),
+                "load_in_4bit=true: frozen weights in 4 bit",
+                2.1,
+            ),
+            lambda s: replace(s, load_in_4bit=True, load_in_8bit=False),
         )
     if settings.method == "lora" and settings.lora_r > 8:
         yield (

@@ -82,7 +82,6 @@ NO_COUNTERPART: Mapping[str, str] = {
     "template": "the tokenizer's own chat template is used; check that it is the one meant",
     "resume_from_checkpoint": "checkpoints of other programs cannot be resumed from",
     "auto_resume_from_checkpoints": "checkpoints of other programs cannot be resumed from",
-    "load_in_8bit": "8-bit base weights are not offered",
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
     "save_strategy": "give a number of steps in save_steps",

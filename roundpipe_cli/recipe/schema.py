@@ -230,6 +230,9 @@ class Recipe:
     """Adapters; not used when `method` is full."""
     load_in_4bit: bool = False
     """Keep the frozen base weights in 4 bit (NF4): a quarter of the host memory and of the uploads."""
+    load_in_8bit: bool = False
+    """Keep them in 8 bit (bitsandbytes' blockwise dynamic code, weights alone): half of both, and nearer to the
+    originals."""
     datasets: Annotated[tuple[DatasetConfig, ...], NotEmpty()]
     """Training rows, from one or more sources."""
     val_set_size: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.0

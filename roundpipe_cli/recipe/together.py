@@ -36,6 +36,8 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     _find_preference_problems(recipe, findings)
     _find_schedule_problems(recipe, findings)
     _find_optimizer_problems(recipe, findings)
+    if recipe.load_in_4bit and recipe.load_in_8bit:
+        findings.add(("load_in_8bit",), "the base weights cannot be in 4 and in 8 bit", hint="delete one of the lines")
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)

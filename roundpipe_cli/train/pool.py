@@ -20,7 +20,7 @@ from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.cut import SHARED_BYTES_PER_S, Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.profile_cache import ProfileCache
-from roundpipe_cli.train.setup import Setup, Tell, active_parameters
+from roundpipe_cli.train.setup import Setup, Tell, active_parameters, packed_bits
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
@@ -126,7 +126,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "recompute": recipe.pipeline.recompute,
             "skip_last_projection": recipe.pipeline.skip_last_projection,
             "keep_activations": recipe.pipeline.keep_activations,
-            "load_in_4bit": recipe.load_in_4bit,
+            "packed_bits": packed_bits(recipe),
         }
     )
 

@@ -125,8 +125,9 @@ def prepare(
     """
     recipe = loaded.recipe
     refuse_frozen_full(recipe)
-    if recipe.load_in_4bit:
-        require_bitsandbytes()
+    bits = packed_bits(recipe)
+    if bits:
+        require_bitsandbytes(f"load_in_{bits}bit: true")
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     fingerprint = Fingerprint(source)
     devices, notice = choose_devices(recipe.pipeline.devices)
@@ -155,9 +156,9 @@ def prepare(
     rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
-    in_4bit = quantizable_names(model, split.blocks_path) if recipe.load_in_4bit else frozenset()
+    packed = quantizable_names(model, split.blocks_path) if bits else frozenset()
     layouts = [
-        make_layout(name, parameters, dtype, in_4bit)
+        make_layout(name, parameters, dtype, packed, bits)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
@@ -184,6 +185,11 @@ def prepare(
         store,
         fingerprint.result(),
     )
+
+
+def packed_bits(recipe: Recipe) -> int:
+    """Of a frozen base weight: 4, 8, or 0 where they lie whole."""
+    return 4 if recipe.load_in_4bit else 8 if recipe.load_in_8bit else 0
 
 
 def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:
@@ -226,12 +232,16 @@ def _evaluation_rows(
 
 
 def refuse_frozen_full(recipe: Recipe) -> None:
-    """Weights in 4 bit or on a mapped file cannot be trained.
+    """Weights in 4 or 8 bit or on a mapped file cannot be trained.
 
     Raises:
         RefusedError: `method: full`.
     """
-    kinds = {"load_in_4bit: true": recipe.load_in_4bit, "weights: mmap": recipe.weights == "mmap"}
+    kinds = {
+        "load_in_4bit: true": recipe.load_in_4bit,
+        "load_in_8bit: true": recipe.load_in_8bit,
+        "weights: mmap": recipe.weights == "mmap",
+    }
     for where, asked in kinds.items():
         if asked and recipe.method == "full":
             raise RefusedError(
