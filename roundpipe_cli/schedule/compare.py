@@ -239,7 +239,7 @@ def dealt_partition(planned: Partition, question: Question, keeps: Keeps | None 
     finalists = [planned, *(candidate for _, _, candidate in sorted(scored, key=lambda one: one[:2])[:NUM_FINALISTS])]
     if question.options.earliest_free:  # where all layers fit, whole microbatches without any recompute
         whole = _whole_model(question.costs, question.num_microbatches)
-        if (keeps is None or keeps(whole)) and _fits(run("roundpipe", whole, short), question):
+        if (keeps is None or keeps(whole)) and _whole_model_fits(question.costs):
             finalists.append(whole)
     return min(finalists, key=lambda partition: run("roundpipe", partition, whole_step).step_s)
 
@@ -250,6 +250,13 @@ def _whole_model(costs: CostModel, num_microbatches: int) -> Partition:
     if costs.layers[0].name != "embed" or not last:
         return Partition((), ((0, last),), num_microbatches)
     return Partition(((0, 0),), ((1, last), (0, 0)), num_microbatches)
+
+
+def _whole_model_fits(costs: CostModel) -> bool:
+    """Whether every slot of a device could hold it, and its activations."""
+    layers, limit = costs.layers, costs.device_memory_bytes
+    held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
+    return limit is None or held + sum(layer.activation_bytes for layer in layers) <= limit
 
 
 def _fits(result: Result, question: Question) -> bool:
