@@ -127,10 +127,14 @@ def _fitting_name(answer: Plan) -> str | None:
 
 def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
     """The plan in words: the verdict first."""
+    from roundpipe_cli.cli.unequal import who_does_what
+
     lines = [*_verdict_lines(answer), ""]
     if solution is not None:
         lines += [*_solution_lines(answer, solution), ""]
     lines += [*_stage_lines(answer), ""]
+    unequal = who_does_what(answer.question, answer.timeline)
+    lines += [*unequal, ""] if unequal else []
     lines += [*_memory_lines(answer), ""]
     lines += [*_link_lines(answer), ""]
     if answer.explanation:

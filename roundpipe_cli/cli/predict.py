@@ -12,6 +12,7 @@ from typing import Literal
 
 from roundpipe_cli.cli.question import Question, ask, choose_tier
 from roundpipe_cli.cli.quick_cut import enough_per_round, quick_cut
+from roundpipe_cli.cli.unequal import dealt_cut, describe_left_out, without_small_cards
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.hardware import Hardware
@@ -23,6 +24,8 @@ from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, even_stages, ju
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.compare import Partition
+from roundpipe_cli.schedule.dealing import Options, options_of
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
@@ -109,6 +112,10 @@ def check_fits(loaded: LoadedRecipe) -> None:
     error = ResourceError(verdict.reasons[0])
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
     hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
+    for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
+        if judge_coarsest(fewer.architecture, settings, fewer.hardware).fits:
+            hint = f"{describe_left_out(question, fewer, fits=False)}; {hint}"
+            break
     error.problems = tuple(
         Problem(
             reason,
@@ -122,13 +129,35 @@ def check_fits(loaded: LoadedRecipe) -> None:
 
 
 def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Plan:
-    """Cut the layers, simulate a step, and judge whether it fits.
+    """Cut the layers, simulate a step, and judge whether it fits; without the GPUs of less memory than others where
+    only that fits, or is faster.
 
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
     question = ask(loaded, hardware)
-    recipe, settings, analytic = loaded.recipe, question.settings, question.analytic
+    best = _plan(question)
+    for fewer in without_small_cards(question):
+        if best.verdict.fits and _least_s(fewer) >= best.step_s:
+            continue
+        other = _plan(fewer)
+        if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
+            why = describe_left_out(question, fewer, fits=best.verdict.fits)
+            best = replace(other, explanation=(why, *other.explanation))
+    return best
+
+
+def _least_s(question: Question) -> float:
+    """No step is faster: workers that never wait, and nothing is computed twice."""
+    costs, settings = question.analytic.costs, question.settings
+    once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
+    host_s = settings.num_microbatches * question.analytic.host_s_per_microbatch
+    return once_s / sum(costs.worker_speed or (1.0,) * question.num_workers) + host_s
+
+
+def _plan(question: Question) -> Plan:
+    """The plan for all devices of the question's machine."""
+    recipe, settings, analytic = question.loaded.recipe, question.settings, question.analytic
     cut = _cut(question)
     verdict = _judged(question, cut)
     step = _simulate_step(question, cut, recipe.pipeline.schedule)
@@ -157,6 +186,8 @@ class _Cut:
     explanation: tuple[str, ...] = ()
     workers: tuple[int, ...] = ()
     """Those that get stages; empty: all of them."""
+    options: Options | None = None
+    """How stages are dealt out; None: as the recipe says."""
 
 
 def _cut(question: Question) -> _Cut:
@@ -219,7 +250,8 @@ def _planned(question: Question) -> _Cut:
     )
     quick = _Cut(*even, ("the best of a few even cuts",))
     if len(question.analytic.costs.layers) > MAX_SEARCHED_LAYERS:
-        return replace(quick, explanation=(f"{quick.explanation[0]}: with so many layers evenness hardly matters",))
+        quick = replace(quick, explanation=(f"{quick.explanation[0]}: with so many layers evenness hardly matters",))
+        return _dealt(question, quick)
     try:
         partition = plan_partition(
             question.analytic.costs,
@@ -232,17 +264,36 @@ def _planned(question: Question) -> _Cut:
     except ResourceError:
         coarsest = coarsest_stages(architecture, settings, hardware, question.analytic)
         return _Cut(tuple(coarsest[0]), tuple(coarsest[1]), question.num_workers, ("no cut keeps the devices' limits",))
-    searched = _Cut(
-        partition.forward_stages,
-        partition.backward_stages,
-        partition.microbatches_per_round,
-        partition.explanation,
-        partition.workers,
+    searched = _dealt(
+        question,
+        _Cut(
+            partition.forward_stages,
+            partition.backward_stages,
+            partition.microbatches_per_round,
+            partition.explanation,
+            partition.workers,
+        ),
     )
     if quick.microbatches_per_round <= searched.microbatches_per_round:
         return searched
     # the search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut
     return min(searched, quick, key=lambda cut: _simulate_step(question, cut, "roundpipe").step_s)
+
+
+def _dealt(question: Question, cut: _Cut) -> _Cut:
+    """The same cut, or where workers differ in speed and it is faster, one that suits earliest-free dispatch."""
+    planned = Partition(cut.forward_stages, cut.backward_stages, cut.microbatches_per_round, cut.workers)
+
+    def fits(partition: Partition) -> bool:
+        return _judged(question, _Cut(partition.forward_stages, partition.backward_stages, 0)).fits
+
+    most = MAX_PLANNED_ROUNDS * question.num_workers
+    dealt = dealt_cut(question, planned, min(question.settings.num_microbatches, most), fits)
+    if dealt.dealing is None:
+        return cut
+    why = "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
+    per_round = dealt.microbatches_per_round or question.num_workers
+    return _Cut(dealt.forward_stages, dealt.backward_stages, per_round, (why,), dealt.workers, dealt.dealing)
 
 
 def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
@@ -314,6 +365,8 @@ def _simulated(
 ) -> _Simulated:
     costs, staleness = question.analytic.costs, question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
+    pipeline = question.loaded.recipe.pipeline
+    options = cut.options or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
     if costs.worker_speed is not None:
         costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
     schedule = build_schedule(
@@ -326,6 +379,7 @@ def _simulated(
         microbatches_per_round=cut.microbatches_per_round if schedule_name == "roundpipe" else None,
         num_steps=num_steps,
         staleness=staleness,
+        options=options,
     )
     program = lower(schedule, costs, staleness=staleness)
     sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
