@@ -51,6 +51,7 @@ polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { text-align: right; padding: 0.3rem 0.4rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td:first-child, th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: normal; }
+@media (max-width: 27rem) { table { font-size: 0.8rem; } td, th { padding: 0.3rem 0.15rem; } }
 pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem;
   white-space: pre-wrap; }
 details summary { cursor: pointer; }
