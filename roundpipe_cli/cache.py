@@ -25,7 +25,10 @@ def cache_folder(name: str) -> Path:
     if chosen:
         return Path(chosen).expanduser() / name
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "roundpipe" / name
+    try:
+        return (Path(base) if base else Path("~/.cache").expanduser()) / "roundpipe" / name
+    except RuntimeError:  # a user without a home, as in containers: nothing can be read or written there
+        return Path(os.devnull) / name
 
 
 def new_folder(name: str) -> Path | None:
@@ -34,7 +37,7 @@ def new_folder(name: str) -> Path | None:
         folder = cache_folder(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
-    except (OSError, RuntimeError):  # read-only; no home
+    except OSError:  # read-only; no home
         return None
 
 

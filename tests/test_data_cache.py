@@ -17,6 +17,7 @@ from roundpipe_cli.data import keys
 from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.errors import RefusedError
+from tests.e2e import launch, make_model, make_workspace
 from tests.test_data_dataset import CHATML, byte_tokenizer, write_rows
 
 ROWS = [{"prompt": f"Q{n}", "completion": f"A{n}"} for n in range(20)]
@@ -183,3 +184,23 @@ def test_a_mapped_shard_outlives_its_removal(tmp_path: Path) -> None:
     expected = tokens(dataset)
     shutil.rmtree(cache_folder("tokens"))
     assert tokens(dataset) == expected
+
+
+def without_a_home() -> None:
+    """What a process sees that runs under a number which /etc/passwd does not know, as in many containers."""
+    import pwd
+
+    def unknown(number: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    os.environ.pop("HOME")
+    pwd.getpwuid = unknown
+
+
+def test_a_user_without_a_home(tmp_path: Path) -> None:
+    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+    nowhere = {CACHE_VARIABLE: "", "XDG_CACHE_HOME": ""}
+    for words in (("data", "recipe.yaml"), ("finetune", "recipe.yaml"), ("doctor", "--offline")):
+        launch(work, *words, environment=nowhere, before=without_a_home).finish().expect(0)
+    assert (work / "out" / "adapter_model.safetensors").exists()
+    assert not (work / "~").exists()

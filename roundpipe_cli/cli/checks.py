@@ -233,7 +233,7 @@ def _memory() -> Check:
 
 
 def _disk() -> Iterator[Check]:
-    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))  # noqa: PTH111 (no home: as it is)
     for name, folder, fix in (
         ("disk, outputs", Path("outputs"), "output_dir=/another/disk for checkpoints"),
         ("disk, models", cache, "HF_HOME=/another/disk for downloaded models"),

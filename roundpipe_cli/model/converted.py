@@ -48,7 +48,7 @@ def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe)
     """
     try:
         folder = cache_folder(FOLDER) / _key(source, kind)
-    except (OSError, RuntimeError):  # unreadable: `load` says so; no home: without a cache
+    except OSError:  # unreadable: `load` says so
         return load(source)
     found = _load_kept(folder, source.name, load)
     if found is None:
