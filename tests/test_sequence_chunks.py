@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,17 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.compare import Question, choose_partition, run
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.schedule.validate import InvalidScheduleError, parse_rows, validate_schedule
+from tests.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
 
 TOLERANCE = 1e-5
@@ -239,3 +247,65 @@ def test_simulator_and_dealer_agree_that_backward_starts_with_the_last_chunk() -
     for stage in range(1, len(schedule.backward_stages)):
         assert all(starts["B", stage, chunk] >= ends["B", stage, chunk + 1] for chunk in range(7))
         assert starts["B", stage, 7] >= ends["B", stage - 1, 7]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model", "mistral")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model, num_train_epochs=3, lora__dropout=0.0, val_set_size=2)
+
+
+def test_a_run_in_chunks_has_the_losses_of_one_without(folder: Path) -> None:
+    finetune(folder, "output_dir=whole").expect(0)
+    expected = [row["loss"] for row in metrics(folder / "whole")]
+    found = []
+    for name, devices in (("one", "[cpu]"), ("two", "[cpu,cpu]")):
+        words = (f"output_dir={name}", f"pipeline.devices={devices}", "pipeline.sequence_chunks=4")
+        finetune(folder, *words).expect(0)
+        found.append(numbers(folder / name))
+        assert [row["loss"] for row in metrics(folder / name)] == pytest.approx(expected, rel=TOLERANCE)
+    assert [row["loss_hex"] for row in found[0]] == [row["loss_hex"] for row in found[1]]
+
+
+def test_a_run_in_chunks_resumes_to_the_same_bits(folder: Path) -> None:
+    chunks = "pipeline.sequence_chunks=3"
+    finetune(folder, chunks, "output_dir=whole").expect(0)
+    running = launch(folder, "finetune", "recipe.yaml", chunks, environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.1"})
+    running.wait_for_steps(3)
+    running.kill(signal.SIGTERM)
+    running.finish().expect(128 + signal.SIGTERM)
+    finetune(folder, "--resume", chunks, "pipeline.devices=[cpu]").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("packing=true",), "does not go with packing"),
+        (("neftune_noise_alpha=5",), "does not go with neftune_noise_alpha"),
+        (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
+        (("pipeline.recompute=none",), "does not go with pipeline.recompute"),
+        (("pipeline.keep_activations=1",), "does not go with pipeline.keep_activations"),
+        (("pipeline.replicas=2",), "does not go with pipeline.replicas"),
+    ],
+)
+def test_what_chunks_do_not_go_with_is_refused(folder: Path, words: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(RefusedError, match=problem):
+        load_recipe(folder / "recipe.yaml", ["pipeline.sequence_chunks=4", *words])
+
+
+@pytest.mark.parametrize(("head_workers", "least"), [(1, 0.85), (8, 0.9)])
+def test_one_sequence_of_32_chunks_keeps_8_workers_busy(head_workers: int, least: float) -> None:
+    block = LayerCost("block", 0.01, 0.02, recompute=True)
+    costs = CostModel("blocks", (*[block] * 32, LayerCost("head", 0.01, 0.02, recompute=False)))
+    question = Question(costs, 8, 32, options=Options(head_workers=head_workers), sequence_chunks=32)
+    result = run("roundpipe", choose_partition("roundpipe", question), question)
+    validate_schedule(result.schedule)
+    assert 1 - bubble_ratio(result.timeline) >= least

@@ -35,7 +35,7 @@ def profile_stages(num_layers: int) -> tuple[tuple[StageRange, ...], tuple[Stage
     return (first, *single), ((head, head), *reversed(single), first)
 
 
-def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int) -> Schedule:
+def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int, sequence_chunks: int = 1) -> Schedule:
     """A step in which every layer can be timed by itself."""
     forward, backward = profile_stages(num_layers)
     return build_schedule(
@@ -44,6 +44,7 @@ def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int) -
         backward_stages=backward,
         num_workers=num_workers,
         num_microbatches=num_microbatches,
+        sequence_chunks=sequence_chunks,
     )
 
 

@@ -193,6 +193,12 @@ class PipelineConfig:
     """Who gets the next stage (roundpipe only): the next worker in turn, or for every microbatch the one that would be
     done with it first, which suits workers of different speed. `auto` is the latter where the first steps show that
     workers differ by more than 10 % and the simulator finds it faster."""
+    sequence_chunks: Literal["auto"] | Annotated[int, Range(1, 1024)] = "auto"
+    """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
+    once: chunks flow through the stages as microbatches do, a step has `gradient_accumulation_steps` times so many, and
+    a chunk's attention reads the keys and values of the chunks before it. Loss and gradients are those of the whole
+    sequence up to rounding (dropout draws other masks). 4 chunks a worker keep the bubble small. Not with packing, dpo,
+    kept activations, replicas, or models with recurrent state. `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`
@@ -200,6 +206,11 @@ class PipelineConfig:
     optimizer_staleness: Literal[0, 1] = 0
     """Updates by which the weights of a step lag. 0 equals plain PyTorch; 1 hides the optimizer behind the next step
     and needs 6 more bytes of host memory for each trainable parameter in 16 bit."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each sequence."""
+        return 1 if self.sequence_chunks == "auto" else self.sequence_chunks
 
 
 @dataclass(frozen=True, kw_only=True)

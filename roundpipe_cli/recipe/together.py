@@ -35,6 +35,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
     _find_preference_problems(recipe, findings)
     _find_schedule_problems(recipe, findings)
+    _find_chunk_problems(recipe, findings)
     _find_optimizer_problems(recipe, findings)
     if recipe.load_in_4bit and recipe.load_in_8bit:
         findings.add(("load_in_8bit",), "the base weights cannot be in 4 and in 8 bit", hint="delete one of the lines")
@@ -71,6 +72,28 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         if dataset.type not in ("auto", "preference"):
             path = ("datasets", index, "type")
             findings.add(path, "objective dpo needs preference pairs", found=dataset.type, expected="preference")
+
+
+def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
+    """What sequences in chunks cannot be combined with."""
+    pipeline = recipe.pipeline
+    if pipeline.num_chunks == 1:
+        return
+    kept = "activations of chunks are always recomputed"
+    bound = "all chunks go forward before one goes backward"
+    clashes = (
+        (recipe.packing, "packing", "chunks of packed rows are not offered yet"),
+        (recipe.objective == "dpo", "objective", "pairs are compared as a whole"),
+        (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
+        (pipeline.schedule in ("1f1b", "interleaved_1f1b"), "pipeline.schedule", bound),
+        (pipeline.recompute == "none", "pipeline.recompute", kept),
+        (pipeline.keep_activations not in ("auto", 0), "pipeline.keep_activations", kept),
+        (pipeline.replicas > 1, "pipeline.replicas", "one worker takes all chunks of a sequence through a stage"),
+    )
+    for clash, key, why in clashes:
+        if clash:
+            what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
+            findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
 
 
 def _find_schedule_problems(recipe: Recipe, findings: Findings) -> None:

@@ -12,6 +12,7 @@ from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.stages import balanced_partition
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule, place_on
+from roundpipe_cli.schedule.chunk_partition import balanced_sizes, chunk_shapes, fastest
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.durations import stage_times
 from roundpipe_cli.schedule.published import simulate_published
@@ -46,6 +47,8 @@ class Question:
     """How roundpipe deals out its stages; the other schedules bind theirs."""
     auto_dealing: bool = True
     """Whether the planner may choose earliest-free dispatch where `options` are the defaults and workers differ."""
+    sequence_chunks: int = 1
+    """Consecutive microbatches that are one sequence; see `Schedule`."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ def make_schedule(name: str, partition: Partition, question: Question, num_steps
         num_steps=num_steps,
         staleness=question.staleness,
         options=partition.dealing or question.options,
+        sequence_chunks=question.sequence_chunks,
     )
     return place_on(schedule, workers, question.num_workers)
 
@@ -162,6 +166,8 @@ def choose_partition(name: str, question: Question) -> Partition:
     Raises:
         ResourceError: nothing fits into the workers' memory.
     """
+    if name == "roundpipe" and question.sequence_chunks > 1:
+        return chunk_partition(question)
     if name == "roundpipe":
         plan = plan_partition(
             question.costs,
@@ -192,6 +198,18 @@ def choose_partition(name: str, question: Question) -> Partition:
 
 Keeps = Callable[[Partition], bool]
 """Whether stages keep limits that the question does not have."""
+
+
+def chunk_partition(question: Question, keeps: Keeps | None = None) -> Partition:
+    """Stages of roundpipe where sequences come in chunks."""
+    counts = question.num_workers, question.num_microbatches, question.sequence_chunks
+    shapes = chunk_shapes(question.costs, *counts, question.options)
+    found = fastest(
+        shapes,
+        lambda shape: keeps is None or keeps(Partition(*shape)),
+        lambda shape: makespan_s(_timed("roundpipe", Partition(*shape), question, 1)[1]),
+    )
+    return Partition(*found)
 
 
 def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None = None) -> Partition:
@@ -272,6 +290,7 @@ def _published_s(name: str, partition: Partition, question: Question) -> float:
         num_workers=question.num_workers,
         num_microbatches=question.num_microbatches,
         costs=question.costs,
+        sequence_chunks=question.sequence_chunks,
     )
     return makespan_s(simulate_published(schedule, question.costs))
 
@@ -292,27 +311,8 @@ def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]
     whole = [(index, index) for index in range(len(costs.layers))]
     times = stage_times(costs, whole, whole, fused_head=False)
     layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
-    low, high = max(layer_s), sum(layer_s)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if len(_fill(layer_s, middle)) <= num_stages:
-            high = middle
-        else:
-            low = middle
-    sizes = _fill(layer_s, high)
+    sizes = balanced_sizes(layer_s, num_stages)
     return _ranges(sizes + [0] * (num_stages - len(sizes)))
-
-
-def _fill(layer_s: Sequence[float], limit_s: float) -> list[int]:
-    """Sizes of stages filled one after the other up to `limit_s`."""
-    sizes, filled = [0], 0.0
-    for seconds in layer_s:
-        if sizes[-1] and filled + seconds > limit_s * (1 + 1e-12):
-            sizes.append(0)
-            filled = 0.0
-        sizes[-1] += 1
-        filled += seconds
-    return sizes
 
 
 def _ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:

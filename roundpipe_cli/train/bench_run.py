@@ -103,7 +103,9 @@ def compare_for_real(
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches, teller)
         auto = setup.recipe.pipeline.dispatch == "auto"
-        question = Question(costs, engine.num_workers, len(microbatches), auto_dealing=auto)
+        chunks = setup.recipe.pipeline.num_chunks
+        count = len(microbatches) * chunks
+        question = Question(costs, engine.num_workers, count, auto_dealing=auto, sequence_chunks=chunks)
         measured = [
             Measured(run(name, choose_partition(name, question), question), num_tokens=num_tokens) for name in names
         ]
@@ -161,7 +163,8 @@ def profile(
     engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], teller: _Teller | None = None
 ) -> CostModel:
     """Costs of the layers, measured by steps with one layer a stage."""
-    schedule = profile_schedule(engine.num_layers, engine.num_workers, len(microbatches))
+    chunks = setup.recipe.pipeline.num_chunks
+    schedule = profile_schedule(engine.num_layers, engine.num_workers, len(microbatches) * chunks, chunks)
     results = []
     for _ in range(PROFILE_STEPS + 1):
         results.append(engine.run_step(microbatches, schedule, step=0))

@@ -25,6 +25,7 @@ from roundpipe_cli.schedule.compare import (
     Question,
     choose_dealing,
     choose_partition,
+    chunk_partition,
     dealt_partition,
     make_schedule,
 )
@@ -132,6 +133,7 @@ class Cutter:
                 expected="auto",
             )
         self._options = dealing_options(pipeline)
+        self._chunks = pipeline.num_chunks
         self._planned = forward_auto
         known = cache.load(costs) if cache is not None and self._planned else None
         self._doubted = known is not None
@@ -141,9 +143,9 @@ class Cutter:
         """Whether `costs` are final; until then every step is a profile step."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The schedule of the next step."""
+        """The schedule of the next step, which cuts each of its microbatches into the recipe's chunks."""
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = self._build(num_microbatches)
+            self._schedules[num_microbatches] = self._build(num_microbatches * self._chunks)
         return self._schedules[num_microbatches]
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
@@ -179,7 +181,7 @@ class Cutter:
     def _borne_out(self, results: Sequence[StepResult]) -> bool:
         """Whether steps took about as long as an earlier run's times have it."""
         for result in results:
-            num_microbatches = 1 + max(item.action.microbatch for item in result.actions)
+            num_microbatches = (1 + max(item.action.microbatch for item in result.actions)) // self._chunks
             predicted = self.predicted(num_microbatches)
             if predicted and 1 / MAX_OFF <= result.step_s / predicted["step_s"] <= MAX_OFF:
                 return True
@@ -187,7 +189,7 @@ class Cutter:
 
     def _build(self, num_microbatches: int) -> Schedule:
         if not self.measured:
-            return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches)
+            return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
         if self._planned and self._pipeline.schedule == "roundpipe":
             return self._planned_roundpipe(num_microbatches)
         forward, backward = self._stages(num_microbatches)
@@ -199,6 +201,7 @@ class Cutter:
             num_microbatches=num_microbatches,
             costs=self.costs,
             options=self._options,
+            sequence_chunks=self._chunks,
         )
 
     def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
@@ -206,26 +209,30 @@ class Cutter:
         if not self._planned:
             backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
             return _ranges(pipeline.forward_stages), backward
-        chosen = choose_partition(pipeline.schedule, Question(self.costs, self._num_workers, num_microbatches))
+        question = Question(self.costs, self._num_workers, num_microbatches, sequence_chunks=self._chunks)
+        chosen = choose_partition(pipeline.schedule, question)
         return chosen.forward_stages, None
 
     def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
         limits, sums = stage_limits(self.costs), StageSums(self.costs)
-        plan = plan_partition(
-            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
-        )
-        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
         question = Question(
             self.costs,
             self._num_workers,
             num_microbatches,
             options=self._options,
             auto_dealing=self._pipeline.dispatch == "auto",
+            sequence_chunks=self._chunks,
         )
 
         def keeps(partition: Partition) -> bool:
             return within_limits(sums, limits, partition.forward_stages, partition.backward_stages)
 
+        if self._chunks > 1:
+            return make_schedule("roundpipe", chunk_partition(question, keeps), question)
+        plan = plan_partition(
+            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
+        )
+        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
         if self._options.earliest_free:
             return make_schedule("roundpipe", dealt_partition(planned, question, keeps), question)
         return make_schedule("roundpipe", choose_dealing(planned, question, keeps), question)

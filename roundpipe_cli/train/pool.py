@@ -93,7 +93,7 @@ def make_cutter(setup: Setup) -> Cutter:
         layouts,
         active_parameters(setup.model, list(layouts)),
         method=recipe.method,
-        tokens=recipe.micro_batch_size * _sequence_tokens(setup, longest=on_gpu),
+        tokens=max(1, recipe.micro_batch_size * _sequence_tokens(setup, longest=on_gpu) // recipe.pipeline.num_chunks),
         hidden_size=config.get_text_config().hidden_size,
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
@@ -125,6 +125,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
             "recompute": recipe.pipeline.recompute,
             "skip_last_projection": recipe.pipeline.skip_last_projection,
+            "sequence_chunks": recipe.pipeline.num_chunks,
             "keep_activations": recipe.pipeline.keep_activations,
             "packed_bits": packed_bits(recipe),
         }

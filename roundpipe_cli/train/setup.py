@@ -21,6 +21,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, read_adapter_tensors
+from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.fingerprint import Fingerprint
 from roundpipe_cli.model.layout import LayerLayout, make_layout
@@ -140,6 +141,8 @@ def prepare(
     _refuse_large_on_cpu(model, recipe, devices)
     if recipe.packing:
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+    if recipe.pipeline.num_chunks > 1:
+        check_chunks(model, split, max_seq_length=recipe.max_seq_length)
     tell(Phase("tokenising the data"))
     tokenizer = load_tokenizer(source)
     rejected = None
