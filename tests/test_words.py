@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shlex
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from roundpipe_cli.cli.app import app
+from roundpipe_cli.cli.app import app, main
 from roundpipe_cli.cli.usage import UsageError, explain_usage
 from roundpipe_cli.cli.version import version_lines
 from roundpipe_cli.errors import RecipeError, RefusedError
@@ -144,6 +145,24 @@ def test_help_has_an_example_and_imports_little(command: str) -> None:
     loaded = set(done.stderr.split())
     assert not {"numpy", "yaml", "omegaconf", "huggingface_hub", "transformers", "torch"} & loaded
     assert int(done.stderr.split()[0]) < 500
+
+
+def test_an_interrupt_before_a_run_has_handlers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("roundpipe_cli.recipe.shipped.shipped_recipes", interrupted)
+    monkeypatch.setattr(sys, "argv", ["roundpipe", "recipes", "ls"])
+    before = os.umask(0o077)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        os.umask(before)
+    assert left.value.code == 130
+    assert capsys.readouterr().err.strip() == "stopped by SIGINT"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -77,7 +77,8 @@ def main() -> None:
             code = app(prog_name="roundpipe", standalone_mode=False) or 0
         except typer.Exit as leave:
             code = leave.exit_code
-        except typer.Abort:
+        except typer.Abort:  # what a KeyboardInterrupt has become
+            say("stopped by SIGINT")
             code = 130
         except UsageError as error:
             if len(sys.argv) > 1:
