@@ -81,6 +81,8 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
         hardware = parse_hardware(hardware)
     machine = hardware or hardware_of(recipe, architecture)
     settings = settings_of(recipe)
+    if architecture.stored_in_4bit:
+        settings = replace(settings, load_in_4bit=True, load_in_8bit=False)
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
     if settings.dtype == "bfloat16" and lacking:
         settings = replace(settings, dtype="float16")

@@ -25,6 +25,7 @@ import torch
 
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
 from roundpipe_cli.model.nf4 import dequantize
+from roundpipe_cli.model.quantized_files import PackedWeight
 
 NO_VERSION = -1
 """Held by a buffer that nothing was put into yet, or that is being written."""
@@ -233,6 +234,14 @@ class WeightStore:
             place.trainable_view(self.masters[index]).copy_(values)
         for views in self._views if place.trainable else self._views[:1]:
             place.write(views[name], values)
+
+    def set_packed(self, name: str, weight: PackedWeight) -> None:
+        """Write a weight that is packed already; unpacked where this parameter lies whole."""
+        place, view = self._places[name][1], self._views[0][name]
+        if place.packed_bits == 4:
+            weight.write(view)
+        else:
+            self.set_parameter(name, weight.dequantized())
 
     def master(self, name: str) -> torch.Tensor:
         """The float32 values of a trainable parameter (a view), else its weights."""

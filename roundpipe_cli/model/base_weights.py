@@ -15,7 +15,14 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.weights_io import find_places, load_weights, open_shard, tied_names
+from roundpipe_cli.model.weights_io import (
+    find_places,
+    load_weights,
+    open_shard,
+    packed_parts,
+    read_packed_weight,
+    tied_names,
+)
 
 KNOWN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Names in the header of a safetensors file."""
@@ -83,7 +90,12 @@ def _from_safetensors(
 
         return read
 
-    return {name: reader(path, key) for name, (path, key) in places.items()}
+    packed = packed_parts(source, places)
+
+    def unpacker(name: str) -> ReadTensor:
+        return lambda: read_packed_weight(places[name], packed[name]).dequantized()
+
+    return {name: unpacker(name) if name in packed else reader(path, key) for name, (path, key) in places.items()}
 
 
 def _from_gguf(source: ModelSource, model: nn.Module, names: set[str]) -> dict[str, ReadTensor] | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.converted import convert_once
+from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
 
@@ -58,6 +59,9 @@ def _load_config(source: ModelSource) -> Any:
             where=source.name,
             found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
         ) from error
+    stored_in_4bit(source)  # refuses what cannot be read
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the files; what is made of them is another matter
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         raise RefusedError(
             "not a decoder-only language model",

@@ -20,11 +20,21 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.quantized_files import (
+    PARTS,
+    STATE,
+    WHAT_WORKS,
+    PackedWeight,
+    quantization_of,
+    read_packed,
+    stored_in_4bit,
+)
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import check_file, check_header, find_shards
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
+SetPacked = Callable[[str, PackedWeight], None]
 FINITE_CHECK_ELEMENTS = 2**20
 MOST_TENSORS_PER_WEIGHT = 2048
 """A fused weight of experts may come as a file per expert and projection; more is no model's."""
@@ -40,8 +50,13 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 
-def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParameter) -> str | None:
+def load_weights(
+    source: ModelSource, model: nn.Module, set_parameter: SetParameter, set_packed: SetPacked | None = None
+) -> str | None:
     """Hand every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
+
+    Args:
+        set_packed: takes the weights that lie in the files in 4 bit; None: they are unpacked for `set_parameter`.
 
     Returns:
         a notice, where loading needed more memory than the weights.
@@ -55,8 +70,21 @@ def load_weights(source: ModelSource, model: nn.Module, set_parameter: SetParame
     if source.gguf_file is None:
         places = find_places(source.folder, model, set(names))
         if places is not None:
-            _load_directly(places, model, checked)
+            packed = packed_parts(source, places)
+            for name in sorted(packed):
+                weight = read_packed_weight(places[name], packed[name])
+                if set_packed is not None:
+                    checked.put_packed(name, weight, set_packed)
+                else:
+                    checked.put(name, weight.dequantized())
+            _load_directly({name: place for name, place in places.items() if name not in packed}, model, checked)
             return None
+        if stored_in_4bit(source):
+            raise RefusedError(
+                "the files hold this architecture's weights in another arrangement, which cannot be read in 4 bit",
+                where=source.name,
+                expected=WHAT_WORKS,
+            )
     _load_through_transformers(source, model, checked)
     kind = "GGUF is dequantised whole" if source.gguf_file else "this checkpoint's experts are fused while loading"
     return f"loading needed about twice the weights' memory: {kind}"
@@ -75,13 +103,31 @@ class _Checked:
             fault("load")
             self._put(name, tensor)
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.shape != self._shapes[name]:
+    def put_packed(self, name: str, weight: PackedWeight, set_packed: SetPacked) -> None:
+        with at_work(f"loading {name}"):
+            fault("load")
+            self._check_shape(name, weight.shape)
+            if not bool(torch.isfinite(weight.scales).all()):
+                raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
+            set_packed(self._names[name], weight)
+
+    def _check_shape(self, name: str, shape: torch.Size) -> None:
+        if shape != self._shapes[name]:
             raise RefusedError(
                 "a weight has another shape than the architecture",
                 where=f"{self._where}: {name}",
-                found=str(list(tensor.shape)),
+                found=str(list(shape)),
                 expected=str(list(self._shapes[name])),
+            )
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self._check_shape(name, tensor.shape)
+        if tensor.dtype.itemsize == 1:  # without its scales, which nothing here knows of
+            raise RefusedError(
+                "a base weight is quantised in a form that cannot be read",
+                where=f"{self._where}: {name}",
+                found=str(tensor.dtype).removeprefix("torch."),
+                expected=WHAT_WORKS,
             )
         # In parts: a check of the whole would hold a copy of a large tensor.
         if not all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(FINITE_CHECK_ELEMENTS)):
@@ -112,6 +158,51 @@ def find_places(folder: Path, model: nn.Module, names: set[str]) -> dict[str, tu
         check_file(path, None)
         check_header(path)
     return _match(shards, model, names)
+
+
+Parts = Mapping[str, tuple[Path, str]]
+"""Suffix -> (file, name in the file) of what lies beside a weight in 4 bit."""
+
+
+def packed_parts(source: ModelSource, places: Mapping[str, tuple[Path, str]]) -> dict[str, Parts]:
+    """Of the weights that lie in the files in bitsandbytes' 4 bit: base name -> what lies beside them.
+
+    Raises:
+        RefusedError: the files are quantised in a form that cannot be read.
+    """
+    if not stored_in_4bit(source):
+        return {}
+    beside: dict[str, dict[str, tuple[Path, str]]] = defaultdict(dict)
+    for path in find_shards(source.folder):  # a weight and its scales may be in two of them
+        with open_shard(path) as file:
+            for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+                for suffix in PARTS:
+                    if key.endswith(f".{suffix}"):
+                        beside[key.removesuffix(f".{suffix}")][suffix] = (path, key)
+    return {name: beside[key] for name, (_, key) in places.items() if STATE in beside.get(key, {})}
+
+
+def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
+    """Names in `model`, adapters included, of the weights that lie in the files in 4 bit."""
+    names = {base_name(name): name for name, _ in model.named_parameters() if not is_adapter(name)}
+    places = find_places(source.folder, model, set(names))
+    return frozenset(names[name] for name in packed_parts(source, places or {}) if name in names)
+
+
+def read_packed_weight(place: tuple[Path, str], parts: Parts) -> PackedWeight:
+    """One weight in 4 bit, from the files.
+
+    Raises:
+        RefusedError: it is not as bitsandbytes writes it.
+    """
+
+    def read(path: Path, key: str) -> torch.Tensor:
+        with open_shard(path) as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+            return tensor.clone()
+
+    found = {suffix: read(path, key) for suffix, (path, key) in parts.items()}
+    return read_packed(read(*place), found, f"{place[0]}: {place[1]}")
 
 
 def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, tuple[Path, str]] | None:
@@ -169,12 +260,14 @@ def _load_directly(places: dict[str, tuple[Path, str]], model: nn.Module, checke
 
 
 def _load_through_transformers(source: ModelSource, model: nn.Module, checked: _Checked) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Mxfp4Config
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     arguments: dict[str, Any] = {"use_safetensors": True} if source.gguf_file is None else source.load_arguments
+    if source.gguf_file is None and quantization_of(source).get("quant_method") == "mxfp4":
+        arguments["quantization_config"] = Mxfp4Config(dequantize=True)  # else kernels from the hub are tried
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

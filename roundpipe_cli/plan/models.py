@@ -88,6 +88,8 @@ class Architecture:
     blocks: tuple[Block, ...]
     source: str
     """Where the figures are from, for the reader."""
+    stored_in_4bit: bool = False
+    """The files hold the blocks' weights in bitsandbytes' 4 bit, in which they stay."""
 
     @property
     def head_params(self) -> int:
@@ -127,6 +129,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
     Raises:
         RefusedError: a needed figure is missing or impossible.
     """
+    quantized = config.get("quantization_config")
     if isinstance(config.get("text_config"), dict):
         config = {**config["text_config"], "model_type": config["text_config"].get("model_type", config["model_type"])}
     reader = _Reader(config, name, source)
@@ -170,6 +173,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         embed_params=vocab * hidden + learned * hidden,
         blocks=blocks,
         source=source,
+        stored_in_4bit=isinstance(quantized, dict) and bool(quantized.get("load_in_4bit")),
     )
 
 

@@ -35,9 +35,10 @@ from roundpipe_cli.model.lora import (
 )
 from roundpipe_cli.model.nf4 import quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import Split, split_model
-from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.model.weights_io import load_weights, packed_names
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
@@ -130,6 +131,10 @@ def prepare(
     if bits:
         require_bitsandbytes(f"load_in_{bits}bit: true")
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
+    stored = stored_in_4bit(source)
+    if stored:
+        _refuse_stored(recipe, source)
+        bits = 4
     fingerprint = Fingerprint(source)
     devices, notice = choose_devices(recipe.pipeline.devices)
     if notice:
@@ -160,13 +165,15 @@ def prepare(
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
     packed = quantizable_names(model, split.blocks_path) if bits else frozenset()
+    if stored:
+        packed = packed_names(source, model) & packed
     layouts = [
         make_layout(name, parameters, dtype, packed, bits)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
-    loading_notice = load_weights(source, model, store.set_parameter)
+    loading_notice = load_weights(source, model, store.set_parameter, store.set_packed)
     if loading_notice:
         tell(Notice(loading_notice))
     if peft_model is not None:
@@ -252,6 +259,25 @@ def refuse_frozen_full(recipe: Recipe) -> None:
                 where=where,
                 found="method: full",
                 expected="method: lora",
+            )
+
+
+def _refuse_stored(recipe: Recipe, source: ModelSource) -> None:
+    """A model whose files are in 4 bit stays so.
+
+    Raises:
+        RefusedError: the recipe wants it otherwise, or bitsandbytes is not installed.
+    """
+    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
+    wrong = {"method: full": recipe.method == "full", "load_in_8bit: true": recipe.load_in_8bit}
+    for found, asked in wrong.items():
+        if asked:
+            raise RefusedError(
+                "the model's files hold its weights in 4 bit, in which they stay",
+                where=source.name,
+                found=found,
+                expected="method: lora, with or without load_in_4bit: true",
+                hint="for anything else name the unquantised model",
             )
 
 

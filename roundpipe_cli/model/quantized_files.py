@@ -1,0 +1,130 @@
+"""Checkpoints whose weights are quantised already: what can be read, and what is refused before anything is loaded.
+
+bitsandbytes in 4 bit (NF4), as transformers saves it, is read as it is: a weight `w` of a linear layer lies in the
+files as its codes and, beside it, what undoes them:
+
+    w                                   codes, two a byte
+    w.absmax                            scales, float32; quantised once more where there are the next two
+    w.nested_absmax, w.nested_quant_map
+    w.quant_map                         what a code stands for
+    w.quant_state.bitsandbytes__nf4     JSON: shape, dtype, weights to a scale
+
+The codes are those of `nf4.py`, so nothing is quantised twice: a packed weight is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.nf4 import WEIGHTS_PER_SCALE, dequantize, import_bitsandbytes, packed_bytes, put_packed
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.untrusted import read_config
+
+STATE = "quant_state.bitsandbytes__nf4"
+PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+"""Suffixes beside a weight's name."""
+WHAT_WORKS = (
+    "the unquantised model (load_in_4bit: true or load_in_8bit: true packs it while loading), a checkpoint in "
+    "bitsandbytes' NF4, or a .gguf file"
+)
+
+
+def quantization_of(source: ModelSource) -> dict[str, Any]:
+    """What the model's configuration says of how its files are quantised; empty where they are not."""
+    found = None if source.gguf_file else read_config(source.folder).get("quantization_config")
+    return found if isinstance(found, dict) else {"quant_method": str(found)} if found else {}
+
+
+def stored_in_4bit(source: ModelSource) -> bool:
+    """Whether the model's files hold its weights in bitsandbytes' NF4.
+
+    Raises:
+        RefusedError: they are quantised in a way that cannot be read here.
+    """
+    settings = quantization_of(source)
+    if not settings:
+        return False
+    in_4bit = bool(settings.get("load_in_4bit"))
+    method = str(settings.get("quant_method") or ("bitsandbytes" if in_4bit else "of an unknown kind"))
+    if method == "mxfp4":  # transformers unpacks it while loading
+        return False
+    kind = settings.get("bnb_4bit_quant_type", "fp4")
+    if method == "bitsandbytes" and in_4bit and kind == "nf4":
+        return True
+    if method == "bitsandbytes":
+        method = f"bitsandbytes, {kind} in 4 bit" if in_4bit else "bitsandbytes, LLM.int8"
+    raise RefusedError(
+        "the model's weights are quantised in a form that cannot be read",
+        where=f"{source.folder / 'config.json'}: quantization_config",
+        found=method[:80],
+        expected=WHAT_WORKS,
+    )
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight as bitsandbytes packed it."""
+
+    codes: torch.Tensor
+    """uint8 [half of the weights]"""
+    scales: torch.Tensor
+    """float32 [one for each 64 weights]"""
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def write(self, packed: torch.Tensor) -> None:
+        """Into uint8 [packed_bytes], as `nf4.quantize` lays it out."""
+        put_packed(self.codes, self.scales, self.shape.numel(), packed)
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight, a new tensor."""
+        packed = torch.zeros(packed_bytes(self.shape.numel()), dtype=torch.uint8)
+        self.write(packed)
+        return dequantize(packed, self.shape, self.dtype)
+
+
+def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
+    """Put a weight's tensors from the files together.
+
+    Args:
+        codes: the tensor under the weight's own name, of any dtype of storage.
+        parts: those beside it, by suffix.
+
+    Raises:
+        RefusedError: one is missing or is not what bitsandbytes writes.
+    """
+    functional: Any = import_bitsandbytes().functional
+    try:
+        state = json.loads(bytes(parts[STATE].numpy()).decode())
+        shape = torch.Size(int(size) for size in state["shape"])
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[state["dtype"]]
+        found = (state["quant_type"], int(state["blocksize"]))
+        scales = parts["absmax"].flatten()
+        if "nested_absmax" in parts:
+            inner = functional.QuantState(
+                absmax=parts["nested_absmax"],
+                code=parts["nested_quant_map"],
+                blocksize=int(state["nested_blocksize"]),
+                dtype=torch.float32,
+            )
+            scales = functional.dequantize_blockwise(scales, inner) + float(state["nested_offset"])
+        flat = codes.contiguous().flatten().view(torch.uint8)
+        same_map = torch.equal(parts["quant_map"], functional.get_4bit_type("nf4", device="cpu"))
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"[:200]
+        raise RefusedError("a weight in 4 bit is not as bitsandbytes writes it", where=where, found=text) from error
+    if found != ("nf4", WEIGHTS_PER_SCALE) or not same_map:
+        text = f"{found[0]}, {found[1]} weights to a scale" + ("" if same_map else ", with a code of its own")
+        expected = f"nf4, {WEIGHTS_PER_SCALE} weights to a scale; else {WHAT_WORKS}"
+        raise RefusedError("a weight in 4 bit has another code", where=where, found=text, expected=expected)
+    count = shape.numel()
+    if flat.numel() != (count + 1) // 2 or scales.numel() != -(-count // WEIGHTS_PER_SCALE):
+        text = f"{flat.numel()} bytes of codes, {scales.numel()} scales"
+        raise RefusedError("a weight in 4 bit is not whole", where=where, found=text, expected=f"shape {list(shape)}")
+    return PackedWeight(flat, scales.float(), shape, dtype)
