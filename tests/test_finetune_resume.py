@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -250,6 +251,27 @@ def test_changed_data_is_refused(folder: Path) -> None:
     done = finetune(folder, "--resume").expect(2)
     assert "datasets (content): changed" in done.err and "--allow-changed datasets" in done.err
     finetune(folder, "--resume", "--allow-changed", "datasets").expect(0)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_another_tokenizer_or_configuration_is_refused(folder: Path) -> None:
+    """Same weights and same data file, other special tokens; then other numbers in what the weights compute."""
+    stopped_at(folder, 3)
+    tokenizer, config = folder / "model" / "tokenizer_config.json", folder / "model" / "config.json"
+    before = tokenizer.read_text()
+    edit_json(tokenizer, eos_token="<s>")
+    done = finetune(folder, "--resume").expect(2)
+    assert "tokenizer: changed" in done.err and "--allow-changed tokenizer" in done.err
+    tokenizer.write_text(before)
+    edit_json(config, rms_norm_eps=1e-3)
+    done = finetune(folder, "--resume").expect(2)
+    assert "model (config.json): changed" in done.err and "--allow-changed model" in done.err
+    assert "model (files)" not in done.err and "datasets" not in done.err
+    edit_json(config, rms_norm_eps=1e-6, transformers_version="9.9")
+    finetune(folder, "--resume", "--allow-changed", "model").expect(0)
 
 
 def test_a_larger_number_of_epochs_goes_on(folder: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from pathlib import Path
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import find_shards
+from roundpipe_cli.model.untrusted import find_shards, read_config
 
 NUM_THREADS = 8
 CHUNK_BYTES = 8 * 1024**2
@@ -62,6 +63,18 @@ class Fingerprint:
                 self._digests[path] = _sha256(path)
             except OSError as error:
                 self._digests[path] = error
+
+
+def config_fingerprint(source: ModelSource) -> str:
+    """SHA-256 over config.json, which says what the weights compute; empty where `Fingerprint` covers it.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    if source.commit is not None or source.gguf_file is not None:
+        return ""
+    values = {key: value for key, value in read_config(source.folder).items() if key != "transformers_version"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -42,6 +42,7 @@ GROWING_KEYS = ("max_steps", "num_train_epochs")
 DATA_KEY = "datasets (content)"
 TOKENIZER_KEY = "tokenizer"
 MODEL_KEY = "model (files)"
+CONFIG_KEY = "model (config.json)"
 WHOLE, NUMBER = (int,), (int, float)
 NEEDED: Mapping[str, tuple[type, ...]] = {
     "recipe": (dict,),
@@ -68,6 +69,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "tokenizer_hash": tokenizer_hash(setup.tokenizer),
         "model_commit": setup.source.commit,
         "model_hash": setup.model_hash,
+        "config_hash": setup.config_hash,
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -144,12 +146,12 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     problems = []
     defaults = plain_data(Recipe(model="", datasets=(), output_dir=""))
     changes = [*_changed_keys(_filled(saved["recipe"], defaults), plain_data(setup.recipe))]
-    for key, now in (
-        (DATA_KEY, setup.dataset.content_hash),
-        (TOKENIZER_KEY, tokenizer_hash(setup.tokenizer)),
-        (MODEL_KEY, setup.model_hash),
+    for key, name, now in (
+        (DATA_KEY, "data_hash", setup.dataset.content_hash),
+        (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
+        (MODEL_KEY, "model_hash", setup.model_hash),
+        (CONFIG_KEY, "config_hash", setup.config_hash),
     ):
-        name = {DATA_KEY: "data_hash", TOKENIZER_KEY: "tokenizer_hash", MODEL_KEY: "model_hash"}[key]
         if name in saved and saved.get(name) != now:
             changes.append((key, saved.get(name), now))
     if _as_advised(saved, setup.recipe):

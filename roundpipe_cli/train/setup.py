@@ -23,7 +23,7 @@ from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, read_adapter_tensors
 from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
-from roundpipe_cli.model.fingerprint import Fingerprint
+from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.lora import (
@@ -78,6 +78,8 @@ class Setup:
     store: WeightStore
     model_hash: str = ""
     """Of the base weights' files; see `Fingerprint`."""
+    config_hash: str = ""
+    """See `config_fingerprint`."""
 
 
 def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
@@ -194,6 +196,7 @@ def prepare(
         split,
         store,
         fingerprint.result(),
+        config_fingerprint(source),
     )
 
 
