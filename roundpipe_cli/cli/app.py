@@ -75,11 +75,10 @@ def main() -> None:
         nonlocal code
         try:
             code = app(prog_name="roundpipe", standalone_mode=False) or 0
-        except typer.Exit as leave:
-            code = leave.exit_code
-        except typer.Abort:  # what a KeyboardInterrupt has become
-            say("stopped by SIGINT")
-            code = 130
+        except (typer.Exit, typer.Abort) as leave:
+            code = getattr(leave, "exit_code", 130)
+            if code == 130:  # what a KeyboardInterrupt has become
+                say("stopped by SIGINT")
         except UsageError as error:
             if len(sys.argv) > 1:
                 raise explain_usage(error, sys.argv[1:]) from None
