@@ -61,6 +61,8 @@ def test_a_step_is_one_line_of_a_terminal() -> None:
     assert long == "step   12/5000 loss 1.2346 grad 0.46 lr 9.5e-04 12346 tok/s bubble 12% eta 3h27m"
     assert len(step_line(replace(STEP, step=5000, grad_norm=123456.0, tokens_per_s=985.0, eta_s=0.02))) < 80
     assert step_line(replace(STEP, eta_s=0.02)).endswith("eta 0 s")
+    pairs = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4, preference={"reward_margin": 0.1018})
+    assert step_line(pairs) == "step 12/20 loss 1.2346 margin 0.102 lr 9.5e-04 123 tok/s bubble 12% eta 8 s"
     assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")))
 
 

@@ -103,8 +103,9 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 
 def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
-    finetune(folder, "num_train_epochs=4").expect(0)
+    done = finetune(folder, "num_train_epochs=4").expect(0)
     rows = metrics(folder / "out")
+    assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and rows[0]["reward_margin"] == pytest.approx(
         0, abs=1e-4
     )

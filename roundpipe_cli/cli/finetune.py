@@ -170,12 +170,16 @@ def evaluation_line(event: EvaluationFinished) -> str:
 
 
 def step_line(event: StepFinished) -> str:
-    """`step 12/100  loss 1.2345  ...  eta 3m10s`, within 79 columns unless numbers are very long."""
+    """`step 12/100  loss 1.2345  ...  eta 3m10s`, within 79 columns unless numbers are very long.
+
+    Of preference pairs it tells the margin, which is to grow, in place of the gradient norm.
+    """
+    margin = (event.preference or {}).get("reward_margin")
     width = len(str(event.num_steps))
     parts = (
         f"step {event.step:>{width}}/{event.num_steps}",
         f"loss {event.loss:.4f}",
-        f"grad {event.grad_norm:.2g}",
+        f"grad {event.grad_norm:.2g}" if margin is None else f"margin {margin:.3f}",
         f"lr {event.learning_rate:.1e}",
         f"{event.tokens_per_s:.0f} tok/s",
         f"bubble {100 * event.bubble_ratio:.0f}%",
