@@ -52,6 +52,10 @@ def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path) -> Non
     assert short.verdict.host.total_bytes < 20e9 and short.verdict.disk.total_bytes > 60e9
     assert short.step_s > 3 * enough.step_s, "the disk is the link"
     assert any("mapped from disk and read anew" in line for line in short.assumptions)
+    assert any("at 1 GB/s (`--hardware ...,disk_gb_per_s=` corrects it)" in line for line in short.assumptions)
+    fast = make_plan(load(tmp_path), machine + "32,disk_gb_per_s=7")
+    assert any("at 7 GB/s" in line for line in fast.assumptions)
+    assert short.step_s / 8 < fast.step_s < short.step_s / 2, "and the step by about as much shorter"
     pinned = make_plan(load(tmp_path, "weights=pageable"), machine + "32")
     assert not pinned.verdict.fits and "host memory" in pinned.verdict.reasons[0]
     asked = ask(load(tmp_path, "weights=mmap"), machine + "128")

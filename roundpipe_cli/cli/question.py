@@ -137,8 +137,11 @@ def _read_from_disk(
     text = f"frozen weights ({format_bytes(frozen)}) are mapped from disk"
     if frozen <= left:
         return replace(machine, notes=(*machine.notes, f"note: {text} and stay in memory")), analytic
-    share = ASSUMED_DISK_BYTES_PER_S / len(machine.devices)
-    note = f"assumed: {text} and read anew in every round, at {ASSUMED_DISK_BYTES_PER_S / 1e9:g} GB/s"
+    disk_bytes_per_s = machine.disk_bytes_per_s or ASSUMED_DISK_BYTES_PER_S
+    share = disk_bytes_per_s / len(machine.devices)
+    note = f"assumed: {text} and read anew in every round, at {disk_bytes_per_s / 1e9:g} GB/s"
+    if machine.disk_bytes_per_s is None:
+        note += " (`--hardware ...,disk_gb_per_s=` corrects it)"
     slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
     return replace(machine, notes=(*machine.notes, note)), replace(analytic, costs=slow)
 

@@ -78,6 +78,8 @@ class Hardware:
     host_memory_bytes_per_s: float = ASSUMED_HOST_MEMORY_BYTES_PER_S
     disk_free_bytes: int | None = None
     """None: not known, so the disk is not part of the verdict."""
+    disk_bytes_per_s: float | None = None
+    """At which mapped weights are read; None: not known, `ASSUMED_DISK_BYTES_PER_S`."""
     accumulate: Accumulate = "fp32"
     """How float16 matrix products accumulate; bfloat16 always accumulates in 32 bits."""
     notes: tuple[str, ...] = ()
@@ -188,6 +190,7 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         host_memory_bytes=host_memory_bytes,
         host_memory_bytes_per_s=float(options.get("host_memory_gb_per_s", 0)) * 1e9 or ASSUMED_HOST_MEMORY_BYTES_PER_S,
         disk_free_bytes=None if disk_free_gib is None else int(float(disk_free_gib) * GIB),
+        disk_bytes_per_s=float(options.get("disk_gb_per_s", 0)) * 1e9 or None,
         accumulate="fp16" if options.get("accumulate") == "fp16" else "fp32",
         notes=tuple(notes),
     )
@@ -245,7 +248,7 @@ def _likeness(plain: str, known: str) -> tuple[float, int]:
     return max((SequenceMatcher(None, plain, one).ratio(), int(sorted(plain) == sorted(one))) for one in spellings)
 
 
-_OPTIONS = ("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "accumulate")
+_OPTIONS = ("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate")
 _ZERO_ALLOWED = ("disk_free_gib",)
 
 
