@@ -75,14 +75,16 @@ def main() -> None:
         nonlocal code
         try:
             code = app(prog_name="roundpipe", standalone_mode=False) or 0
-        except (typer.Exit, typer.Abort) as leave:
-            code = getattr(leave, "exit_code", 130)
-            if code == 130:  # what a KeyboardInterrupt has become
-                say("stopped by SIGINT")
+        except typer.Exit as leave:
+            code = leave.exit_code
+        except typer.Abort:
+            code = 130
         except UsageError as error:
             if len(sys.argv) > 1:
                 raise explain_usage(error, sys.argv[1:]) from None
             say(error.message)  # the help text
             code = error.exit_code
+        if code == 130:  # what typer makes of a KeyboardInterrupt
+            say("stopped by SIGINT")
 
     sys.exit(run_command(command) or code)
