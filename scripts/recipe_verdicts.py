@@ -24,7 +24,7 @@ def verdict_now(recipe: ShippedRecipe, hardware: str) -> HeaderVerdict:
 
 
 def verdict_of_plan(plan: Plan, hardware: str) -> HeaderVerdict:
-    """The part of a plan that a header shows."""
+    """The part of a plan that a header shows; of GPU memory what is needed, not what a weight cache fills beside it."""
     settings, verdict = plan.question.settings, plan.verdict
     return HeaderVerdict(
         hardware=hardware,
@@ -32,7 +32,7 @@ def verdict_of_plan(plan: Plan, hardware: str) -> HeaderVerdict:
         step_s=plan.step_s,
         tokens_per_step=int(settings.num_microbatches * settings.tokens_per_microbatch),
         tokens_per_s=plan.tokens_per_s,
-        device_bytes=verdict.device.total_bytes,
+        device_bytes=verdict.device.total_bytes - settings.weight_cache_bytes,
         host_bytes=verdict.host.total_bytes,
         disk_bytes=verdict.disk.total_bytes,
     )

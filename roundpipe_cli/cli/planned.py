@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from roundpipe_cli.cli.question import ask
+from roundpipe_cli.cli.auto_cache import with_auto_cache
+from roundpipe_cli.cli.question import Question, ask
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plan.verdict import judge
+from roundpipe_cli.plan.verdict import Verdict, judge
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.actions import Schedule
 
@@ -17,12 +18,10 @@ def planned_bytes(loaded: LoadedRecipe, schedule: Schedule) -> dict[str, float]:
         return {}
     if not question.hardware.is_here:
         return {}
-    verdict = judge(
-        question.architecture,
-        question.settings,
-        question.hardware,
-        question.analytic,
-        schedule.forward_stages,
-        schedule.backward_stages,
-    )
+
+    def verdict_on(question: Question) -> Verdict:
+        stages = schedule.forward_stages, schedule.backward_stages
+        return judge(question.architecture, question.settings, question.hardware, question.analytic, *stages)
+
+    verdict = verdict_on(with_auto_cache(question, verdict_on(question))[0])
     return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from roundpipe_cli.cli.auto_cache import with_auto_cache
 from roundpipe_cli.cli.question import Question, ask, choose_tier
 from roundpipe_cli.cli.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.cli.unequal import dealt_cut, describe_left_out, without_small_cards
@@ -17,6 +18,7 @@ from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.hardware import Hardware
 from roundpipe_cli.plan.machine import host_memory, num_machines
+from roundpipe_cli.plan.memory import with_cached_weights
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
 from roundpipe_cli.plan.stages import StageRange, even_sizes, forward_ranges
@@ -160,6 +162,9 @@ def _plan(question: Question) -> Plan:
     recipe, settings, analytic = question.loaded.recipe, question.settings, question.analytic
     cut = _cut(question)
     verdict = _judged(question, cut)
+    question, kept = with_auto_cache(question, verdict)
+    if kept is not None:
+        verdict = _judged(question, cut)
     step = _simulate_step(question, cut, recipe.pipeline.schedule)
     host_s = settings.num_microbatches * analytic.host_s_per_microbatch
     return Plan(
@@ -173,7 +178,7 @@ def _plan(question: Question) -> Plan:
         bubble_ratio=step.bubble_ratio,
         links=step.links,
         timeline=step.timeline,
-        explanation=(*cut.explanation, _what_binds(question, step, host_s)),
+        explanation=(*cut.explanation, *filter(None, [kept]), _what_binds(question, step, host_s)),
         assumptions=_assumptions(question, cut),
     )
 
@@ -364,6 +369,8 @@ def _simulated(
     question: Question, cut: _Cut, schedule_name: str, num_microbatches: int, *, num_steps: int
 ) -> _Simulated:
     costs, staleness = question.analytic.costs, question.settings.staleness
+    if question.settings.weight_cache_bytes:
+        costs = with_cached_weights(costs, question.settings)
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
     options = cut.options or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
@@ -449,4 +456,6 @@ def solve_recipe(plan: Plan) -> Solution:
     """What would fit in place of what the recipe asks; changes whose feature has not landed are not proposed."""
     question = plan.question
     unsupported = {entry.key for entry in NOT_YET}
-    return solve(question.architecture, question.settings, question.hardware, unsupported)
+    asked = question.loaded.recipe.pipeline.weight_cache  # what `auto` takes of what is spare is in nobody's way
+    settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
+    return solve(question.architecture, settings, question.hardware, unsupported)

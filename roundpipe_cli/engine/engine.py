@@ -249,6 +249,11 @@ class Engine:
     def num_workers(self) -> int:
         return len(self._workers)
 
+    def grant_weight_cache(self, num_bytes: int) -> None:
+        """Let each device keep weights in so much of its memory from the next step on; see `weight_cache.py`."""
+        for worker in self._workers:
+            worker.cache.grant(num_bytes)
+
     @property
     def late_layers(self) -> frozenset[int]:
         """Trained layers whose gradient is complete at the end of a step only."""

@@ -65,6 +65,8 @@ class WeightCache:
         self._starts: dict[int, int] = {}
         self._filled: set[int] = set()
         """Layers whose frozen weights are there."""
+        self._dropped = False
+        """Whether buffers were given back that others may still know."""
         self._first_visits: dict[int, int] = {}
         """Of the step at work: layer -> the visit that uploads what is missing."""
 
@@ -73,10 +75,18 @@ class WeightCache:
         """Device memory taken."""
         return 0 if self._arena is None else self._arena.nbytes
 
+    def grant(self, budget_bytes: int) -> None:
+        """Another budget, between steps; what is kept is given back, to be uploaded anew."""
+        self._budget_bytes = 0 if self._backend.aliases_host else budget_bytes
+        self._dropped = self._dropped or bool(self._buffers)
+        self._arena, self._chosen_for = None, None
+        self._buffers, self._starts, self._filled = {}, {}, set()
+
     def choose(self, program: Program) -> bool:
         """Settle what is kept for a training program; between steps. Returns whether any layer's buffer is another."""
+        dropped, self._dropped = self._dropped, False
         if not self._budget_bytes or program.schedule is self._chosen_for:
-            return False
+            return dropped
         self._chosen_for = program.schedule
         layouts = self._store.layouts
         if self._arena is None:
@@ -88,7 +98,7 @@ class WeightCache:
             end += round_up(layouts[layer].num_bytes, CACHE_ALIGNMENT_BYTES)
         same = {layer for layer, start in starts.items() if self._starts.get(layer) == start}
         if len(same) == len(starts) == len(self._starts):
-            return False
+            return dropped
         self._filled &= same
         self._starts = starts
         self._buffers = {

@@ -10,7 +10,7 @@ disk     (save_total_limit + 1) checkpoints, since the new one is complete befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes, trainable_params
 from roundpipe_cli.plan.cost import CostModel, LayerCost
@@ -29,6 +29,10 @@ INTERPRETER_BYTES = 1 * GIB
 """Python, torch, tokenizer and the data of one process (assumed)."""
 CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
+CACHE_SHARE = 0.85
+"""Of a device's label, up to which `weight_cache: auto` fills it; the rest is for what no memory model knows."""
+CACHE_ALIGNMENT_BYTES = 256
+"""Of a layer in the weight cache, at most."""
 HOST_MARGIN_BYTES = 2 * GIB
 HOST_MARGIN = 0.05
 """Left to the operating system: this share of host memory, at most `HOST_MARGIN_BYTES`."""
@@ -68,11 +72,7 @@ def device_need(
 ) -> Need:
     """Bytes that one worker needs at its peak. On the CPU the weights are the host's own: their slots take nothing."""
     layers = costs.layers
-    slot_bytes = max(
-        [_weights(layers, stage) for stage in forward_stages]
-        + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
-        default=0,
-    )
+    slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages)
     fixed = fixed_device_need(costs, architecture, settings, hardware)
     return Need(
         (
@@ -82,6 +82,45 @@ def device_need(
             *fixed.parts,
         )
     )
+
+
+def largest_stage_bytes(
+    layers: Sequence[LayerCost], forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
+) -> int:
+    """What a slot holds: weights, and of a backward stage its gradients too."""
+    return max(
+        [_weights(layers, stage) for stage in forward_stages]
+        + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
+        default=0,
+    )
+
+
+def spare_for_cache(memory_bytes: int, needed_bytes: int, layers: Sequence[LayerCost], *, share: float) -> int:
+    """Bytes for `weight_cache: auto`: what `share` of a device's memory leaves beside all that is needed, at most as
+    much as all layers take; 0 where not even the smallest of them fits.
+
+    Args:
+        needed_bytes: the device's peak without a cache.
+        layers: the rest of `memory_bytes` stays free, for what no model counts.
+    """
+    sizes = [layer.param_bytes for layer in layers if layer.param_bytes]
+    spare = min(int(share * memory_bytes) - needed_bytes, sum(size + CACHE_ALIGNMENT_BYTES for size in sizes))
+    return spare if sizes and spare >= min(sizes) + CACHE_ALIGNMENT_BYTES else 0
+
+
+def with_cached_weights(costs: CostModel, settings: TrainingSettings) -> CostModel:
+    """The same model as the links see it after the first step: of layers in the weight cache, only what is trained is
+    uploaded (once a step in truth, here once a visit). The first layers that fit; all blocks are worth about the same.
+    """
+    left, layers = settings.weight_cache_bytes, []
+    for layer in costs.layers:
+        trained = layer.grad_bytes // 4 * settings.dtype_bytes
+        size = layer.param_bytes + CACHE_ALIGNMENT_BYTES
+        if layer.param_bytes > trained and size <= left:
+            left -= size
+            layer = replace(layer, param_bytes=trained)
+        layers.append(layer)
+    return replace(costs, layers=tuple(layers))
 
 
 def _activations(

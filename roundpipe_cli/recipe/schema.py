@@ -181,7 +181,7 @@ class PipelineConfig:
     weight_cache: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     """Bytes of each GPU's memory for weights that stay there beside the slots: frozen weights are uploaded once,
     trained ones once a step, in place of every time that their stage is visited. Workers on the processor read host
-    memory and need none. `auto` is 0."""
+    memory and need none. `auto` is what a LoRA run leaves free of 85 % of the memory, as far as its weights fill it."""
     head_workers: Literal["auto"] | PositiveInt = "auto"
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
     much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for

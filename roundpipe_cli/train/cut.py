@@ -118,6 +118,7 @@ class Cutter:
         self._pipeline = pipeline
         self._schedules: dict[int, Schedule] = {}
         self._profile: list[StepResult] = []
+        self._kept: tuple[tuple[StageRange, ...], tuple[StageRange, ...]] | None = None
         forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
         if pipeline.schedule == "roundpipe" and forward_auto != backward_auto:
             raise RefusedError(
@@ -155,9 +156,19 @@ class Cutter:
         timeline = simulate(self.schedule(num_microbatches), self.costs)
         return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
 
+    def keep_stages(self, schedule: Schedule) -> None:
+        """From now on only these stages: the devices' memory is filled up beside them."""
+        self._kept = schedule.forward_stages, schedule.backward_stages
+        self._schedules = {schedule.num_microbatches // self._chunks: schedule}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether stages will stay as they are."""
+        return self.measured and not self._doubted
+
     def observe(self, result: StepResult) -> None:
         """Learn from a finished step."""
-        if self.measured and not self._doubted:
+        if self.is_settled:
             return
         self._profile.append(result)
         if self._doubted and len(self._profile) > PROFILE_STEPS:
@@ -190,7 +201,7 @@ class Cutter:
     def _build(self, num_microbatches: int) -> Schedule:
         if not self.measured:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
-        if self._planned and self._pipeline.schedule == "roundpipe":
+        if self._planned and self._pipeline.schedule == "roundpipe" and self._kept is None:
             return self._planned_roundpipe(num_microbatches)
         forward, backward = self._stages(num_microbatches)
         return build_schedule(
@@ -206,6 +217,8 @@ class Cutter:
 
     def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
         pipeline = self._pipeline
+        if self._kept is not None:
+            return self._kept
         if not self._planned:
             backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
             return _ranges(pipeline.forward_stages), backward

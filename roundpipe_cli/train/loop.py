@@ -32,6 +32,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.adapt import Fit, resumed_fit
+from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
 from roundpipe_cli.train.durable import disk_error, write_atomically
@@ -185,6 +186,7 @@ class Trainer:
         self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
         self._steps_since_overflow = 0
         self._cutter = make_cutter(setup)
+        self._auto_cache = make_auto_cache(setup, self._cutter, tell)
         self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
         self._saved_step = 0
@@ -330,6 +332,7 @@ class Trainer:
             self._updater.begin_early(step, learning_rate)
         result, microbatches, num_tokens = self._compute(engine, step, batches)
         self._updater.wait()  # at staleness 1 for the update that ran beside this step
+        self._auto_cache.observe(engine, result)
         self._cutter.observe(result)
         self._pipeline_s.append(result.step_s)
         self._tell(step_timeline(result, step + 1, self._clock))
@@ -378,6 +381,7 @@ class Trainer:
                 problem = error.problems[0]
                 error.__cause__ = None  # its frames hold what was computed
             self._fit = smaller
+            self._auto_cache.give_up(engine)
             gc.collect()
             engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
