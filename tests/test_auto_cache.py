@@ -9,14 +9,14 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.cli.predict import Plan, make_plan
-from roundpipe_cli.engine.engine import StepResult
+from roundpipe_cli.engine.engine import Engine, StepResult
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.memory import CACHE_ALIGNMENT_BYTES, CACHE_SHARE, spare_for_cache
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.auto_cache import AutoCache
-from roundpipe_cli.train.cut import PROFILE_STEPS, Cutter, rough_costs
+from roundpipe_cli.train.cut import Cutter, rough_costs
 from tests.tiny import Rig, make_rig, random_microbatches
 
 RECIPE = """
@@ -26,7 +26,9 @@ gradient_accumulation_steps: 4
 pipeline: {forward_stages: [[0, 9], [10, 19], [20, 28]], backward_stages: [[29, 29], [20, 28], [10, 19], [0, 9]]}
 """
 SIZES = [(2, 9), (1, 7), (2, 5), (1, 11)]
-STEPS = 5
+STEPS = 4
+GIVEN = PipelineConfig(forward_stages=((0, 2), (3, 4), (5, 6)), backward_stages=((7, 7), (5, 6), (3, 4), (0, 2)))
+"""Those that a planner chooses hang on how busy the machine is."""
 
 
 def planned(folder: Path, hardware: str, *overrides: str) -> Plan:
@@ -88,7 +90,7 @@ def run(
 ) -> tuple[list[str], list[StepResult], AutoCache]:
     """Steps as a training run makes them; devices that copy weights and count their bytes stand for GPUs."""
     told: list[Event] = []
-    cutter = Cutter(costs_of(rig, memory_bytes), 2, PipelineConfig())
+    cutter = Cutter(costs_of(rig, memory_bytes), 2, GIVEN)
     cache = AutoCache(cutter, ("gpu 0", "gpu 1"), told.append, is_open=is_open)
     bits, results = [], []
     with rig.engine(2, copy=True, count_bytes=count, seed=3) as engine:
@@ -116,11 +118,32 @@ def test_a_run_takes_it_once_its_stages_are_settled(rig: Rig) -> None:
     assert bits == expected
     whole = sum(layout.num_bytes for layout in rig.store.layouts[1:])
     assert cache.num_bytes >= whole
-    assert [result.upload_bytes for result in results[: PROFILE_STEPS + 1]] == [
-        result.upload_bytes for result in without[: PROFILE_STEPS + 1]
-    ]
-    kept = results[STEPS - 1].upload_bytes, without[STEPS - 1].upload_bytes
-    assert kept[0] < kept[1]
+    uploads = [(kept.upload_bytes, usual.upload_bytes) for kept, usual in zip(results, without, strict=True)]
+    assert uploads[0][0] == uploads[0][1], "the first step shows what there is room for"
+    assert all(kept < usual for kept, usual in uploads[2:]), "only what is trained, and hidden states"
+
+
+def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
+    """Not in the profile's steps, nor after a short step; from then on a short step has the same stages."""
+    cutter = Cutter(costs_of(rig, 10**9), 2, PipelineConfig())
+    cache = AutoCache(cutter, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
+
+    def step(engine: Engine, sizes: list[tuple[int, int]]) -> None:
+        result = engine.run_step(random_microbatches(sizes), cutter.schedule(len(sizes)), step=0)
+        cache.observe(engine, result)
+        cutter.observe(result)
+
+    with rig.engine(2, copy=True) as engine:
+        while not cutter.is_settled:
+            step(engine, SIZES)
+            assert cache.num_bytes == 0
+        step(engine, SIZES[:1])
+        assert cache.num_bytes == 0
+        step(engine, SIZES)
+        assert cache.num_bytes > 0
+        usual, short = cutter.schedule(len(SIZES)), cutter.schedule(1)
+        assert (short.forward_stages, short.backward_stages) == (usual.forward_stages, usual.backward_stages)
+        step(engine, SIZES[:1])
 
 
 def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:
@@ -135,7 +158,7 @@ def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:
 
 def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:
     expected, _, _ = run(rig, 10**9, is_open=False)
-    cutter = Cutter(costs_of(rig, 10**9), 2, PipelineConfig())
+    cutter = Cutter(costs_of(rig, 10**9), 2, GIVEN)
     cache = AutoCache(cutter, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
     uploads = []
     with rig.engine(2, copy=True, seed=3) as engine:
