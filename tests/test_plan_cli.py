@@ -288,6 +288,21 @@ def test_costs_for_bench(recipe: Path) -> None:
         costs_for_recipe(load(recipe), "nonsense")
 
 
+def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
+    """One sequence a step keeps one worker busy, in chunks all of them; a device holds a chunk's activations."""
+    words = "8x4090,host_memory_gib=64"
+    long = [*AUTO, "model=Qwen/Qwen3-8B", "max_seq_length=65536", "gradient_accumulation_steps=1"]
+    whole = make_plan(load(recipe, *long), words)
+    chunks = make_plan(load(recipe, *long, "pipeline.sequence_chunks=32", "pipeline.head_workers=8"), words)
+    assert chunks.step_s < whole.step_s / 3 and chunks.bubble_ratio < 0.3
+    assert chunks.backward_stages[0][0] == chunks.backward_stages[0][1], "the head is alone in its stage"
+    assert chunks.verdict.fits and not whole.verdict.fits and chunks.tokens_per_s > 3 * whole.tokens_per_s
+    assert any("every chunk of a sequence takes the same time" in line for line in chunks.assumptions)
+    costs = [plan.question.analytic.costs.layers[1] for plan in (whole, chunks)]
+    assert costs[1].forward_s == pytest.approx(costs[0].forward_s / 32)
+    assert costs[1].activation_bytes < costs[0].activation_bytes
+
+
 def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
     """What the run leaves out of a recompute or keeps on the device, the plan does not count as time, but as memory."""
     skip, words = "pipeline.skip_last_projection", "2x4090,host_memory_gib=64"

@@ -176,10 +176,10 @@ def _question(
         missing = [flag for flag, value in (("--workers", workers), ("--microbatches", microbatches)) if value is None]
         if missing:
             raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
-        costs, auto_dealing = load_costs(costs_file), True
+        costs, auto_dealing, chunks = load_costs(costs_file), True, 1
     else:
         assert recipe is not None
-        costs, recipe_workers, recipe_microbatches, auto_dealing = _from_recipe(recipe, overrides, hardware)
+        costs, recipe_workers, recipe_microbatches, auto_dealing, chunks = _from_recipe(recipe, overrides, hardware)
         workers = recipe_workers if workers is None else workers
         microbatches = recipe_microbatches if microbatches is None else microbatches
     assert workers is not None and microbatches is not None
@@ -191,11 +191,12 @@ def _question(
         staleness=1 if staleness else 0,
         num_steps=steps,
         auto_dealing=auto_dealing,
+        sequence_chunks=chunks,
     )
 
 
-def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int, bool]:
-    """Costs, workers and microbatches per step of a recipe, and whether it leaves the dispatch to the planner."""
+def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int, bool, int]:
+    """Costs, workers and microbatches per step of a recipe, whether it leaves the dispatch to the planner, chunks."""
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.cli.question import ask
     from roundpipe_cli.recipe.load import load_recipe
@@ -208,7 +209,9 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tup
             f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
         )
     auto_dealing = question.loaded.recipe.pipeline.dispatch == "auto"
-    return question.analytic.costs, question.num_workers, question.settings.num_microbatches, auto_dealing
+    settings = question.settings
+    counts = question.num_workers, settings.num_microbatches, auto_dealing, settings.sequence_chunks
+    return question.analytic.costs, *counts
 
 
 def _partitions(
@@ -230,8 +233,10 @@ def _partitions(
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, schedule_name
     from roundpipe_cli.schedule.compare import Partition, choose_partition
+    from roundpipe_cli.schedule.validate import CHUNK_SCHEDULES
 
-    names = [schedule_name(name) for name in schedules or SCHEDULES]
+    known = SCHEDULES if question.sequence_chunks == 1 else CHUNK_SCHEDULES
+    names = [schedule_name(name) for name in schedules or known]
     names = list(dict.fromkeys(names))
     if forward is None:
         if backward is not None:

@@ -25,12 +25,14 @@ def run_for_real(
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import SCHEDULES, schedule_name
+    from roundpipe_cli.schedule.validate import CHUNK_SCHEDULES
     from roundpipe_cli.train.preflight import check_sources
 
     loaded = load_recipe(recipe, overrides)
     for text in loaded.notices:
         say(f"note: {text}")
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules or SCHEDULES))
+    known = SCHEDULES if loaded.recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
+    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
     check_sources(loaded, offline=False)
     quiet_libraries()
     from roundpipe_cli.train.bench_run import compare_for_real

@@ -21,12 +21,13 @@ from roundpipe_cli.plan.machine import host_memory, num_machines
 from roundpipe_cli.plan.memory import with_cached_weights
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
-from roundpipe_cli.plan.stages import StageRange, even_sizes, forward_ranges
+from roundpipe_cli.plan.stages import StageRange, StageSums, even_sizes, forward_ranges, within_limits
 from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.compare import Partition
+from roundpipe_cli.schedule.compare import Partition, chunk_partition
+from roundpipe_cli.schedule.compare import Question as Compared
 from roundpipe_cli.schedule.dealing import Options, options_of
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
@@ -205,9 +206,30 @@ def _cut(question: Question) -> _Cut:
         stages = _ranges(forward)
         return _Cut(stages, tuple(reversed(stages)), question.settings.num_microbatches)
     if pipeline.forward_stages != "auto" and pipeline.backward_stages != "auto":
-        return _Cut(_ranges(pipeline.forward_stages), _ranges(pipeline.backward_stages), workers)
+        chunks = pipeline.num_chunks
+        per_round = -(-workers // chunks) * chunks
+        return _Cut(_ranges(pipeline.forward_stages), _ranges(pipeline.backward_stages), per_round)
+    if pipeline.num_chunks > 1:
+        return _in_chunks(question)
     cut = _planned(question)
     return cut if _judged(question, cut).fits else _coarser(question, cut)
+
+
+def _in_chunks(question: Question) -> _Cut:
+    """The planner's cut for sequences in chunks, within the devices' limits if any keeps them."""
+    settings, pipeline, costs = question.settings, question.loaded.recipe.pipeline, question.analytic.costs
+    limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
+    sums = StageSums(costs)
+    asked = Compared(
+        costs,
+        question.num_workers,
+        settings.num_microbatches,
+        options=options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch),
+        sequence_chunks=settings.sequence_chunks,
+    )
+    found = chunk_partition(asked, lambda one: within_limits(sums, limits, one.forward_stages, one.backward_stages))
+    why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
+    return _Cut(found.forward_stages, found.backward_stages, found.microbatches_per_round or 1, (why,))
 
 
 def _judged(question: Question, cut: _Cut) -> Verdict:
@@ -326,7 +348,7 @@ def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
     full = wanted
     if wanted > MAX_SIMULATED_MICROBATCHES:
         surplus = wanted - MAX_SIMULATED_MICROBATCHES
-        full = max(2 * rounds + 1, wanted - math.ceil(surplus / rounds) * rounds)
+        full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
     one = _simulated(question, cut, schedule_name, full, num_steps=1)
     busy, makespan = sum(busy_s(one.timeline)), makespan_s(one.timeline)
     step_s = makespan
@@ -387,6 +409,7 @@ def _simulated(
         num_steps=num_steps,
         staleness=staleness,
         options=options,
+        sequence_chunks=question.settings.sequence_chunks,
     )
     program = lower(schedule, costs, staleness=staleness)
     sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
@@ -425,7 +448,9 @@ def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
             f"note: the model was made for at most {limit} tokens, max_seq_length is {settings.max_seq_length}"
         )
     workers, per_step = question.num_workers, settings.num_microbatches
-    if workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
+    if settings.sequence_chunks > 1:
+        lines.append("assumed: every chunk of a sequence takes the same time, and keys and values no time on the links")
+    elif workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
         lines.append(
             f"note: {per_step} microbatches a step are few for {workers} workers; "
             f"gradient_accumulation_steps={4 * workers} makes the bubble smaller"

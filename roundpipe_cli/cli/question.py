@@ -45,7 +45,8 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
         micro_batch_size=recipe.micro_batch_size,
-        num_microbatches=recipe.gradient_accumulation_steps,
+        num_microbatches=recipe.gradient_accumulation_steps * recipe.pipeline.num_chunks,
+        sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,
         lora_r=recipe.lora.r,
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,

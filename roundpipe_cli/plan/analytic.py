@@ -82,9 +82,17 @@ class TrainingSettings:
     num_shards: int = 1
     """Machines over which masters and the optimizer's state are shared out."""
 
+    sequence_chunks: int = 1
+    """Chunks into which each sequence is cut; a chunk is a microbatch, so `num_microbatches` counts chunks."""
+
     @property
     def tokens_per_microbatch(self) -> float:
-        return self.micro_batch_size * self.max_seq_length
+        return self.micro_batch_size * self.max_seq_length / self.sequence_chunks
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a step, times `micro_batch_size`."""
+        return self.num_microbatches // self.sequence_chunks
 
     @property
     def tokens_per_mlp_call(self) -> float:
@@ -361,7 +369,17 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp = size * tensors * width
     if settings.method == "lora":
         total += 7 * size * settings.lora_r
-    return int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
+    activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
+    gradients = 4 / size  # float32, of keys and values
+    return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
+
+
+def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """One block's keys and values of a whole sequence, which its chunks share; 0 where sequences are not cut."""
+    if settings.sequence_chunks == 1:
+        return 0
+    width = 2 * architecture.num_key_value_heads * architecture.head_dim
+    return int(settings.micro_batch_size * settings.max_seq_length) * width * settings.dtype_bytes
 
 
 def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes, trainable_params
+from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes, key_value_bytes, trainable_params
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.hardware import Device, Hardware
 from roundpipe_cli.plan.models import Architecture
@@ -205,7 +205,9 @@ def host_need(
     size, versions = settings.dtype_bytes, 1 + settings.staleness
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
     boundary = max(layer.boundary_bytes for layer in costs.layers)
-    in_flight = min(settings.num_microbatches, 2 * len(hardware.devices))
+    chunks = settings.sequence_chunks
+    in_flight = min(settings.num_microbatches, 2 * max(len(hardware.devices), chunks))
+    keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     num_inputs = len(costs.layers) if settings.skip_last_projection else num_backward_stages
     num_gpus = sum(not device.is_cpu for device in hardware.devices)
     return Need(
@@ -216,6 +218,7 @@ def host_need(
             Part("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
             Part("gradients", trainable * 4 * versions),
             Part("boundary activations", boundary * (num_inputs + 2) * in_flight),
+            *([Part("keys and values of chunks", keys_and_values)] if keys_and_values else []),
             Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
             Part("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
         )

@@ -142,7 +142,7 @@ Step = tuple[Change, Callable[[TrainingSettings], TrainingSettings]]
 
 def _candidates(architecture: Architecture, settings: TrainingSettings) -> Iterator[Step]:
     """Changes of the recipe that save memory, each with its price."""
-    rows, count = int(settings.micro_batch_size), settings.num_microbatches
+    rows, count = int(settings.micro_batch_size), settings.num_sequences
     for smaller in sorted({rows // part for part in range(2, 17)} | {1}, reverse=True):
         if 1 <= smaller < rows:
             yield _fewer_rows(smaller, math.ceil(rows * count / smaller), 0.1 + 0.01 * math.log2(rows / smaller))
@@ -204,7 +204,7 @@ def _fewer_rows(rows: int, count: int, rank: float) -> Step:
             f"micro_batch_size={rows} gradient_accumulation_steps={count}: the same rows a step, in smaller pieces",
             rank,
         ),
-        lambda s: replace(s, micro_batch_size=rows, num_microbatches=count),
+        lambda s: replace(s, micro_batch_size=rows, num_microbatches=count * s.sequence_chunks),
     )
 
 

@@ -195,10 +195,10 @@ class PipelineConfig:
     workers differ by more than 10 % and the simulator finds it faster."""
     sequence_chunks: Literal["auto"] | Annotated[int, Range(1, 1024)] = "auto"
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
-    once: chunks flow through the stages as microbatches do, a step has `gradient_accumulation_steps` times so many, and
-    a chunk's attention reads the keys and values of the chunks before it. Loss and gradients are those of the whole
-    sequence up to rounding (dropout draws other masks). 4 chunks a worker keep the bubble small. Not with packing, dpo,
-    kept activations, replicas, or models with recurrent state. `auto` is 1."""
+    once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
+    chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks). Not
+    with packing, dpo, kept activations, replicas or recurrent blocks. Four chunks a worker keep the bubble small, with
+    a frozen head `head_workers` too. `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`

@@ -23,6 +23,8 @@ from roundpipe_cli.schedule.durations import stage_times
 NUM_SIMULATED = 4
 """Shapes that the clocks of the dealing find fastest and that are simulated with their transfers."""
 MAX_ROUND_SIZES = 4
+ROUND_PER_WORKER = 4
+"""Microbatches per worker in a round at most: boundaries, keys and values of a whole round are kept on the host."""
 
 Shape = tuple[tuple[StageRange, ...], tuple[StageRange, ...], int]
 """Forward stages, backward stages (the head alone first), microbatches per round."""
@@ -42,7 +44,9 @@ def chunk_shapes(
     num_sequences = num_microbatches // sequence_chunks
     rounds = sorted({-(-num_sequences // parts) * sequence_chunks for parts in range(1, num_sequences + 1)})
     timed = []
-    for first, second, per_round in product(sorted(forward), sorted(backward), rounds[-MAX_ROUND_SIZES:]):
+    most = max(sequence_chunks, ROUND_PER_WORKER * num_workers)
+    rounds = [size for size in rounds if size <= most][-MAX_ROUND_SIZES:] or rounds[:1]
+    for first, second, per_round in product(sorted(forward), sorted(backward), rounds):
         mirrored = tuple((head - 1 - last, head - 1 - start) for start, last in second)
         shape = (first, ((head, head), *mirrored), per_round)
         timed.append((_clock_s(costs, shape, num_workers, num_microbatches, sequence_chunks, options), shape))
