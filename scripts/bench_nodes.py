@@ -43,9 +43,9 @@ class SlowLink(Nodes):
 
     link_bytes_per_s = 0.0
 
-    def add_up(self, tensor: torch.Tensor) -> None:
+    def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
         started_s = time.perf_counter()
-        super().add_up(tensor)
+        super().add_up(tensor, owner)
         if self.link_bytes_per_s:  # a ring sends all but a share of it twice
             needed_s = 2 * tensor.nbytes * (self.count - 1) / self.count / self.link_bytes_per_s
             time.sleep(max(0.0, started_s + needed_s - time.perf_counter()))

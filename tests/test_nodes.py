@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.train.nodes import Nodes
 from roundpipe_cli.train.optimizer import HostOptimizer
 from roundpipe_cli.train.shard import Shards, owners
-from tests.e2e import Outcome, Running, finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.e2e import REPOSITORY, Outcome, Running, finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.tiny import make_rig
 
 CHANGES = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
@@ -31,14 +34,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield work
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def start(
     folder: Path, count: int, *words: str, recipes: tuple[str, ...] = (), **environments: dict[str, str]
 ) -> list[Running]:
     """`count` processes of one run; `environments` names more variables by process: p0, p1."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         launch(
             folder,
@@ -149,6 +155,17 @@ def test_a_killed_process_ends_the_run_which_resumes(workspace: Path) -> None:
     assert [outcome.code for outcome in train(folder, 2, "--resume")] == [0, 0]
     train(folder, 2, "output_dir=whole")
     assert numbers(folder / "out") == numbers(folder / "whole"), "to the bit"
+
+
+def test_the_benchmark_runs() -> None:
+    """At a size that says nothing about speed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    size = ["--blocks", "2", "--hidden", "16", "--slow", "0", "--rounds", "1"]
+    command = [*torchrun, "--master-port", str(free_port()), "scripts/bench_nodes.py", *size]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[-3:]] == ["| alone", "| overlapped", "| after"]
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
