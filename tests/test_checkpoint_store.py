@@ -442,3 +442,26 @@ def test_write_atomically_keeps_the_old_file_on_failure(tmp_path: Path, monkeypa
     with pytest.raises(ResourceError, match="recipe.yaml"):
         durable.write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and _names(tmp_path) == ["recipe.yaml"]
+
+
+def test_a_folder_that_cannot_be_listed_keeps_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old checkpoints stay, and that is said: the one just written is good all the same."""
+    for step in (1, 2):
+        _save(tmp_path, step)
+    told: list[str] = []
+    whole, calls = store.list_checkpoints, 0
+
+    def failing(folder: Path) -> list[tuple[int, Path]]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:  # the first is the commit's
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(folder)
+
+    monkeypatch.setattr(store, "list_checkpoints", failing)
+    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, 2, told.append)
+    monkeypatch.undo()
+    assert calls == 2 and "could not look for old checkpoints" in told[0]
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 2, 1]

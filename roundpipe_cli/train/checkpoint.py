@@ -253,8 +253,12 @@ def prune(output_dir: Path, step: int, keep: int, warn: Warn | None = None) -> N
 
     What cannot be removed is reported and left: the checkpoint just written is good all the same.
     """
-    mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]
-    doomed = [entry for entry in output_dir.iterdir() if entry.name.startswith(f"{DELETED_PREFIX}step-")]
+    try:
+        mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]
+        doomed = [entry for entry in output_dir.iterdir() if entry.name.startswith(f"{DELETED_PREFIX}step-")]
+    except OSError as error:
+        _tell(warn, f"could not look for old checkpoints in {output_dir}: {error.strerror}")
+        return
     for folder in mine[keep:]:
         _pass_fault(step)
         try:

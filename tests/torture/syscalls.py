@@ -87,11 +87,15 @@ def error_at_each(arena: Arena, count: int) -> Seen:
         with lock:
             ended[done.code] += 1
         hit = [match for line in trace.read_text(errors="replace").splitlines() if (match := INJECTED.match(line))]
+        mute = any(match.group("arguments").startswith("2<") for match in hit)  # it could not say what was wrong
         for match in hit:  # one in each thread that makes so many calls, and not always the one that was listed
-            _check_error(work, done, Call(call.name, call.nth, match.group("arguments")))
+            _check_error(work, done, Call(call.name, call.nth, match.group("arguments")), mute)
         assert hit or done.code == 0, f"exit code {done.code}, and nothing was made to fail\n{done.err}"
         if done.code:
             go_on(work)
+        for left in (work / "out").glob(".del-*"):  # each save is another thread, whose call fails again
+            assert f"could not remove out/{left.name}" in done.err, left
+            shutil.rmtree(left)
         assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
@@ -130,13 +134,13 @@ def check_order(lines: list[str]) -> None:
     assert parent and removed and parent[0] < removed[0], "an old checkpoint goes before the new one is durable"
 
 
-def _check_error(work: Path, done: Outcome, call: Call) -> None:
-    """Exit 5 with one error block, or a run that went on; what was not durable is not committed."""
+def _check_error(work: Path, done: Outcome, call: Call, mute: bool) -> None:
+    """Exit 5 with one error block (unless `mute`), or a run that went on; what was not durable is not committed."""
     text = f"{call.name} {call.nth} ({call.arguments[:80]})"
     assert done.code in (0, 5), f"{text}: exit code {done.code}\n{done.err}"
     assert "Traceback" not in done.err, f"{text}: {done.err}"
     if done.code == 5:
-        assert done.err.count("error: ") == 1, f"{text}: {done.err}"
+        assert done.err.count("error: ") == 1 or mute, f"{text}: {done.err}"
         load_newest(work / "out", warn=_fail)
     if call.name in ("fsync", "write") and (temporary := re.search(r"/\.tmp-(step-\d+)", call.arguments)):
         assert done.code == 5 and saved(work)[-1].name < temporary.group(1), f"{text}: an error was not final"
