@@ -26,7 +26,8 @@ from roundpipe_cli.units import format_bytes
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 10 * 1024**2
-MAX_TENSORS = 10**6
+MAX_TENSORS = 1 << 16
+"""Of one file. The experts of 94 layers, 128 each with three matrices, would be 36,096 if one file held them all."""
 MAX_INDEX_BYTES = 50 * 1024**2
 MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2

@@ -209,6 +209,7 @@ WEIGHTS: dict[str, Callable[[], bytes]] = {
     "11 MB of JSON": lambda: _header(b'{"__metadata__":{"a":"' + b"x" * (11 * 1024**2) + b'"}}'),
     "a million tensors": lambda: _header(_many(1_000_000)),
     "150,000 tensors of nothing": lambda: _header(_many(150_000)),
+    "60,000 tensors of nothing": lambda: _header(_many(60_000)),
     "deep JSON": lambda: _header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "not JSON": lambda: _header(b"hello world....."),
     "a list": lambda: _header(b"[1, 2, 3]"),
@@ -314,7 +315,7 @@ def remote_code(arena: Arena, count: int) -> Seen:
     return _refused(arena, lures(), count)
 
 
-AFTER_THE_DATA = ("150,000 tensors of nothing",)
+AFTER_THE_DATA = ("60,000 tensors of nothing",)
 """Refused when the model is built: helper processes of our own have tokenised the rows by then."""
 
 
