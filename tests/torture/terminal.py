@@ -54,9 +54,12 @@ class Terminal:
 def in_terminal(work: Path, environment: Mapping[str, str] | None = None) -> Iterator[tuple[Running, Terminal]]:
     """`roundpipe finetune recipe.yaml --no-dashboard` with a terminal, resuming where there is a checkpoint."""
     terminal = Terminal()
-    before = functools.partial(_take, terminal.name)
+    taken = work / ".terminal-taken"
+    taken.unlink(missing_ok=True)
+    before = functools.partial(_take, terminal.name, str(taken))
     running = start(work, "--no-dashboard", *resume_words(work), environment=environment, before=before)
     try:
+        running.wait_until(taken.exists)  # it can only be closed to a process that has it
         yield running, terminal
     finally:
         if running.process.is_alive():
@@ -66,10 +69,11 @@ def in_terminal(work: Path, environment: Mapping[str, str] | None = None) -> Ite
         terminal.close()
 
 
-def _take(name: str) -> None:
-    """In the new process: a session of its own, with this terminal for all streams."""
+def _take(name: str, taken: str) -> None:
+    """In the new process: a session of its own, with this terminal for all streams; then `taken` is made."""
     os.setsid()
     descriptor = os.open(name, os.O_RDWR)  # the first terminal that a session leader opens is its own
     for stream in (0, 1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+    Path(taken).touch()
