@@ -23,7 +23,7 @@ from tests.torture.arena import (
 )
 
 KILLS_PER_TRY = 3
-SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.06"}
+SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}
 """Saves take longer than everything else together, so that many kills fall into one."""
 MIN_IN_SAVES = 0.25
 ENOUGH_KILLS = 300
