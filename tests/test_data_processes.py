@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli import faults
+from roundpipe_cli.data import processes
 from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
@@ -161,3 +162,20 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     build_dataset(DataSettings((DatasetSpec(str(path)),), 100), byte_tokenizer(), told.append)
     assert [line.split(": ")[1].split(",")[0] for line in told] == ["500 rows", "1000 rows", "1200 rows"]
     assert told[-1].endswith("100 %")
+
+
+def test_signals_wait_for_the_end_of_a_fork() -> None:
+    """What their handler raises would be printed and lost in the callbacks around it."""
+    passed: list[str] = []
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGHUP, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), processes._signals_held():
+            signal.raise_signal(signal.SIGHUP)
+            passed.append("the fork")
+        assert passed and signal.getsignal(signal.SIGHUP) is stop
+    finally:
+        signal.signal(signal.SIGHUP, before)

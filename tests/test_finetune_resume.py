@@ -164,6 +164,19 @@ def test_a_signal_while_torch_loads(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
+def _ignore_hangups() -> None:
+    """As nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
+    running = launch(folder, "finetune", "recipe.yaml", "num_train_epochs=4", before=_ignore_hangups)
+    running.wait_for_steps(2)
+    running.kill(signal.SIGHUP)
+    done = running.finish().expect(0)
+    assert "SIGHUP" not in done.err
+
+
 def test_a_second_interrupt_leaves_at_once(folder: Path) -> None:
     stopped_at(folder, 3)
     saved = {path.name for path in (folder / "out").glob("step-*")}

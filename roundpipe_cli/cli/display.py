@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -129,10 +130,9 @@ def show_end(output_dir: Path) -> None:
         return  # the run was finished already
     report = read_report(output_dir)
     if comparison(report):
-        console = Console(width=80)
-        with console.capture() as captured:
-            console.print(comparison_table(report))
-        say(captured.get().rstrip())
+        table = io.StringIO()  # not through a terminal, which may be gone
+        Console(file=table, width=80).print(comparison_table(report))
+        say(table.getvalue().rstrip())
     try:
         write_page(output_dir, page)
     except RoundpipeError as error:  # the result itself is there

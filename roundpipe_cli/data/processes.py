@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -160,7 +161,8 @@ class EncoderPool:
         process = context.Process(
             target=_serve, args=(theirs, self._settings, self._tokenizer, os.getpid()), name="roundpipe-tokenise"
         )
-        process.start()
+        with _signals_held():
+            process.start()
         theirs.close()
         child = _Child(process, ours)
         self._children.append(child)
@@ -191,6 +193,27 @@ def _died(exit_code: int | None) -> RoundpipeError:
         else "this can happen where memory runs out",
         hint="close other programs, or look for rows of many megabytes",
     )
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Handlers run after the block. Python would also run them in the callbacks around a fork, where what they raise is
+    printed and lost."""
+    if threading.current_thread() is not threading.main_thread():  # no handler runs here
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ours = [number for number, handler in before.items() if callable(handler)]
+    for number in ours:
+        signal.signal(number, lambda late, _: came.append(late))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+        for late in came:
+            signal.raise_signal(late)
 
 
 # --- in the child ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ class _StopNow(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While active, a signal leaves the `with` block at once as `StoppedError`; after `guard()` it is only noted."""
+    """While active, a signal leaves the `with` block at once as `StoppedError`; after `guard()` it is only noted.
+
+    A SIGHUP that the program was started to ignore (`nohup`) stays ignored.
+    """
 
     def __init__(self) -> None:
         self.announce: Callable[[str], None] | None = None
@@ -35,6 +38,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in EXIT_CODES:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
