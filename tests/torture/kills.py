@@ -25,6 +25,8 @@ from tests.torture.arena import (
 KILLS_PER_TRY = 3
 SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}
 """Saves take longer than everything else together, so that many kills fall into one."""
+BRISK_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
+"""For few tries, of which no share is asked."""
 MIN_IN_SAVES = 0.25
 ENOUGH_KILLS = 300
 """From which number of kills on that share is asked for."""
@@ -32,7 +34,9 @@ ENOUGH_KILLS = 300
 
 def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", "full", "accumulate")) -> Seen:
     """Kill a run three times at random, from its start-up on, and let it go on; compare with an uninterrupted one."""
-    whole_s = {variant: arena.seconds(variant, SLOW_SAVES) for variant in variants}
+    kills = KILLS_PER_TRY * count
+    slow = SLOW_SAVES if kills >= ENOUGH_KILLS else BRISK_SAVES
+    whole_s = {variant: arena.seconds(variant, slow) for variant in variants}
     lock, in_saves = Lock(), 0
 
     def attempt(index: int, draw: random.Random) -> None:
@@ -41,7 +45,7 @@ def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", 
         work = arena.workspace(variant)
         for _ in range(KILLS_PER_TRY):
             last_step = max((int(path.name.removeprefix("step-")) for path in saved(work)), default=0)
-            at_a_moment(whole_s[variant] * (1.0 - 0.7 * last_step / 12), draw, functools.partial(_kill, work))
+            at_a_moment(whole_s[variant] * (1.0 - 0.7 * last_step / 12), draw, functools.partial(_kill, work, slow))
             with lock:
                 in_saves += inside_a_save(work)
         go_on(work)
@@ -49,18 +53,17 @@ def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", 
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
-    kills = KILLS_PER_TRY * count
     if kills >= ENOUGH_KILLS and in_saves < MIN_IN_SAVES * kills:
         failures += (f"only {in_saves} of {kills} kills fell inside a save",)
     return Seen(count, failures, f"{kills} kills, {100 * in_saves / kills:.0f} % inside a save")
 
 
-def _kill(work: Path, after_s: float) -> Outcome:
+def _kill(work: Path, slow: dict[str, str], after_s: float) -> Outcome:
     """Let the run go on and kill it. One that ends before is undone."""
     out, before = work / "out", work / "out-before"
     if out.exists():
         shutil.copytree(out, before)
-    running = start(work, *resume_words(work), environment=SLOW_SAVES)
+    running = start(work, *resume_words(work), environment=slow)
     running.process.join(after_s)
     if running.process.is_alive():
         running.kill(signal.SIGKILL)
