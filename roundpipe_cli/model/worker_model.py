@@ -6,6 +6,7 @@ Shapes: B sequences in a microbatch, T tokens each, H hidden size, V vocabulary,
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.last_projection import LeftOut, find_unread
+from roundpipe_cli.model.last_projection import LeftOut, block_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
@@ -310,11 +311,15 @@ class WorkerModel:
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
         return Prologue(hidden, tuple(self._recorder.calls), tuple(leaves))
 
+    def _probe_ids(self) -> torch.Tensor:
+        """A few tokens to try blocks with, [2, 8]."""
+        config: Any = self._causal.config
+        vocab_size: int = config.get_text_config().vocab_size
+        return torch.arange(1, 17).reshape(2, 8) % vocab_size
+
     def find_unread(self, bind: Callable[[int], None], dropout_seed: int | None) -> dict[int, tuple[str, ...]]:
         """Per block, the modules whose products a recompute may leave out; `bind` gives a block its weights."""
-        config: Any = self._causal.config
-        ids = torch.arange(1, 17).reshape(2, 8) % config.get_text_config().vocab_size
-        prologue = self.prologue(ids, dropout_seed)
+        prologue = self.prologue(self._probe_ids(), dropout_seed)
         bound = 0
 
         def bind_block(index: int) -> None:
@@ -326,18 +331,19 @@ class WorkerModel:
         return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, ready)
 
     def check_mlp_chunks(self, bind: Callable[[int], None]) -> None:
-        """Try the first block's feed-forward part in chunks; `bind` gives a block its weights.
+        """Try the feed-forward part of one block of each kind in chunks; `bind` gives a block its weights.
 
         Raises:
             RefusedError: it cannot be cut.
         """
-        config: Any = self._causal.config
-        ids = torch.arange(1, 17).reshape(2, 8) % config.get_text_config().vocab_size
         training, adapters = self._mode
         self.set_mode(training=False, adapters=True)
-        prologue = self.prologue(ids)
-        bind(0)
-        check_chunks(self.blocks[0], prologue.hidden, lambda hidden: self.run_block(0, prologue.calls[0], hidden))
+        prologue = self.prologue(self._probe_ids())
+        kinds = [block_kind(block, call) for block, call in zip(self.blocks, prologue.calls, strict=True)]
+        for index in sorted({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values()):
+            bind(index)
+            run = functools.partial(self.run_block, index, prologue.calls[index])
+            check_chunks(self.blocks[index], prologue.hidden, run)
         self.set_mode(training=training, adapters=adapters)
 
     def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:

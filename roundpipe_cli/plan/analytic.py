@@ -300,7 +300,7 @@ class _Timer:
     def _skippable_s(self, block: Block) -> float:
         """Of the forward, what a recompute need not do where nobody reads the block's output."""
         architecture, tokens = self.architecture, self.settings.tokens_per_microbatch
-        if architecture.model_type in ("gemma2", "gemma3", "gemma3_text", "glm4"):  # a norm reads it
+        if architecture.four_norms:  # a norm reads it
             return 0.0
         if self.settings.tokens_per_mlp_call < tokens:
             return self._mlp_s(block)
@@ -356,7 +356,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
     query = architecture.num_attention_heads * architecture.head_dim
     key_value = architecture.num_key_value_heads * architecture.head_dim
     per_norm = 4 + size * (2 if settings.method == "full" else 1)
-    num_norms = 4 if architecture.model_type in ("gemma2", "gemma3", "gemma3_text", "glm4") else 2
+    num_norms = 4 if architecture.four_norms else 2
     total = float(num_norms * per_norm * hidden)  # per token
     if architecture.qk_norm:
         total += (per_norm - size) * (query + key_value)

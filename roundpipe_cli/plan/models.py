@@ -92,6 +92,11 @@ class Architecture:
     """The files hold the blocks' weights in bitsandbytes' 4 bit, in which they stay."""
 
     @property
+    def four_norms(self) -> bool:
+        """Norms after attention and feed-forward part as well as before: they read what a block would only add."""
+        return self.model_type in _FOUR_NORMS
+
+    @property
     def head_params(self) -> int:
         """The LM head's matrix and the final norm, shared matrix included."""
         return self.vocab_size * self.hidden_size + self.hidden_size

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import product
 
 from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.stages import forward_ranges
 from roundpipe_cli.schedule.actions import StageRange
 from roundpipe_cli.schedule.dealing import Dealer, Options
 from roundpipe_cli.schedule.durations import stage_times
@@ -39,8 +40,8 @@ def chunk_shapes(
     times = stage_times(costs, whole, whole, fused_head=False)
     backward_s = [sum(parts) for parts in zip(times.recompute_s, times.backward_s, strict=True)]
     counts = sorted({-(-head // size) for size in range(1, head + 1)})
-    forward = {_ranges(balanced_sizes(times.forward_s[:head], count)) for count in counts}
-    backward = {_ranges(balanced_sizes(list(reversed(backward_s[:head])), count)) for count in counts}
+    forward = {forward_ranges(balanced_sizes(times.forward_s[:head], count)) for count in counts}
+    backward = {forward_ranges(balanced_sizes(list(reversed(backward_s[:head])), count)) for count in counts}
     num_sequences = num_microbatches // sequence_chunks
     rounds = sorted({-(-num_sequences // parts) * sequence_chunks for parts in range(1, num_sequences + 1)})
     timed = []
@@ -95,11 +96,3 @@ def _fill(layer_s: Sequence[float], limit_s: float) -> list[int]:
         sizes[-1] += 1
         filled += seconds
     return sizes
-
-
-def _ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
-    stages, first = [], 0
-    for size in sizes:
-        stages.append((first, first + size - 1))
-        first += size
-    return tuple(stages)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.cost import CostModel, without_bytes
 from roundpipe_cli.plan.partition import plan_partition
-from roundpipe_cli.plan.stages import balanced_partition
+from roundpipe_cli.plan.stages import balanced_partition, forward_ranges
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.chunk_partition import balanced_sizes, chunk_shapes, fastest
@@ -300,7 +300,7 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
     size, larger = divmod(num_layers - 1, num_stages)
     sizes = [size + (index >= num_stages - larger) for index in range(num_stages)]
     sizes[-1] += 1
-    return _ranges(sizes)
+    return forward_ranges(sizes)
 
 
 def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]:
@@ -312,12 +312,4 @@ def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]
     times = stage_times(costs, whole, whole, fused_head=False)
     layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
     sizes = balanced_sizes(layer_s, num_stages)
-    return _ranges(sizes + [0] * (num_stages - len(sizes)))
-
-
-def _ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
-    stages, first = [], 0
-    for size in sizes:
-        stages.append((first, first + size - 1))
-        first += size
-    return tuple(stages)
+    return forward_ranges(sizes + [0] * (num_stages - len(sizes)))
