@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy
 import pytest
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.partition import Partition, plan_partition
 from roundpipe_cli.plan.search_run import Effort
-from roundpipe_cli.plan.search_seeds import few_stages
 from roundpipe_cli.plan.stages import StageLimits, StageSums, balanced_partition
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.simulate import simulate
@@ -191,18 +189,3 @@ def test_balanced_partition() -> None:
     assert backward == ((6, 7), (4, 5), (2, 3), (0, 1))
     with pytest.raises(RefusedError, match="cannot cut 7 layers into 9 forward stages"):
         balanced_partition(8, 9, 4)
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 9, 60])
-def test_cuts_into_few_stages_cover_every_layer(num_layers: int) -> None:
-    """Forward stages what the head's stage leaves, backward stages all layers; none twice."""
-    batch = few_stages(numpy, num_layers)
-    position = numpy.arange(batch.sizes.shape[1])
-    forward = (batch.sizes * (position < batch.num_forward[:, None])).sum(axis=1)
-    head = batch.sizes[numpy.arange(len(batch.sizes)), batch.num_forward] if len(batch.sizes) else 0
-    assert (forward + head == num_layers).all()
-    assert (batch.sizes.sum(axis=1) - forward == num_layers).all()
-    assert ((batch.sizes > 0).sum(axis=1) == batch.num_stages).all()
-    assert len(
-        {(int(count), *map(int, row)) for count, row in zip(batch.num_forward, batch.sizes, strict=True)}
-    ) == len(batch.sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.plan.cost import CostModel, LayerCost
-from roundpipe_cli.plan.evaluate import chain_of, evaluate_partition, worker_speeds
+from roundpipe_cli.plan.evaluate import chain_of, evaluate_partition, stage_works, walk_rounds, worker_speeds
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.search_batch import Batch, BatchScorer
 from roundpipe_cli.plan.search_bound import lower_bounds
@@ -85,6 +85,20 @@ def test_planned_steady_state_is_as_fast_as_the_best_known(name: str, most_ms: f
     whole = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
     recompute = sum(layer.forward_s for layer in costs.layers[: plan.backward_stages[0][0]])
     assert plan.step_s >= (whole + recompute) * (1 - 1e-9), "the workers cannot do more than they have time for"
+
+
+@pytest.mark.parametrize("num_blocks", [24, 32, 48])
+def test_a_planned_steady_state_lasts(num_blocks: int) -> None:
+    """Chained rounds may fall into a slow regime later: a plan must be fast beyond the steps it was judged by."""
+    blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True) for index in range(num_blocks)]
+    costs = CostModel("m", (*blocks, LayerCost("head", 3.0, 6.0, False)))
+    plan = plan_partition(costs, num_workers=8, num_microbatches=16, accounting="published", staleness=1, num_steps=60)
+    works = stage_works(StageSums(costs), plan.forward_stages, plan.backward_stages)
+    busy = sum(work.fused_s or work.lead_s + work.rest_s for work in works)
+    ends = walk_rounds(works, [8] * 960, [1.0] * 8, costs.hop_s)
+    for num_rounds in (60, 120, 240, 960):
+        assert ends[num_rounds - 1] / num_rounds <= 1.06 * busy, "slow from the start"
+        assert ends[num_rounds - 1] - ends[num_rounds // 2 - 1] <= 1.04 * busy * num_rounds / 2, "slow later"
 
 
 def test_evaluators_agree_with_the_simulator_to_the_last_bit() -> None:

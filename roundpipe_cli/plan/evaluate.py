@@ -35,6 +35,10 @@ class Chain:
         """Time per step, given the times before and after the measured rounds."""
         return (to_s - from_s) / self.measured_steps
 
+    def since_first_s(self, first_s: float, to_s: float) -> float:
+        """Time per step of all steps but the first, given the times after the first and after all."""
+        return (to_s - first_s) / (len(self.round_sizes) // self.rounds_per_step - 1)
+
 
 def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps: int) -> Chain:
     """The rounds that decide a run's time per step. With staleness 0 a barrier separates steps: one step tells all."""

@@ -12,7 +12,7 @@ from roundpipe_cli.plan.evaluate import Chain
 from roundpipe_cli.plan.search_batch import INFEASIBLE, Array, Batch, BatchScorer
 from roundpipe_cli.plan.search_bound import lower_bounds
 from roundpipe_cli.plan.search_local import neighbours, reshaped
-from roundpipe_cli.plan.search_seeds import PATTERNS, Cells, few_stages, make_cells, seeds
+from roundpipe_cli.plan.search_seeds import PATTERNS, Cells, make_cells, seeds
 
 SAME = 1e-9
 """Relative difference below which two times are the same."""
@@ -75,8 +75,6 @@ class Search:
         """The best partitions found, the fastest first; empty if none keeps the limits or beats `beat_s`."""
         cells = make_cells(self.scorer, self.bounds, self.chain)
         self.least_s = float(cells.bound_s.min())
-        if self.chain.from_round:
-            self._few_stages()
         values = self._even_cuts(cells)
         order = self.numpy.argsort(values, kind="stable")[: self.effort.pattern_cells]
         chosen = cells.take(order[values[order] < INFEASIBLE])
@@ -86,13 +84,6 @@ class Search:
                     self._try_cells(chosen, patterns)
         self._improve()
         return sorted(self.found.values())
-
-    def _few_stages(self) -> None:
-        """Uneven cuts into few stages, a part at a time so that the best of each part are remembered."""
-        batch = few_stages(self.numpy, self.scorer.num_layers)
-        for begin in range(0, len(batch.sizes), BLOCK):
-            _, best = self.score(batch.take(slice(begin, begin + BLOCK)))
-            self.found.update((candidate.key, candidate) for candidate in best)
 
     def _even_cuts(self, cells: Cells) -> Array:
         """(cells,) the best time of each cell under the first patterns."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from roundpipe_cli.plan.evaluate import Chain
 from roundpipe_cli.plan.search_batch import Array, Batch, BatchScorer
-from roundpipe_cli.plan.stages import StageSums, even_sizes
+from roundpipe_cli.plan.stages import StageSums
 
 PATTERNS = ("smaller first", "larger first", "spread")
 """Where the stages stand that hold one unit more than the others."""
@@ -39,10 +39,6 @@ def layer_bounds(sums: StageSums) -> list[int]:
     body = sums.num_layers - 1
     work = [sums.forward_s[i][i + 1] + sums.recompute_s[i][i + 1] + sums.backward_s[i][i + 1] for i in range(body)]
     return [0, *(layer + 1 for layer in range(body - 1) if work[layer] > 0), *([body] if body else [])]
-
-
-FEW_FORWARD = 4
-"""Forward stages of the cuts that `few_stages` goes through."""
 
 
 @dataclass(frozen=True)
@@ -108,32 +104,6 @@ def _cell_bounds(
     idle = numpy.where(forward + later + 1 >= workers, idle, 0.0) * fastest
     bound = numpy.maximum(single, (busy * sum(chain.round_sizes) + idle) / speed)
     return bound, bound + waiting
-
-
-def few_stages(numpy: Array, num_layers: int) -> Batch:
-    """Every cut into at most `FEW_FORWARD` forward stages, the first or last of any size and the others even, and one
-    or two backward stages behind the head's, of many sizes.
-
-    Chained steps hide fill and drain, so the best cut of a deep model may have few stages, far from even ones.
-    """
-    body = num_layers - 1
-    stride = 1 + body // 49  # the moves of the search reach what lies between
-    rows: list[tuple[int, ...]] = []
-    num_forward: list[int] = []
-    for head in range(0, body, stride):
-        rest = body - head
-        later = [(rest,), *((size, rest - size) for size in range(max(1, rest // 4), rest, 1 + rest // 16))]
-        for count in range(1, FEW_FORWARD + 1):
-            cuts: dict[tuple[int, ...], None] = {(rest,): None} if count == 1 else {}
-            for one in range(1, min(rest - count + 1, 2 * rest // count) + 1, stride) if count > 1 else ():
-                even = even_sizes(rest - one, count - 1, larger_first=True)
-                cuts |= dict.fromkeys(((one, *even), (*even, one)))
-            for forward in cuts:
-                for back in later:
-                    rows.append((*forward, head + 1, *back, *(0,) * (FEW_FORWARD + 2 - count - len(back))))
-                    num_forward.append(count)
-    sizes = numpy.array(rows, dtype=int).reshape(len(rows), FEW_FORWARD + 3)
-    return Batch(sizes, numpy.array(num_forward, dtype=int), (sizes > 0).sum(axis=1))
 
 
 def seeds(scorer: BatchScorer, bounds: list[int], cells: Cells, patterns: tuple[str, str]) -> tuple[Batch, Array]:
