@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine import dispatch
+from roundpipe_cli.engine import pool
 from roundpipe_cli.engine.emulate import run_emulated
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
@@ -86,7 +86,7 @@ def test_one_error_with_its_place(ask: Ask, point: str, step: int) -> None:
 def test_a_hang_is_ended_by_the_watchdog(
     ask: Ask, point: str, step: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dispatch, "JOIN_AFTER_ERROR_S", 0.2)  # the hung thread never ends: it is a daemon
+    monkeypatch.setattr(pool, "JOIN_AFTER_ERROR_S", 0.2)  # the hung thread never ends: it is a daemon
     ask(f"{point}:hang:step={step}{POINTS[point]}:nth=1")
     before = set(threading.enumerate())
     with pytest.raises(InternalError, match="no progress"):

@@ -267,7 +267,7 @@ def _planned(question: Question) -> _Cut:
         why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
         return _Cut(tuple(forward), tuple(backward), question.num_workers, (why,))
     limits = stage_limits(architecture, settings, hardware, question.analytic)
-    staleness: Literal[0, 1] = 1 if settings.staleness else 0
+    staleness: Literal[0, 1] = 1 if _overlaps_steps(question) else 0
     even = quick_cut(
         question.analytic.costs,
         num_workers=question.num_workers,
@@ -341,6 +341,14 @@ class _Step:
     timeline: Timeline
 
 
+def _overlaps_steps(question: Question) -> bool:
+    """Whether no step waits for all of the one before."""
+    on_cpu = all(device.is_cpu for device in question.hardware.devices)
+    speeds = question.analytic.costs.worker_speed or (1.0,)
+    may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
+    return may and question.num_workers > 1 and min(speeds) == max(speeds)
+
+
 def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
     """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
     wanted = question.settings.num_microbatches
@@ -350,16 +358,16 @@ def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
         surplus = wanted - MAX_SIMULATED_MICROBATCHES
         full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
     one = _simulated(question, cut, schedule_name, full, num_steps=1)
-    busy, makespan = sum(busy_s(one.timeline)), makespan_s(one.timeline)
-    step_s = makespan
-    if question.settings.staleness:
-        chained = _simulated(question, cut, schedule_name, full, num_steps=2)
-        step_s = makespan_s(chained.timeline) - makespan
+    busy, alone_s = sum(busy_s(one.timeline)), makespan_s(one.timeline)
+    step_s = alone_s
+    if _overlaps_steps(question) and schedule_name == "roundpipe":
+        ends_s = [makespan_s(_simulated(question, cut, schedule_name, full, num_steps=n).timeline) for n in (2, 4)]
+        step_s = (ends_s[1] - ends_s[0]) / 2
     if full < wanted:
         fewer = _simulated(question, cut, schedule_name, full - 2 * rounds, num_steps=1)
-        growth_s = (makespan - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
-        step_s, makespan, busy = step_s + growth_s, makespan + growth_s, busy * wanted / full
-    bubble = 1 - busy / (question.num_workers * makespan) if makespan else 0.0
+        growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
+        step_s, busy = step_s + growth_s, busy * wanted / full
+    bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
     return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
 
 

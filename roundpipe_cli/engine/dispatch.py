@@ -7,28 +7,24 @@
     host       lane thread      the host's updates, where a program has them
 
 It knows no tensors and no device: what an operation does is a `Work`'s business, which the engine supplies with
-mathematics and the emulation with costs. PROTOCOL.md says why the order that this gives is safe. An exception in any
-thread is put into the results as a value; the caller raises it, once.
+mathematics and the emulation with costs. `pool.py` has the compute threads. PROTOCOL.md says why the order that this
+gives is safe. An exception in any thread is put into the results as a value; the caller raises it, once.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import queue
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from roundpipe_cli.engine.ledger import Ledger, Links
 from roundpipe_cli.engine.progress import AbortedError, Progress
 from roundpipe_cli.engine.transfer import TransferOptions, TransferQueue, TransferRecord
-from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import WEIGHTS, Op, Program
@@ -37,12 +33,7 @@ from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 Event = Any
 """A point in a device's work; None has happened."""
 
-TICK_S = 0.25
 MEMORY_HINT = "lower micro_batch_size or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
-JOIN_TIMEOUT_S = 5.0
-JOIN_AFTER_ERROR_S = 2.0
-"""For all threads of a pool together."""
-
 NOBODY = -1
 """The worker of host updates."""
 
@@ -66,6 +57,13 @@ class Work(Protocol):
 
     def lane_thread(self) -> AbstractContextManager[None]:
         """Set the current thread up to issue transfers."""
+
+    def take_up(self, part: Any) -> None:
+        """A step comes next: its compute thread calls this before any other of its threads touches the step.
+
+        Args:
+            part: what `StepRun.parts` has for this worker.
+        """
 
     def begin(self, op: Op) -> None:
         """`op` comes next in the compute thread."""
@@ -147,6 +145,10 @@ class StepRun:
         self.ledger = Ledger(program, links)
         self.records: list[TransferRecord] = []
         self.errors: list[WorkResult] = []
+        self.parts: dict[int, Any] = {}
+        """Worker -> what its `Work` is to take up."""
+        self.results: queue.Queue[WorkResult] = queue.Queue()
+        """One of each worker, and one of the host where it has work."""
         self.is_abandoned = False
         """Nobody waits for the step any more: a thread of it may never return."""
         self._works = works
@@ -241,7 +243,7 @@ class StepRun:
 
     def _check(self, state: _WorkerState, op_id: int) -> None:
         if op_id in state.failed:
-            raise _TransferFailedError(*state.failed[op_id])
+            raise TransferFailedError(*state.failed[op_id])
         if self.progress.aborted:
             raise AbortedError
 
@@ -297,7 +299,7 @@ class StepRun:
                 self._workers[worker].condition.notify()
 
 
-class _TransferFailedError(Exception):
+class TransferFailedError(Exception):
     """A transfer that a compute operation needs has failed."""
 
     def __init__(self, error: BaseException, weights: bool) -> None:
@@ -308,13 +310,12 @@ class _TransferFailedError(Exception):
 _FAULT_POINTS = {UP: "upload", DOWN: "download", HOST: "optimizer"}
 
 
-class _Lane:
+class Lane:
     """The thread of one direction of one worker's link, or of the host's updates."""
 
-    def __init__(self, lane: str, worker: int, work: Work, options: TransferOptions, done: Callable[[], None]) -> None:
+    def __init__(self, lane: str, worker: int, work: Work, options: TransferOptions) -> None:
         self.name, self.worker, self.work = lane, worker, work
         self._options = options
-        self._done = done
         self.orders: queue.Queue[StepRun | None] = queue.Queue()
         name = lane if worker < 0 else f"{lane}-{worker}"
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -327,14 +328,15 @@ class _Lane:
                     return
                 _LaneStep(self, run, self._options).serve()
                 run.lane_left(self.name, self.worker)
+                if self.worker < 0:
+                    run.results.put(WorkResult(NOBODY))
                 run = None
-                self._done()
 
 
 class _LaneStep:
     """One step of a lane."""
 
-    def __init__(self, lane: _Lane, run: StepRun, options: TransferOptions) -> None:
+    def __init__(self, lane: Lane, run: StepRun, options: TransferOptions) -> None:
         self.run, self.work, self.lane = run, lane.work, lane
         self.state = run.lane(lane.name, lane.worker)
         self.queue = TransferQueue(options)
@@ -434,161 +436,3 @@ class _LaneStep:
         del self.records[record.op_id]
         self.work.ended(self.run.ledger.ops[record.op_id])
         self.run.records.append(record)
-
-
-class Pool:
-    """Workers with their threads, which live from `start` to `stop`."""
-
-    def __init__(
-        self,
-        works: Sequence[Work],
-        *,
-        host: Work | None = None,
-        options: TransferOptions | None = None,
-        watchdog_s: float | None = 600.0,
-        out_of_memory: tuple[type[BaseException], ...] = (MemoryError,),
-    ) -> None:
-        """
-        Args:
-            works: one per worker.
-            host: what the host's updates do, where programs have them.
-            options: how transfers share a link.
-            watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
-            out_of_memory: exceptions that mean that a device has no more memory.
-        """
-        self.works: dict[int, Work] = dict(enumerate(works))
-        if host is not None:
-            self.works[NOBODY] = host
-        self.is_stuck = False
-        """A thread may still be busy with an old step: no other can be run."""
-        self._watchdog_s, self._out_of_memory = watchdog_s, out_of_memory
-        self._results: queue.Queue[WorkResult] = queue.Queue()
-        self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
-        self._threads = [
-            threading.Thread(target=self._compute_main, args=(worker,), name=f"worker-{worker}", daemon=True)
-            for worker in range(len(works))
-        ]
-        self._lanes = [
-            _Lane(lane, worker, work, options or TransferOptions(), self._host_done if worker < 0 else _nothing)
-            for worker, work in self.works.items()
-            for lane in work.lanes
-        ]
-        self._threads += [lane.thread for lane in self._lanes]
-
-    def __enter__(self) -> Pool:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ask the threads to end once they have nothing left to do; one that hangs is left behind (a daemon)."""
-        deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
-        for orders in (*self._orders, *(lane.orders for lane in self._lanes)):
-            orders.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    def run(self, run: StepRun) -> StepRun:
-        """Carry out a step; returns it when all is done.
-
-        Raises:
-            ResourceError: out of device memory (exit code 5).
-            InternalError: a worker failed or got stuck (exit code 1); names the place.
-        """
-        for lane in self._lanes:
-            lane.orders.put(run)
-        for orders in self._orders:
-            orders.put(run)
-        try:
-            results = self._collect(run)
-        except BaseException:  # stuck, or interrupted in this thread: the workers leave, the pool is done with
-            self.is_stuck = run.is_abandoned = True
-            run.progress.abort()
-            raise
-        self._raise_first([*results, *run.errors])
-        return run
-
-    def _host_done(self) -> None:
-        self._results.put(WorkResult(NOBODY))
-
-    def _compute_main(self, worker: int) -> None:
-        work, orders = self.works[worker], self._orders[worker]
-        with work.compute_thread():
-            while True:
-                run = orders.get()
-                if run is None:
-                    return
-                result = WorkResult(worker)
-                self._compute(run, work, result)
-                run.leave(worker)
-                try:
-                    if result.error is None and not run.progress.aborted:
-                        work.drain()
-                except BaseException as error:
-                    result.error, result.where = error, f"worker {worker}, finishing the step"
-                work.reset()
-                run = None
-                self._results.put(result)
-
-    def _compute(self, run: StepRun, work: Work, result: WorkResult) -> None:
-        op: Op | None = None
-        try:
-            for op_id in run.program.compute[result.worker]:
-                op = run.program.ops[op_id]
-                work.begin(op)
-                ready, late = run.wait_issuable(op)
-                run.issue(op_id, work.run(op, ready, late))
-        except AbortedError:
-            pass
-        except BaseException as error:  # travels as a value; the caller raises it
-            assert op is not None
-            result.error = error
-            weights = False
-            if isinstance(error, _TransferFailedError):
-                result.error, weights = error.error, error.weights
-            result.where = work.where(op, weights=weights)
-            run.progress.abort()
-
-    def _collect(self, run: StepRun) -> list[WorkResult]:
-        """One result per worker; a step that stands still is ended by the watchdog."""
-        results: list[WorkResult] = []
-        seen_s, still_s = run.progress.last_s, 0.0
-        while len(results) < len(self.works):
-            try:
-                results.append(self._results.get(timeout=TICK_S))
-            except queue.Empty:
-                if max(work.busy_s() for work in self.works.values()) > 0:
-                    run.progress.moved()
-                # Counted in ticks: while the whole process was stopped (SIGSTOP) nothing could move.
-                still_s = still_s + TICK_S if run.progress.last_s == seen_s else 0.0
-                seen_s = run.progress.last_s
-                if self._watchdog_s is not None and still_s > self._watchdog_s:
-                    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    # one failed and another is stuck: the failure says more
-                    self._raise_first([*results, *run.errors])
-                    raise InternalError(
-                        f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
-                        where=f"step {run.step}",
-                    ) from None
-        return results
-
-    def _raise_first(self, results: Sequence[WorkResult]) -> None:
-        failed = next((result for result in results if result.error is not None), None)
-        if failed is None:
-            return
-        error = failed.error
-        assert error is not None
-        if isinstance(error, RoundpipeError):
-            raise error
-        text = f"{type(error).__name__}: {error}".strip()
-        if isinstance(error, self._out_of_memory):
-            raise OutOfDeviceMemoryError(
-                "out of memory on a worker", where=failed.where, found=text, hint=MEMORY_HINT
-            ) from error
-        raise InternalError(f"a worker failed: {text}", where=failed.where) from error
-
-
-def _nothing() -> None:
-    return None

@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from roundpipe_cli.engine.backends.emulated import EmulatedDevice, Event, finish, happens_in_s
-from roundpipe_cli.engine.dispatch import Chunk, Pool, StepRun
+from roundpipe_cli.engine.dispatch import Chunk, StepRun
 from roundpipe_cli.engine.ledger import links_of
+from roundpipe_cli.engine.pool import Pool
 from roundpipe_cli.engine.program import describe
 from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.transfer import TransferOptions, TransferStatistics, statistics_of
@@ -74,6 +75,9 @@ class EmulatedWork:
 
     def lane_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def take_up(self, part: None) -> None:
+        return None
 
     def begin(self, op: Op) -> None:
         return None

@@ -22,17 +22,19 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier, downloads_of
-from roundpipe_cli.engine.dispatch import MEMORY_HINT, Pool, StepRun
+from roundpipe_cli.engine.dispatch import MEMORY_HINT, StepRun
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.kept import Kept, kept_activations
 from roundpipe_cli.engine.ledger import Links, links_of
 from roundpipe_cli.engine.live import ActionTime, StepInWork
+from roundpipe_cli.engine.pool import Pool
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.sequences import chunk_states
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.transfer import TransferOptions, TransferStatistics, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.engine.worker import Part as WorkerPart
 from roundpipe_cli.engine.worker import Worker, WorkerStep, stage_bytes, stage_gradient_elements
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.dropout import has_dropout
@@ -124,6 +126,18 @@ class StepResult:
     def bubble_ratio(self) -> float:
         """1 - busy / (workers x makespan)."""
         return bubble_ratio(self.timeline)
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that the workers have been given."""
+
+    context: StepContext
+    run: StepRun
+    steps: Sequence[WorkerStep]
+    started_s: float
+    """Of `time.perf_counter`."""
+    loss_scale: float
 
 
 @dataclass(frozen=True)
@@ -228,6 +242,8 @@ class Engine:
         self._late_layers = self._ending_last()
         self._open = False
         self._programs: dict[int, Lowered] = {}
+        self._under_way: list[StepUnderWay] = []
+        """Oldest first, at most two."""
         self.step_in_work: StepInWork | None = None
         """For whoever watches, from any thread."""
 
@@ -283,6 +299,42 @@ class Engine:
     ) -> StepResult:
         """Forward and backward of one step; leaves the sum of gradients, times `loss_scale`, in the store.
 
+        `start_step` and `finish_step`, whose arguments and errors these are.
+        """
+        return self.finish_step(
+            self.start_step(
+                microbatches,
+                schedule,
+                step=step,
+                loss_scale=loss_scale,
+                version=version,
+                on_gradient=on_gradient,
+                part=part,
+            )
+        )
+
+    def may_follow(self, schedule: Schedule) -> bool:
+        """Whether a step of `schedule` may start now: none is under way, or one with the same stages, and no weights
+        stay on a device (for a worker gets other stages in every step)."""
+        if not self._under_way:
+            return True
+        before = self._under_way[-1].context.program.schedule
+        same = (before.forward_stages, before.backward_stages) == (schedule.forward_stages, schedule.backward_stages)
+        return same and len(self._under_way) < 2 and not any(worker.cache.is_on for worker in self._workers)
+
+    def start_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        schedule: Schedule,
+        *,
+        step: int,
+        loss_scale: float = 1.0,
+        version: int | None = None,
+        on_gradient: OnGradient | None = None,
+        part: Part | None = None,
+    ) -> StepUnderWay:
+        """Give a step to the workers, who take it up as soon as they are done with the one before; returns at once.
+
         Args:
             microbatches: as many as the schedule has, or as it has sequences: each is cut into the schedule's chunks.
             schedule: for as many workers as the engine has.
@@ -299,13 +351,22 @@ class Engine:
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers
         assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
+        assert self.may_follow(schedule)
         program = self._lowered(schedule).program
         context = self._context(microbatches, program, step, loss_scale, version=version, part=part)
         context.on_gradient = on_gradient
-        started_s = time.perf_counter()
-        starts = [worker.backend.mark() for worker in self._workers]
-        run, steps = self._carry_out(context, started_s, starts)
-        return self._finish(context, run, steps, starts, started_s, loss_scale)
+        return self._start(context, loss_scale)
+
+    def finish_step(self, step: StepUnderWay) -> StepResult:
+        """Block until the oldest step under way is done.
+
+        Raises:
+            OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`, if no other was
+                under way.
+            InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
+        """
+        self._wait(step)
+        return self._finish(step)
 
     def score(
         self,
@@ -330,32 +391,48 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
+        assert not self._under_way
         context = self._context(microbatches, self._lowered(schedule).program, step, 1.0, Scoring(adapters, greedy))
-        self._carry_out(context, time.perf_counter(), [worker.backend.mark() for worker in self._workers])
+        self._wait(self._start(context, 1.0))
         scores = [state.scores for state in context.microbatches]
         return [item for item in scores if item is not None]
 
-    def _carry_out(
-        self, context: StepContext, started_s: float, starts: list[object]
-    ) -> tuple[StepRun, list[WorkerStep]]:
-        """Have the workers run the context's program, and wait for all of them."""
-        assert not self._pool.is_stuck, "an engine that got stuck cannot be used any more"
+    def _start(self, context: StepContext, loss_scale: float) -> StepUnderWay:
+        """Have the workers run the context's program."""
         lowered = self._lowered(context.program.schedule)
         self._reserve(context.program)
         if context.scoring is None:
             for worker in self._workers:
                 worker.keep_weights(context.program)
         run = StepRun(context.program, lowered.links, context.step, context.progress, self._pool.works)
-        steps = [worker.begin_step(context, self._carrier(worker, context, run, lowered)) for worker in self._workers]
-        if context.scoring is None:
-            self.step_in_work = StepInWork(context.step, started_s, starts, self._workers, steps)
+        steps = [WorkerStep(worker.index) for worker in self._workers]
+        for worker, step in zip(self._workers, steps, strict=True):
+            run.parts[worker.index] = WorkerPart(context, self._carrier(worker, context, run, lowered), step)
+        under_way = StepUnderWay(context, run, steps, time.perf_counter(), loss_scale)
+        self._under_way.append(under_way)
+        self._show()
+        self._pool.start(run)
+        return under_way
+
+    def _wait(self, step: StepUnderWay) -> None:
+        assert self._under_way and step is self._under_way[0], "steps end in the order in which they began"
         try:
-            self._pool.run(run)
+            self._pool.wait(step.run)
+        except BaseException:
+            self._under_way.clear()
+            raise
         finally:
-            self.step_in_work = None
+            self._under_way = self._under_way[1:]
+            self._show()
         for worker in self._workers:
             worker.cache.step_done()
-        return run, steps
+
+    def _show(self) -> None:
+        """Let those who watch see the oldest step under way."""
+        oldest = self._under_way[0] if self._under_way else None
+        self.step_in_work = None
+        if oldest is not None and oldest.context.scoring is None:
+            self.step_in_work = StepInWork(oldest.context.step, oldest.started_s, self._workers, oldest.steps)
 
     def _carrier(self, worker: Worker, context: StepContext, run: StepRun, lowered: Lowered) -> Carrier:
         return Carrier(
@@ -463,15 +540,8 @@ class Engine:
                 text = f"{type(error).__name__}: {error}".strip()
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error
 
-    def _finish(
-        self,
-        context: StepContext,
-        run: StepRun,
-        steps: Sequence[WorkerStep],
-        starts: Sequence[object],
-        started_s: float,
-        loss_scale: float,
-    ) -> StepResult:
+    def _finish(self, done: StepUnderWay) -> StepResult:
+        context, started_s = done.context, done.started_s
         seconds = time.perf_counter() - started_s
         self._fold_embed_gradients(context)
         squares = [float(context.square_sums[layer]) for layer, fold in enumerate(context.folds) if fold is not None]
@@ -483,11 +553,11 @@ class Engine:
         assert len(context.boundaries) == 0, "a boundary tensor was never read"
         actions = []
         compute_s = {}
-        for step in steps:
-            backend, start = self._workers[step.worker].backend, starts[step.worker]
+        for step in done.steps:
+            backend, offset_s = self._workers[step.worker].backend, step.started_s - started_s
             for interval in step.intervals:
-                begin_s = backend.seconds_between(start, interval.start)
-                end_s = backend.seconds_between(start, interval.end)
+                begin_s = offset_s + backend.seconds_between(step.start, interval.start)
+                end_s = offset_s + backend.seconds_between(step.start, interval.end)
                 op = interval.op
                 compute_s[op.id] = (started_s + begin_s, started_s + end_s)
                 actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
@@ -495,13 +565,13 @@ class Engine:
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
             rewards=tuple(state.rewards for state in context.microbatches if state.rewards is not None),
-            gradient_norm=math.sqrt(sum(squares)) / loss_scale,
+            gradient_norm=math.sqrt(sum(squares)) / done.loss_scale,
             step_s=seconds,
             actions=tuple(actions),
             num_workers=self.num_workers,
             started_s=started_s,
-            transfers=statistics_of(context.program, compute_s, run.records, started_s),
-            device_peak_bytes=tuple(worker.backend.peak_bytes for worker in self._workers),
+            transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
+            device_peak_bytes=tuple(step.peak_bytes for step in done.steps),
         )
 
     def _fold_embed_gradients(self, context: StepContext) -> None:

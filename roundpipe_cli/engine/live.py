@@ -28,8 +28,6 @@ class StepInWork:
     """From 0."""
     started_s: float
     """Of `time.perf_counter`."""
-    starts: Sequence[Any]
-    """Each worker's mark of the step's start."""
     workers: Sequence[Worker]
     results: Sequence[WorkerStep]
     """Growing."""
@@ -75,21 +73,27 @@ class Watcher:
 
     def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
         """Add what one worker has finished to `done`; returns what it does now, without an end."""
-        backend, start, result = step.workers[worker].backend, step.starts[worker], step.results[worker]
+        backend, result = step.workers[worker].backend, step.results[worker]
+        if result.start is None:  # it is still at the step before
+            return None
+
+        def since_start_s(mark: Any) -> float:
+            return result.started_s - step.started_s + backend.seconds_between(result.start, mark)
+
         num_intervals = len(result.intervals)
         while self._num_seen[worker] < num_intervals:
             interval = result.intervals[self._num_seen[worker]]
             if not backend.has_passed(interval.start):
                 return None
-            begin_s = backend.seconds_between(start, interval.start)
+            begin_s = since_start_s(interval.start)
             if not backend.has_passed(interval.end):
                 return ActionTime(_action(interval), begin_s, begin_s)
-            done.append(ActionTime(_action(interval), begin_s, backend.seconds_between(start, interval.end)))
+            done.append(ActionTime(_action(interval), begin_s, since_start_s(interval.end)))
             self._num_seen[worker] += 1
         current = step.workers[worker].running(result)
         if current is None or not backend.has_passed(current.start):
             return None
-        begin_s = backend.seconds_between(start, current.start)
+        begin_s = since_start_s(current.start)
         return ActionTime(_action(current), begin_s, begin_s)
 
 

@@ -75,6 +75,11 @@ class WeightCache:
         """Device memory taken."""
         return 0 if self._arena is None else self._arena.nbytes
 
+    @property
+    def is_on(self) -> bool:
+        """Whether weights stay, or will."""
+        return self._budget_bytes > 0
+
     def grant(self, budget_bytes: int) -> None:
         """Another budget, between steps; what is kept is given back, to be uploaded anew."""
         self._budget_bytes = 0 if self._backend.aliases_host else budget_bytes

@@ -1,11 +1,12 @@
 """What a worker's operations do to its device: weights into slots, stages computed, gradient sums in and out.
 
 The dispatcher's threads call this (`dispatch.py` says when); the mathematics of a stage is `StageRunner`'s. One object
-per device for the whole run; `begin_step` hands it what belongs to a step.
+per device for the whole run; it takes up one `Part` after the other.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -57,6 +58,21 @@ class WorkerStep:
 
     worker: int
     intervals: list[ComputeInterval] = field(default_factory=list)
+    start: Any = None
+    """The backend's mark of when it took the step up; None until then."""
+    started_s: float = 0.0
+    """That moment, of `time.perf_counter`."""
+    peak_bytes: int = 0
+    """Of the device's memory."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A worker's part of a step."""
+
+    context: StepContext
+    carrier: Carrier
+    step: WorkerStep
 
 
 @dataclass(frozen=True)
@@ -140,18 +156,19 @@ class Worker:
         if self.cache.choose(program):
             self._bound = {key: bound for key, bound in self._bound.items() if key[0] != KEPT}
 
-    def begin_step(self, context: StepContext, carrier: Carrier) -> WorkerStep:
-        """Take up a step before its threads begin; returns where the worker notes what it does."""
+    def take_up(self, part: Part) -> None:
+        context = part.context
         self.cache.begin_step(context.program)
         self.backend.reset_peak()
-        self._context, self._carrier, self.runner.carrier = context, carrier, carrier
+        self._context, self._carrier, self.runner.carrier = context, part.carrier, part.carrier
         self._bound_visit = -1
         self._squares = {}
         self._bind_host(context.version)
         ops = (context.program.ops[op_id] for op_id in context.program.compute[self.index])
         self._last_ops = frozenset({op.microbatch: op.id for op in ops if op.visit >= 0}.values())
-        self._step = WorkerStep(self.index)
-        return self._step
+        self._step = part.step
+        part.step.started_s = time.perf_counter()
+        part.step.start = self.backend.mark()
 
     def running(self, step: WorkerStep) -> ComputeInterval | None:
         """What the worker computes now in `step`, without an end; may be asked from any thread."""
@@ -215,6 +232,7 @@ class Worker:
 
     def drain(self) -> None:
         self.backend.synchronize()
+        self._step.peak_bytes = self.backend.peak_bytes
 
     def busy_s(self) -> float:
         return 0.0

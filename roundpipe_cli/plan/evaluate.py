@@ -28,8 +28,6 @@ class Chain:
     from_round: int
     """Rounds before the measured ones; 0 for a single step."""
     measured_steps: int
-    averaged: bool = False
-    """Whether the time is when the workers are free on average, not when the last one is."""
 
     def step_s(self, from_s: float, to_s: float) -> float:
         """Time per step, given the times before and after the measured rounds."""
@@ -50,15 +48,9 @@ def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps
 
 
 def steady_chain(num_microbatches: int, per_round: int, min_rounds: int) -> Chain:
-    """Enough chained steps to see how fast they follow each other.
-
-    The workers' average counts: it cannot pass by less than the work, whereas the last worker's end may jump at the
-    step that is measured from.
-    """
-    step = _round_sizes(num_microbatches, per_round)
-    measured = -(-min_rounds // len(step))
-    before = -(-measured // 2)
-    return Chain(step * (before + measured), len(step), len(step) * before, measured, averaged=True)
+    """Enough chained steps to see how fast they follow each other."""
+    rounds = -(-num_microbatches // per_round)
+    return chain_of(num_microbatches, per_round, staleness=1, num_steps=2 * -(-min_rounds // (2 * rounds)))
 
 
 def _round_sizes(num_microbatches: int, per_round: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from roundpipe_cli.units import format_bytes
 
 Accounting = Literal["default", "published"]
 
-MIN_ROUNDS = 24
+MIN_ROUNDS = 40
 """Chained rounds by which a plan for staleness 1 is judged at least."""
 BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
@@ -102,7 +102,7 @@ class _Task:
         """By what plans are compared: the same, or more rounds where it has too few to tell a steady state."""
         chain = self.chain()
         if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
-            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS * 2 // 3)
+            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS)
         return chain
 
 

@@ -181,9 +181,10 @@ class _Walk:
 
     def run(self, chain: Chain) -> Array:
         numpy = self.numpy
-        first: list[Array] = [0.0, 0.0]
+        first: Array = 0.0
+        """Makespan after the first step."""
         before: list[Array] = [0.0, 0.0]
-        """Makespan, and when the workers are free on average: after the first step, and before the measured ones."""
+        """Makespan before the measured steps, and when the workers are free on average."""
         for index, size in enumerate(chain.round_sizes):
             start = numpy.argmin(self.states[0], axis=0)
             if index:
@@ -196,23 +197,18 @@ class _Walk:
             if self.all_count:
                 numpy.maximum(self.makespan, self.states[0].max(axis=0), out=self.makespan)
             if chain.from_round and index + 1 == chain.rounds_per_step:
-                first = [self.makespan.copy(), self.states[0].mean(axis=0)]
+                first = self.makespan.copy()
             if index + 1 == chain.from_round:
                 before = [self.makespan.copy(), self.states[0].mean(axis=0)]
         if self.links:  # the last gradients still have to leave
             numpy.maximum(self.makespan, self.states[2].max(axis=0), out=self.makespan)
         after = [self.makespan, self.states[0].mean(axis=0)]
         value, average = (chain.step_s(*times) for times in zip(before, after, strict=True))
-        if self.plain:
+        if self.plain or not chain.from_round:
             return value
-        if not chain.from_round:
-            return average if chain.averaged else value
         # Of two regimes, a slow and a fast one, between which rounds may fall at any time, the measured steps may show
         # the fast one alone; and a plan whose last worker happens to end late before them looks faster than it is.
-        whole, mean = (chain.since_first_s(*times) for times in zip(first, after, strict=True))
-        if chain.averaged:
-            return numpy.maximum(average, mean)
-        return numpy.maximum(numpy.maximum(value, whole), 2 * average - value)
+        return numpy.maximum(numpy.maximum(value, chain.since_first_s(first, self.makespan)), 2 * average - value)
 
     def _turn(self, rows: Array) -> None:
         rows = rows % self.scorer.num_workers

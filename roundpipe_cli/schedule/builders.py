@@ -94,17 +94,14 @@ def build_schedule(
     if name == "roundpipe":
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
-        times = stage_times(costs or equal_costs(num_layers), forward, backward, fused_head=True)
-        if costs and costs.boundaries_move:
-            times = replace(times, head_forward_s=0.0)
-        hop_s = costs.hop_s if costs else 0.0
         if sequence_chunks > 1 and (options or Options()).replicas > 1:
             raise RefusedError(
                 "the chunks of a sequence stay together: one worker takes all of them through a stage",
                 where="replicas",
                 expected="1",
             )
-        dealer = Dealer(num_workers, times, hop_s, options or Options(), sequence_chunks)
+        costs = costs or equal_costs(num_layers)
+        dealer = _dealer(num_workers, costs, forward, backward, options or Options(), sequence_chunks)
         rows = _roundpipe_rows(dealer, num_microbatches, per_round, num_steps, staleness)
     else:
         row_of = _BOUND_ROWS[name]
@@ -120,11 +117,59 @@ def build_schedule(
         forward_stages=forward,
         backward_stages=backward,
         fused_head=name == "roundpipe",
-        actions=tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows)),
+        actions=_actions(rows),
         microbatches_per_round=min(per_round, num_microbatches),
         num_steps=num_steps,
         sequence_chunks=sequence_chunks,
     )
+
+
+def _dealer(
+    num_workers: int,
+    costs: CostModel,
+    forward: tuple[StageRange, ...],
+    backward: tuple[StageRange, ...],
+    options: Options,
+    sequence_chunks: int = 1,
+) -> Dealer:
+    times = stage_times(costs, forward, backward, fused_head=True)
+    if costs.boundaries_move:
+        times = replace(times, head_forward_s=0.0)
+    return Dealer(num_workers, times, costs.hop_s, options, sequence_chunks)
+
+
+class Chain:
+    """Steps of roundpipe that follow each other without a barrier, as with staleness 1, one schedule at a time.
+
+    Each begins on the worker that is free first when the steps before are done, so all workers get their share of
+    every stage. Schedules come again and are then the same object.
+    """
+
+    def __init__(self, step: Schedule, costs: CostModel) -> None:
+        """
+        Args:
+            step: one step alone, dealt out in the published way to equal workers.
+            costs: by which it was built.
+        """
+        self._step = step
+        self._known = {step.actions: step}
+        stages = step.forward_stages, step.backward_stages
+        self._dealer = _dealer(step.num_workers, costs, *stages, Options(), step.sequence_chunks)
+
+    def next(self) -> Schedule:
+        """The next step's."""
+        step, dealer = self._step, self._dealer
+        earliest_s = min(dealer.free_s)
+        dealer.free_s = [free_s - earliest_s for free_s in dealer.free_s]  # a run may have millions of steps
+        dealer.rows = [[] for _ in range(step.num_workers)]
+        for start in range(0, step.num_microbatches, step.microbatches_per_round):
+            dealer.deal_round(range(start, min(start + step.microbatches_per_round, step.num_microbatches)))
+        actions = _actions(dealer.rows)
+        return self._known.setdefault(actions, replace(step, actions=actions))
+
+
+def _actions(rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows))
 
 
 def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microbatches: int) -> Schedule:
@@ -146,7 +191,7 @@ def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microba
         forward_stages=tuple(stages),
         backward_stages=(),
         fused_head=False,
-        actions=tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows)),
+        actions=_actions(rows),
         microbatches_per_round=min(num_workers, num_microbatches),
     )
 

@@ -15,11 +15,11 @@ from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profil
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.cost import CostModel, LayerCost
-from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.plan.partition import QUICK, plan_partition
 from roundpipe_cli.plan.stages import StageLimits, StageSums, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
-from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.builders import Chain, build_schedule
 from roundpipe_cli.schedule.compare import (
     Partition,
     Question,
@@ -31,7 +31,7 @@ from roundpipe_cli.schedule.compare import (
 )
 from roundpipe_cli.schedule.dealing import Options, options_of
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
+from roundpipe_cli.schedule.timeline import bubble_ratio, busy_s, makespan_s
 from roundpipe_cli.train.profile_cache import ProfileCache
 
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
@@ -44,6 +44,10 @@ CONFIRM_STEPS = 2
 """More such steps, where workers seem to differ in speed: only what all of them show is believed."""
 MAX_OFF = 1.3
 """Factor by which steps may differ from an earlier run's times before they are measured again."""
+PLANNED_STEPS = 2
+"""Steps are chained: the planner itself takes as many as it needs to see how fast they follow each other."""
+PREDICTED_STEPS = 4
+"""Chained steps from which the time of one is predicted."""
 MEMORY_SHARE = 0.85
 """Of a GPU's memory, for slots and activations."""
 
@@ -99,7 +103,13 @@ class Cutter:
     """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
     def __init__(
-        self, costs: CostModel, num_workers: int, pipeline: PipelineConfig, cache: ProfileCache | None = None
+        self,
+        costs: CostModel,
+        num_workers: int,
+        pipeline: PipelineConfig,
+        cache: ProfileCache | None = None,
+        *,
+        chained: bool = False,
     ) -> None:
         """
         Args:
@@ -107,6 +117,7 @@ class Cutter:
             num_workers: devices.
             pipeline: the recipe's section.
             cache: of what an earlier run has measured.
+            chained: steps may follow each other without a barrier, see `Recipe.overlaps_steps`.
 
         Raises:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
@@ -136,6 +147,8 @@ class Cutter:
         self._options = dealing_options(pipeline)
         self._chunks = pipeline.num_chunks
         self._planned = forward_auto
+        self._chained = chained and num_workers > 1
+        self._chains: dict[int, Chain | None] = {}
         known = cache.load(costs) if cache is not None and self._planned else None
         self._doubted = known is not None
         """Whether the times are an earlier run's that this run's steps have not borne out yet."""
@@ -149,12 +162,50 @@ class Cutter:
             self._schedules[num_microbatches] = self._build(num_microbatches * self._chunks)
         return self._schedules[num_microbatches]
 
+    def chain(self, num_microbatches: int) -> Chain | None:
+        """Schedules of steps that follow each other without a barrier; None where steps have to end first.
+
+        That is so until stages are settled, and where workers differ in speed or the planner leaves some idle.
+        """
+        if not (self._chained and self.is_settled and self._kept is None):
+            return None
+        if num_microbatches not in self._chains:
+            step = self.schedule(num_microbatches)
+            speeds = self.costs.worker_speed or (1.0,)
+            suits = self._options == Options() and min(speeds) == max(speeds) and all(step.actions)
+            # Another way of dealing, chosen for this step, would show in its actions.
+            suits = suits and Chain(step, self.costs).next() is step
+            self._chains[num_microbatches] = Chain(step, self.costs) if suits else None
+        return self._chains[num_microbatches]
+
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
         """What the simulator says of a full step by the measured costs; None before they are measured."""
         if not (self.measured and self._planned):
             return None
-        timeline = simulate(self.schedule(num_microbatches), self.costs)
-        return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
+        step = self.schedule(num_microbatches)
+        timeline = simulate(step, self.costs)
+        if self.chain(num_microbatches) is None:
+            return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
+        ends_s = []
+        for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS):
+            steps = self._roundpipe(step, num_microbatches, num_steps)
+            ends_s.append(makespan_s(simulate(steps, self.costs, staleness=1)))
+        step_s = (ends_s[1] - ends_s[0]) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
+        return {"step_s": step_s, "bubble_ratio": max(0.0, 1 - sum(busy_s(timeline)) / (self._num_workers * step_s))}
+
+    def _roundpipe(self, step: Schedule, num_microbatches: int, num_steps: int) -> Schedule:
+        """So many chained steps with the stages and rounds of `step`."""
+        return build_schedule(
+            "roundpipe",
+            forward_stages=step.forward_stages,
+            backward_stages=step.backward_stages,
+            num_workers=self._num_workers,
+            num_microbatches=num_microbatches,
+            costs=self.costs,
+            microbatches_per_round=step.microbatches_per_round,
+            num_steps=num_steps,
+            staleness=1,
+        )
 
     def keep_stages(self, schedule: Schedule) -> None:
         """From now on only these stages: the devices' memory is filled up beside them."""
@@ -193,8 +244,8 @@ class Cutter:
         """Whether steps took about as long as an earlier run's times have it."""
         for result in results:
             num_microbatches = (1 + max(item.action.microbatch for item in result.actions)) // self._chunks
-            predicted = self.predicted(num_microbatches)
-            if predicted and 1 / MAX_OFF <= result.step_s / predicted["step_s"] <= MAX_OFF:
+            predicted_s = makespan_s(simulate(self.schedule(num_microbatches), self.costs))
+            if predicted_s and 1 / MAX_OFF <= result.step_s / predicted_s <= MAX_OFF:
                 return True
         return False
 
@@ -243,7 +294,13 @@ class Cutter:
         if self._chunks > 1:
             return make_schedule("roundpipe", chunk_partition(question, keeps), question)
         plan = plan_partition(
-            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
+            self.costs,
+            num_workers=self._num_workers,
+            num_microbatches=num_microbatches,
+            staleness=1 if self._chained else 0,
+            num_steps=PLANNED_STEPS if self._chained else 1,
+            effort=QUICK if self._chained else None,  # the workers wait for it
+            limits=limits,
         )
         planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
         if self._options.earliest_free:

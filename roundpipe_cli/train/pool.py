@@ -76,8 +76,8 @@ def _inputs_bytes(setup: Setup) -> int:
     return len(setup.store.layouts) * tokens * int(width)
 
 
-def make_cutter(setup: Setup) -> Cutter:
-    """The cutter of a run, with rough costs until the first steps have been timed."""
+def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
+    """The cutter of a run, with rough costs until the first steps have been timed. `chained`: see `Cutter`."""
     recipe = setup.recipe
     layouts = setup.store.layouts
     on_gpu = setup.devices[0] != "cpu"
@@ -99,7 +99,7 @@ def make_cutter(setup: Setup) -> Cutter:
         device_memory_bytes=memory,
         link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
     )
-    return Cutter(costs, len(setup.devices), recipe.pipeline, _profile_cache(setup, costs))
+    return Cutter(costs, len(setup.devices), recipe.pipeline, _profile_cache(setup, costs), chained=chained)
 
 
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
