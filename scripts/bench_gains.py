@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.kept import kept_activations
 from roundpipe_cli.engine.probe import find_unread
 from roundpipe_cli.engine.profile import measured_costs, profile_schedule
 from roundpipe_cli.engine.program import lower_for_engine
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.recipe.load import load_recipe

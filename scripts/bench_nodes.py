@@ -29,8 +29,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.stage import OnGradient
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.nodes import Nodes, Sharing
 from tests.tiny import make_rig, random_microbatches

@@ -31,7 +31,8 @@ import torch
 from roundpipe_cli.cli.finetune import quiet_libraries
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.plan.partition import plan_partition

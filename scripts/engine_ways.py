@@ -22,8 +22,9 @@ from roundpipe_cli.cli.finetune import quiet_libraries
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHTS

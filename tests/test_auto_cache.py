@@ -9,7 +9,8 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.cli.predict import Plan, make_plan
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.memory import CACHE_ALIGNMENT_BYTES, CACHE_SHARE, spare_for_cache

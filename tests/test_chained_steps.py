@@ -19,12 +19,15 @@ import pytest
 import torch
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.plan.cost import CostModel, LayerCost, with_updates
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Chain, build_schedule
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.cut import Cutter
 from tests.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.tiny import Rig, make_rig, random_microbatches, schedule_for
@@ -194,6 +197,35 @@ def test_who_chains() -> None:
         chain(costs_of(), schedule="looped_bfs", forward_stages=((0, 1), (2, 3), (4, 6)), backward_stages="auto")
         is None
     )
+
+
+def test_stages_are_planned_for_steps_that_overlap() -> None:
+    """Faster than with a barrier, from the first steps on and for ever; few long stages alone would need more steps."""
+    blocks = [LayerCost(f"block.{index}", 0.041, 0.036, True, recompute_s=0.042) for index in range(24)]
+    costs = CostModel("m", (LayerCost("embed", 0.0, 0.0, True), *blocks, LayerCost("head", 0.0, 0.032, False)))
+    predicted = {}
+    for chained in (False, True):
+        cutter = Cutter(costs, 8, PipelineConfig(), chained=chained)
+        cutter.measured = True
+        predicted[chained] = cutter.predicted(16)
+        assert (cutter.chain(16) is not None) == chained
+    assert predicted[False] is not None and predicted[True] is not None
+    assert predicted[True]["step_s"] < 0.9 * predicted[False]["step_s"]
+    assert predicted[True]["bubble_ratio"] < 0.06
+    step = cutter.schedule(16)
+    many = build_schedule(
+        "roundpipe",
+        forward_stages=step.forward_stages,
+        backward_stages=step.backward_stages,
+        num_workers=8,
+        num_microbatches=16,
+        costs=with_updates(costs),
+        microbatches_per_round=step.microbatches_per_round,
+        num_steps=40,
+        staleness=1,
+    )
+    taken_s = makespan_s(simulate(many, with_updates(costs), staleness=1))
+    assert taken_s <= 1.06 * 40 * predicted[True]["step_s"]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
 from tests.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
 
 pytestmark = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.engine.engine import StepResult
 from roundpipe_cli.engine.program import device_folds, lower_for_engine
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule

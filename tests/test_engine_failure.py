@@ -11,7 +11,8 @@ import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.engine import pool
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE, FaultError, FaultExit
 from tests.tiny import Rig, make_rig, random_microbatches, schedule_for

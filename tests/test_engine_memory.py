@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from roundpipe_cli.engine.engine import Microbatch, StepResult
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from tests.tiny import Rig, make_rig, random_microbatches

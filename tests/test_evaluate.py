@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.hold_out import held_out_positions, hold_out
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
-from roundpipe_cli.engine.engine import Microbatch
+from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import build_forward
 from tests.e2e import finetune, fresh, launch, make_model, make_tokenizer, make_workspace, metrics, numbers, write_rows

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from roundpipe_cli.data.batching import collate, collate_packed
 from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.packing import Packer, first_fit_decreasing
-from roundpipe_cli.engine.engine import Microbatch, StepResult
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.packing import check_packing

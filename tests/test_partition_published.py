@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.plan.cost import CostModel, LayerCost, with_updates
 from roundpipe_cli.plan.evaluate import chain_of, evaluate_partition, stage_works, walk_rounds, worker_speeds
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.search_batch import Batch, BatchScorer
@@ -148,6 +148,40 @@ def test_chained_steps_agree_with_the_simulator() -> None:
         chain = chain_of(5, 3, staleness=1, num_steps=6)
         makespan, step = evaluate_partition(costs, *ranges, num_workers=3, chain=chain)
         assert (makespan, step) == pytest.approx((ends[0], (ends[2] - ends[1]) / 3), rel=1e-9)
+
+
+def test_steps_that_wait_for_updates_agree_with_the_simulator() -> None:
+    """No step begins before the one two before it has ended: both evaluators, the dealer and the simulator say when."""
+    rng = random.Random(8)
+    for _ in range(30):
+        costs = with_updates(random_costs(rng, 7, 4))
+        sizes, num_forward = (3, 2, *rng.choice(((3, 5), (3, 2, 3), (3, 1, 1, 3)))), 2
+        ranges = forward_ranges(sizes[:2]), backward_ranges(sizes[2:], 8)
+        num_microbatches = rng.randint(2, 9)
+        chain = chain_of(num_microbatches, 4, staleness=1, num_steps=8, waits=True)
+        makespan, step = evaluate_partition(costs, *ranges, num_workers=4, chain=chain)
+        scorer = BatchScorer(StageSums(costs), speeds=worker_speeds(costs, 4), hop_s=costs.hop_s)
+        assert scorer.measure(sizes, num_forward, chain) == (makespan, step)
+        ends = [
+            makespan_s(
+                simulate(
+                    build_schedule(
+                        "roundpipe",
+                        forward_stages=ranges[0],
+                        backward_stages=ranges[1],
+                        num_workers=4,
+                        num_microbatches=num_microbatches,
+                        costs=costs,
+                        num_steps=num_steps,
+                        staleness=1,
+                    ),
+                    costs,
+                    staleness=1,
+                )
+            )
+            for num_steps in (4, 8)
+        ]
+        assert (ends[1] - ends[0]) / 4 == pytest.approx(step, rel=1e-6)
 
 
 def test_no_partition_beats_its_lower_bound() -> None:

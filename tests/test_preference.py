@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from roundpipe_cli.engine.engine import Microbatch
+from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.preference import Preference
 from tests.e2e import finetune, fresh, make_model, make_workspace, metrics, numbers
 from tests.tiny import Rig, make_rig, random_microbatches, schedule_for

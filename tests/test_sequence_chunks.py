@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.engine import StepResult
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.load import build_skeleton

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_cli.engine.engine import ActionTime, StepResult
+from roundpipe_cli.engine.live import ActionTime
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Action

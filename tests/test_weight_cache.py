@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine.engine import StepResult
 from roundpipe_cli.engine.program import layer_range, lower_for_engine
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.engine.weight_cache import layers_to_keep
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE

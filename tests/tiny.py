@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine, Microbatch
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.layout import make_layout

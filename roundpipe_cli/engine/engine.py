@@ -32,100 +32,17 @@ from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_ran
 from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.sequences import chunk_states
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
-from roundpipe_cli.engine.transfer import TransferOptions, TransferStatistics, statistics_of
+from roundpipe_cli.engine.step import Microbatch, Part, StepResult
+from roundpipe_cli.engine.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.engine.worker import Part as WorkerPart
-from roundpipe_cli.engine.worker import Worker, WorkerStep, stage_bytes, stage_gradient_elements
+from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep, stage_bytes, stage_gradient_elements
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
-from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Program
-from roundpipe_cli.schedule.timeline import COMPUTE, UP, Interval, Timeline, bubble_ratio, utilization
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One forward unit of work, on the host."""
-
-    input_ids: torch.Tensor
-    """int64 [B, T], padded on the right."""
-    labels: torch.Tensor
-    """int64 [B, T]; -100 where nothing is trained. The loss at t is for label t + 1."""
-    position_ids: torch.Tensor | None = None
-    """int64 [B, T], restarting with each of the packed rows of a sequence; None: the model counts from 0."""
-    preference: Preference | None = None
-    """The rows are pairs, chosen ones first; None: the loss is that of the target tokens."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The microbatches of a step that this engine computes, where other machines compute the others."""
-
-    first: int
-    """Index of the first one in the step."""
-    num_units: int
-    """What the step's loss is a mean over: target tokens of all machines' microbatches."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What came of one step. The gradients are in the weight store."""
-
-    loss: float
-    """Sum of the target tokens' losses / number of target tokens of the step; of pairs, the mean of theirs."""
-    num_target_tokens: int
-    gradient_norm: float
-    """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
-    step_s: float
-    """Forward and backward; without the optimizer."""
-    actions: tuple[ActionTime, ...]
-    num_workers: int
-    transfers: TransferStatistics
-    device_peak_bytes: tuple[int, ...]
-    started_s: float = 0.0
-    """Of `time.perf_counter`."""
-    rewards: tuple[Rewards, ...] = ()
-    """Of each microbatch of preference pairs."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The step as the simulator would show it, with measured times."""
-        intervals = tuple(
-            Interval(
-                item.action.worker,
-                COMPUTE,
-                item.action.kind,
-                item.action.stage,
-                item.action.microbatch,
-                item.start_s,
-                item.end_s,
-            )
-            for item in self.actions
-        )
-        return Timeline(self.num_workers, intervals, device_peak_bytes=self.device_peak_bytes)
-
-    @property
-    def upload_bytes(self) -> int:
-        """Weights and gradient sums that went up to the devices."""
-        return sum(
-            entry.num_bytes
-            for (lane, payload), entry in self.transfers.classes.items()
-            if lane == UP and payload in (WEIGHTS, WEIGHT_GRADIENT)
-        )
-
-    @property
-    def utilization(self) -> tuple[float, ...]:
-        """Per worker, the share of the step that it computed."""
-        return tuple(utilization(self.timeline))
-
-    @property
-    def bubble_ratio(self) -> float:
-        """1 - busy / (workers x makespan)."""
-        return bubble_ratio(self.timeline)
+from roundpipe_cli.schedule.lower import Program
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a worker's operations do to its device: weights into slots, stages computed, gradient sums in and out.
 
 The dispatcher's threads call this (`dispatch.py` says when); the mathematics of a stage is `StageRunner`'s. One object
-per device for the whole run; it takes up one `Part` after the other.
+per device for the whole run; it takes up one `WorkerPart` after the other.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WorkerStep:
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """A worker's part of a step."""
 
     context: StepContext
@@ -156,7 +156,7 @@ class Worker:
         if self.cache.choose(program):
             self._bound = {key: bound for key, bound in self._bound.items() if key[0] != KEPT}
 
-    def take_up(self, part: Part) -> None:
+    def take_up(self, part: WorkerPart) -> None:
         context = part.context
         self.cache.begin_step(context.program)
         self.backend.reset_peak()

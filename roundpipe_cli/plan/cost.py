@@ -71,10 +71,24 @@ class CostModel:
         """
         return any(layer.boundary_bytes for layer in self.layers)
 
+    @property
+    def has_updates(self) -> bool:
+        """Whether anything is updated. Then a chained step waits for the step two before, whose update it reads.
+
+        The published accounting knows no updates: there as many steps may overlap as workers have room for.
+        """
+        return any(layer.grad_bytes or layer.optimizer_s for layer in self.layers)
+
 
 def without_bytes(costs: CostModel) -> CostModel:
     """The same model as the published accounting sees it: nothing is moved."""
     layers = tuple(replace(layer, param_bytes=0, boundary_bytes=0, grad_bytes=0) for layer in costs.layers)
+    return replace(costs, layers=layers)
+
+
+def with_updates(costs: CostModel) -> CostModel:
+    """The same model where every layer is updated, in no time worth counting: chained steps wait as they must."""
+    layers = tuple(replace(layer, optimizer_s=max(layer.optimizer_s, 1e-9)) for layer in costs.layers)
     return replace(costs, layers=layers)
 
 

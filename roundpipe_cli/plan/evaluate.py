@@ -28,6 +28,8 @@ class Chain:
     from_round: int
     """Rounds before the measured ones; 0 for a single step."""
     measured_steps: int
+    waits: bool = False
+    """Whether a step begins no sooner than the one two before it has ended, whose update makes the weights it reads."""
 
     def step_s(self, from_s: float, to_s: float) -> float:
         """Time per step, given the times before and after the measured rounds."""
@@ -38,19 +40,20 @@ class Chain:
         return (to_s - first_s) / (len(self.round_sizes) // self.rounds_per_step - 1)
 
 
-def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps: int) -> Chain:
+def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps: int, waits: bool = False) -> Chain:
     """The rounds that decide a run's time per step. With staleness 0 a barrier separates steps: one step tells all."""
     step = _round_sizes(num_microbatches, per_round)
     if staleness == 0 or num_steps == 1:
         return Chain(step, len(step), 0, 1)
     half = num_steps // 2
-    return Chain(step * num_steps, len(step), len(step) * half, num_steps - half)
+    return Chain(step * num_steps, len(step), len(step) * half, num_steps - half, waits)
 
 
-def steady_chain(num_microbatches: int, per_round: int, min_rounds: int) -> Chain:
+def steady_chain(num_microbatches: int, per_round: int, min_rounds: int, *, waits: bool = False) -> Chain:
     """Enough chained steps to see how fast they follow each other."""
     rounds = -(-num_microbatches // per_round)
-    return chain_of(num_microbatches, per_round, staleness=1, num_steps=2 * -(-min_rounds // (2 * rounds)))
+    num_steps = 2 * -(-min_rounds // (2 * rounds))
+    return chain_of(num_microbatches, per_round, staleness=1, num_steps=num_steps, waits=waits)
 
 
 def _round_sizes(num_microbatches: int, per_round: int) -> tuple[int, ...]:
@@ -95,31 +98,43 @@ def stage_works(
 
 
 def walk_rounds(
-    works: Sequence[StageWork], round_sizes: Sequence[int], speeds: Sequence[float], hop_s: float
+    works: Sequence[StageWork],
+    round_sizes: Sequence[int],
+    speeds: Sequence[float],
+    hop_s: float,
+    wait_rounds: int = 0,
 ) -> list[float]:
-    """The makespan after each round, no barrier between them."""
+    """The makespan after each round, no barrier between them.
+
+    Args:
+        wait_rounds: of a step, where a step waits for the one two before it; 0: it does not.
+    """
     num_workers = len(speeds)
     table = [[work.on(speed) for speed in speeds] for work in works]
     hop = hop_s if num_workers > 1 else 0.0
     free = [0.0] * num_workers
     makespan = 0.0
     makespans = []
-    for size in round_sizes:
+    step_ends = [0.0, 0.0]
+    for index, size in enumerate(round_sizes):
+        if wait_rounds and index % wait_rounds == 0:
+            step_ends.append(0.0)
         worker = free.index(min(free))
-        ends = [0.0] * size
+        ends = [step_ends[-3] if wait_rounds else 0.0] * size
         for position, row in enumerate(table):
             lead, rest = row[worker]
             latency = hop if position else 0.0
             clock = free[worker]
-            for index in range(size):
+            for microbatch in range(size):
                 ready = clock + lead
-                arrival = ends[index] + latency
+                arrival = ends[microbatch] + latency
                 clock = (ready if ready > arrival else arrival) + rest
-                ends[index] = clock
+                ends[microbatch] = clock
             free[worker] = clock
             if lead + rest > 0 and clock > makespan:
                 makespan = clock
             worker = worker + 1 if worker + 1 < num_workers else 0
+        step_ends[-1] = max(step_ends[-1], *ends)
         makespans.append(makespan)
     return makespans
 
@@ -134,7 +149,8 @@ def evaluate_partition(
 ) -> tuple[float, float]:
     """Makespan of the first step and time per step, by the published rules."""
     works = stage_works(StageSums(costs), forward_stages, backward_stages)
-    ends = walk_rounds(works, chain.round_sizes, worker_speeds(costs, num_workers), costs.hop_s)
+    wait_rounds = chain.rounds_per_step if chain.waits else 0
+    ends = walk_rounds(works, chain.round_sizes, worker_speeds(costs, num_workers), costs.hop_s, wait_rounds)
     return ends[chain.rounds_per_step - 1], chain.step_s(
         ends[chain.from_round - 1] if chain.from_round else 0.0, ends[-1]
     )

@@ -94,15 +94,21 @@ class _Task:
         finest = Batch(*map(scorer.numpy.array, ([[*body, 1, *reversed(body)]], [len(body)], [2 * len(body) + 1])))
         return units if scorer.works(finest)[1].all() else layer_bounds(self.sums)
 
+    @property
+    def _waits(self) -> bool:
+        return self.default and self.costs.has_updates
+
     def chain(self) -> Chain:
         """What the plan's times are those of."""
-        return chain_of(self.num_microbatches, self.round_size, staleness=self.staleness, num_steps=self.num_steps)
+        staleness, num_steps = self.staleness, self.num_steps
+        waits = self._waits
+        return chain_of(self.num_microbatches, self.round_size, staleness=staleness, num_steps=num_steps, waits=waits)
 
     def judged(self) -> Chain:
         """By what plans are compared: the same, or more rounds where it has too few to tell a steady state."""
         chain = self.chain()
         if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
-            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS)
+            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS, waits=self._waits)
         return chain
 
 

@@ -185,13 +185,18 @@ class _Walk:
         """Makespan after the first step."""
         before: list[Array] = [0.0, 0.0]
         """Makespan before the measured steps, and when the workers are free on average."""
+        step_ends: list[Array] = [0.0, 0.0]
         for index, size in enumerate(chain.round_sizes):
+            if index % chain.rounds_per_step == 0:
+                step_ends.append(0.0)
             start = numpy.argmin(self.states[0], axis=0)
             if index:
                 self._turn(self.workers + start)
             if not self.scorer.equal:
                 self._set_speed((self.workers + start) % self.scorer.num_workers)
-            self._round(size, index % chain.rounds_per_step > 0)
+            ready_s = step_ends[-3] if chain.waits else 0.0
+            ends = self._round(size, index % chain.rounds_per_step > 0, ready_s)
+            step_ends[-1] = numpy.maximum(step_ends[-1], ends.max(axis=0))
             if index:
                 self._turn(self.workers - start)
             if self.all_count:
@@ -222,11 +227,15 @@ class _Walk:
         self.rest = works.whole_s / speed
         self.rest = numpy.where(works.is_head, self.rest - self.lead, self.rest)
 
-    def _round(self, size: int, continues: bool) -> None:
-        """One round; row 0 of the states is the worker it starts on."""
+    def _round(self, size: int, continues: bool, ready_s: Array) -> Array:
+        """One round, from `ready_s` on; row 0 of the states is the worker it starts on.
+
+        Returns:
+            (microbatches, C) when each ends.
+        """
         numpy, free = self.numpy, self.states[0]
         add, maximum = numpy.add, numpy.maximum
-        ends = numpy.zeros((size, free.shape[1]))
+        ends = numpy.zeros((size, free.shape[1])) + ready_s
         ready = numpy.empty(free.shape[1])
         for position in range(len(self.lead)):
             worker = position % self.scorer.num_workers
@@ -246,6 +255,7 @@ class _Walk:
             if not self.all_count:
                 counts = self.works.real[position] & (before + after > 0)
                 maximum(self.makespan, numpy.where(counts, clock, 0.0), out=self.makespan)
+        return ends
 
     def _upload(self, worker: int, position: int, continues: bool) -> Array:
         """When a visit's weights, in later rounds of a step also its gradients so far, are in the oldest slot."""

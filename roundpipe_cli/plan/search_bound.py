@@ -21,13 +21,15 @@ def lower_bounds(scorer: BatchScorer, works: Works, chain: Chain) -> Array:
     whole, workers = lead + rest, scorer.num_workers
     speed, fastest = scorer.speeds.sum(), scorer.speeds.max()
     busy = whole.sum(axis=0) * sum(chain.round_sizes[: chain.rounds_per_step])
-    if chain.from_round:
+    if chain.from_round and not chain.waits:
         return busy / speed
     hop = numpy.where(works.real, works.hop_s, 0.0)
     passed = numpy.cumsum(rest / fastest + hop, axis=0)
     before = passed - (rest + lead) / fastest
     behind = passed[-1] - passed
     single = numpy.where(works.real, before + max(chain.round_sizes) * whole / fastest + behind, 0.0).max(axis=0)
+    if chain.from_round:  # two steps are under way at most
+        return numpy.maximum(single / 2, busy / speed)
     if not scorer.equal or len(lead) < workers or not works.real[workers - 1].all():
         return numpy.maximum(single, busy / speed)
     fill = numpy.maximum(before[:workers], 0.0).sum(axis=0)

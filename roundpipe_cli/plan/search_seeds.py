@@ -92,13 +92,16 @@ def _cell_bounds(
     longest = -(-body // numpy.maximum(later, 1)) * (unit_r + unit_b)
     waiting = size * numpy.maximum(lead + rest - longest, 0.0) / fastest * (workers - 1) / workers / 2
     waiting = (waiting + numpy.maximum(forward - workers, 0) * scorer.hop_s) * chain.rounds_per_step
+    through = body * (unit_f + unit_b) / fastest + (forward + later) * scorer.hop_s
+    single = through + (size * (lead + rest) - lead) / fastest
     if chain.from_round:
         bound = busy * sum(chain.round_sizes[: chain.rounds_per_step]) / speed
+        if chain.waits:  # two steps are under way at most
+            longest = size * numpy.maximum(longest, unit_f * -(-body // numpy.maximum(forward, 1))) / fastest
+            bound = numpy.maximum(bound, numpy.maximum(single, through + longest) / 2)
         return bound, bound + waiting
     up = unit_f * (body // numpy.maximum(forward, 1)) / fastest + scorer.hop_s
     down = unit_b * (body // numpy.maximum(later, 1)) / fastest + scorer.hop_s
-    through = body * (unit_f + unit_b) / fastest + (forward + later) * scorer.hop_s
-    single = through + (size * (lead + rest) - lead) / fastest
     first, last = numpy.minimum(forward, workers - 1), numpy.minimum(later, workers - 1)
     idle = up * first * (first + 1) / 2 + down * last * (last + 1) / 2
     idle = numpy.where(forward + later + 1 >= workers, idle, 0.0) * fastest

@@ -102,6 +102,7 @@ def build_schedule(
             )
         costs = costs or equal_costs(num_layers)
         dealer = _dealer(num_workers, costs, forward, backward, options or Options(), sequence_chunks)
+        dealer.waits = staleness == 1 and costs.has_updates
         rows = _roundpipe_rows(dealer, num_microbatches, per_round, num_steps, staleness)
     else:
         row_of = _BOUND_ROWS[name]
@@ -155,15 +156,17 @@ class Chain:
         self._known = {step.actions: step}
         stages = step.forward_stages, step.backward_stages
         self._dealer = _dealer(step.num_workers, costs, *stages, Options(), step.sequence_chunks)
+        self._dealer.waits = True
 
     def next(self) -> Schedule:
         """The next step's."""
         step, dealer = self._step, self._dealer
         earliest_s = min(dealer.free_s)
-        dealer.free_s = [free_s - earliest_s for free_s in dealer.free_s]  # a run may have millions of steps
+        # from there on, since a run may have millions of steps
+        dealer.free_s = [free_s - earliest_s for free_s in dealer.free_s]
+        dealer.step_ends_s = [end_s - earliest_s for end_s in dealer.step_ends_s]
         dealer.rows = [[] for _ in range(step.num_workers)]
-        for start in range(0, step.num_microbatches, step.microbatches_per_round):
-            dealer.deal_round(range(start, min(start + step.microbatches_per_round, step.num_microbatches)))
+        dealer.deal_step(range(step.num_microbatches), step.microbatches_per_round)
         actions = _actions(dealer.rows)
         return self._known.setdefault(actions, replace(step, actions=actions))
 
@@ -293,9 +296,7 @@ def _roundpipe_rows(dealer: Dealer, num_microbatches: int, per_round: int, num_s
     for step in range(num_steps):
         if staleness == 0:
             dealer.start_step()
-        first, end = step * num_microbatches, (step + 1) * num_microbatches
-        for start in range(first, end, per_round):
-            dealer.deal_round(range(start, min(start + per_round, end)))
+        dealer.deal_step(range(step * num_microbatches, (step + 1) * num_microbatches), per_round)
     return dealer.rows
 
 

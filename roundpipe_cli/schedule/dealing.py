@@ -84,14 +84,26 @@ class Dealer:
         self.rows: list[Row] = [[] for _ in range(num_workers)]
         self.free_s = [0.0] * num_workers
         """End of each worker's last action."""
+        self.step_ends_s = [0.0, 0.0]
+        """Of the last two steps dealt; 0 where there are none."""
+        self.waits = False
+        """Whether a step begins no sooner than the one two before it has ended, as real ones do at staleness 1."""
         self.times, self.hop_s, self.options = times, hop_s, options
 
     def start_step(self) -> None:
         """A barrier: all workers are free at once, time counts from here."""
         self.free_s = [0.0] * len(self.rows)
 
-    def deal_round(self, microbatches: range) -> None:
-        """Deal all stages of one round."""
+    def deal_step(self, microbatches: range, per_round: int) -> None:
+        """Deal the rounds of one step, of at most `per_round` microbatches, each from the first free worker on."""
+        ends_s = [
+            self.deal_round(range(start, min(start + per_round, microbatches.stop)))
+            for start in range(microbatches.start, microbatches.stop, per_round)
+        ]
+        self.step_ends_s = [self.step_ends_s[1], max(ends_s)]
+
+    def deal_round(self, microbatches: range) -> float:
+        """Deal all stages of one round; returns when it ends."""
         num_forward = len(self.times.forward_s)
         first_worker = self.free_s.index(min(self.free_s))
         arrivals: list[_Arrival] = [None] * len(microbatches)
@@ -107,6 +119,7 @@ class Dealer:
                     self.rows[worker] += backward_run(stage, backward_order(dealt, self.sequence_chunks))
                 order = backward_order(indices, self.sequence_chunks) if stage > 0 else indices
                 self._advance(worker, position, order, arrivals)
+        return max(end_s for end_s, _ in filter(None, arrivals))
 
     def _shares(
         self, first_worker: int, position: int, count: int, arrivals: list[_Arrival]
@@ -139,8 +152,9 @@ class Dealer:
         """When a worker would be done with each of a stage's microbatches, in this order."""
         lead, rest = self._parts_s(worker, position)
         clock_s, ends_s = self.free_s[worker], []
+        ready_s = self.step_ends_s[0] if self.waits else 0.0
         for before in (arrivals[index] for index in indices):
-            arrival = 0.0 if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
+            arrival = ready_s if before is None else before[0] + (self.hop_s if before[1] != worker else 0.0)
             clock_s = max(clock_s + lead, arrival) + rest
             ends_s.append(clock_s)
         return ends_s

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Notice
 from roundpipe_cli.plan.memory import CACHE_SHARE, largest_stage_bytes, spare_for_cache
 from roundpipe_cli.schedule.actions import Schedule

@@ -14,7 +14,7 @@ from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate
 from roundpipe_cli.data.dataset import Row, TokenizedDataset
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import Packer
-from roundpipe_cli.engine.engine import Microbatch
+from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.recipe.schema import Recipe
 
 if TYPE_CHECKING:

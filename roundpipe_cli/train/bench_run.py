@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import StepFinished, run_clock
 from roundpipe_cli.plan.cost import CostModel

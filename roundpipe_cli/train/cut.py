@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from roundpipe_cli.engine.engine import StepResult
 from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import LayerLayout
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.plan.cost import CostModel, LayerCost, with_updates
 from roundpipe_cli.plan.partition import QUICK, plan_partition
 from roundpipe_cli.plan.stages import StageLimits, StageSums, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -46,7 +46,7 @@ MAX_OFF = 1.3
 """Factor by which steps may differ from an earlier run's times before they are measured again."""
 PLANNED_STEPS = 2
 """Steps are chained: the planner itself takes as many as it needs to see how fast they follow each other."""
-PREDICTED_STEPS = 4
+PREDICTED_STEPS = 16
 """Chained steps from which the time of one is predicted."""
 MEMORY_SHARE = 0.85
 """Of a GPU's memory, for slots and activations."""
@@ -165,14 +165,14 @@ class Cutter:
     def chain(self, num_microbatches: int) -> Chain | None:
         """Schedules of steps that follow each other without a barrier; None where steps have to end first.
 
-        That is so until stages are settled, and where workers differ in speed or the planner leaves some idle.
+        That is so until stages are settled, and where workers differ in speed.
         """
         if not (self._chained and self.is_settled and self._kept is None):
             return None
         if num_microbatches not in self._chains:
             step = self.schedule(num_microbatches)
             speeds = self.costs.worker_speed or (1.0,)
-            suits = self._options == Options() and min(speeds) == max(speeds) and all(step.actions)
+            suits = self._options == Options() and min(speeds) == max(speeds)
             # Another way of dealing, chosen for this step, would show in its actions.
             suits = suits and Chain(step, self.costs).next() is step
             self._chains[num_microbatches] = Chain(step, self.costs) if suits else None
@@ -186,14 +186,14 @@ class Cutter:
         timeline = simulate(step, self.costs)
         if self.chain(num_microbatches) is None:
             return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
-        ends_s = []
+        costs, ends_s = with_updates(self.costs), []
         for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS):
-            steps = self._roundpipe(step, num_microbatches, num_steps)
-            ends_s.append(makespan_s(simulate(steps, self.costs, staleness=1)))
+            steps = self._roundpipe(step, costs, num_microbatches, num_steps)
+            ends_s.append(makespan_s(simulate(steps, costs, staleness=1)))
         step_s = (ends_s[1] - ends_s[0]) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
         return {"step_s": step_s, "bubble_ratio": max(0.0, 1 - sum(busy_s(timeline)) / (self._num_workers * step_s))}
 
-    def _roundpipe(self, step: Schedule, num_microbatches: int, num_steps: int) -> Schedule:
+    def _roundpipe(self, step: Schedule, costs: CostModel, num_microbatches: int, num_steps: int) -> Schedule:
         """So many chained steps with the stages and rounds of `step`."""
         return build_schedule(
             "roundpipe",
@@ -201,7 +201,7 @@ class Cutter:
             backward_stages=step.backward_stages,
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
-            costs=self.costs,
+            costs=costs,
             microbatches_per_round=step.microbatches_per_round,
             num_steps=num_steps,
             staleness=1,
@@ -294,7 +294,7 @@ class Cutter:
         if self._chunks > 1:
             return make_schedule("roundpipe", chunk_partition(question, keeps), question)
         plan = plan_partition(
-            self.costs,
+            with_updates(self.costs) if self._chained else self.costs,
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
             staleness=1 if self._chained else 0,

@@ -22,7 +22,8 @@ import torch
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
-from roundpipe_cli.engine.engine import Engine, Microbatch
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EvaluationFinished, Notice
 from roundpipe_cli.faults import fault

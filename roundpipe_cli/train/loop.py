@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -23,15 +23,17 @@ from typing import Any
 import torch
 
 from roundpipe_cli.data.batching import Position, RowBatch
-from roundpipe_cli.engine.engine import Engine, Microbatch, StepResult, StepUnderWay
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
 from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.machine import num_cores
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.timeline import Timeline, busy_s
+from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.adapt import Fit, resumed_fit
+from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
@@ -133,18 +135,6 @@ def finetune(
             trainer.run(checkpoint)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A step whose batches are taken."""
-
-    batches: list[RowBatch]
-    position: Position
-    """Behind them."""
-    microbatches: list[Microbatch]
-    num_tokens: int
-    under_way: StepUnderWay
-
-
 class Trainer:
     """One run over one setup."""
 
@@ -199,15 +189,9 @@ class Trainer:
         """Of the data, behind the last finished step."""
         self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
         self._steps_since_overflow = 0
-        self._chains = self._nodes.count == 1 and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
-        """Whether a step may begin before the one before it has ended."""
-        self._ahead: Begun | None = None
-        """The step that has."""
-        self._ended_s = 0.0
-        """When the step before ended, of `time.perf_counter`."""
-        self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
-        """Of the last steps without a barrier: seconds that each worker computed, and seconds they took."""
-        self._cutter = make_cutter(setup, chained=self._chains)
+        overlaps = self._nodes.count == 1 and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
+        self._cutter = make_cutter(setup, chained=overlaps)
+        self._ahead = StepsAhead(setup, self._cutter, self.sampler, self._microbatches)
         self._auto_cache = make_auto_cache(setup, self._cutter, tell)
         self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
@@ -308,7 +292,7 @@ class Trainer:
         self._saver.poll()
         while True:
             signal, paused, asked = self._agree()
-            if signal and self._ahead is not None:  # stops behind the step that the workers are at
+            if signal and self._ahead.next is not None:  # stops behind the step that the workers are at
                 signal = None
             if (due or asked or signal) and self._saved_step != done:
                 self._save(done, metrics)
@@ -321,7 +305,7 @@ class Trainer:
         if held:
             self._tell(Paused(done, False))
         signal, _, _ = self._agree()  # read once: a later one is for the next border
-        if self._ahead is not None:
+        if self._ahead.next is not None:
             signal = None
         if signal and self._saved_step != done:
             self._save(done, metrics)
@@ -352,11 +336,13 @@ class Trainer:
     def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
         learning_rate = self._learning_rate(step)
-        begun = self._ahead or self._begin(engine, step)
+        begun = self._ahead.begin(engine, step)
         if begun is not None:
-            result, batches, microbatches, num_tokens = self._finish(engine, step, begun)
+            batches, microbatches, num_tokens = begun.batches, begun.microbatches, begun.num_tokens
+            result = self._finish(engine, step, begun)
         else:
-            batches = self._next_batches(step)
+            batches = self.sampler.next_step()
+            log_rows(self.setup, step + 1, batches)
             if self._updates_early:
                 self._updater.begin_early(step, learning_rate)
             result, microbatches, num_tokens = self._compute(engine, step, batches)
@@ -364,7 +350,7 @@ class Trainer:
         self._updater.wait()  # at staleness 1 for the update that ran beside this step
         self._auto_cache.observe(engine, result)
         self._cutter.observe(result)
-        pipeline_s, busy = self._span(result, begun)
+        pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
         self._pipeline_s.append(pipeline_s)
         self._tell(step_timeline(result, step + 1, self._clock))
         if self._timelines is not None:
@@ -399,69 +385,21 @@ class Trainer:
         self._write_row(metrics, event)
         self._tell(event)
 
-    def _next_batches(self, step: int) -> list[RowBatch]:
-        batches = self.sampler.next_step()
-        log_rows(self.setup, step + 1, batches)
-        return batches
-
-    def _begin(self, engine: Engine, step: int) -> Begun | None:
-        """Give a step to the workers, behind the one that they have; None where it has to be computed alone."""
-        chain = self._cutter.chain(self.recipe.gradient_accumulation_steps) if self._chains else None
-        if chain is None:
-            return None
-        position = self.sampler.position
-        batches = self.sampler.next_step()
-        if len(batches) != self.recipe.gradient_accumulation_steps:  # an epoch may end with fewer
-            self.sampler.seek(position)
-            return None
-        log_rows(self.setup, step + 1, batches)
-        microbatches, num_tokens = self._microbatches(step, self._fit.divide(batches))
-        under_way = engine.start_step(
-            microbatches,
-            chain.next(),
-            step=step,
-            loss_scale=self._loss_scale,
-            version=self.setup.store.step_version(step),
-        )
-        return Begun(batches, self.sampler.position, microbatches, num_tokens, under_way)
-
-    def _finish(
-        self, engine: Engine, step: int, begun: Begun
-    ) -> tuple[StepResult, list[RowBatch], list[Microbatch], int]:
+    def _finish(self, engine: Engine, step: int, begun: Begun) -> StepResult:
         """Wait for a step, with the next one already given to the workers where nothing keeps it back."""
-        self._ahead = None
-        if not (self._is_last(step + 1) or self.evaluator.is_owed(step + 1) or self._is_wanted()):
+        wanted = self._signals.requested is not None or bool(self._signals.paused)
+        if not (self._is_last(step + 1) or self.evaluator.is_owed(step + 1) or wanted):
             self._updater.wait()  # the next step reads what the update that runs beside this one makes
-            self._ahead = self._begin(engine, step + 1)
+            self._ahead.begin_next(engine, step + 1)
         result = engine.finish_step(begun.under_way)
         self._position = begun.position
-        return result, begun.batches, begun.microbatches, begun.num_tokens
-
-    def _is_wanted(self) -> bool:
-        """Whether a signal asks for something at the next border."""
-        return self._signals.requested is not None or bool(self._signals.paused)
-
-    def _span(self, result: StepResult, begun: Begun | None) -> tuple[float, tuple[float, ...]]:
-        """Seconds that a step took by itself, and the share of them for which each worker computed.
-
-        Steps without a barrier overlap: what counts is the time from end to end, and a worker may do more of one step
-        and less of the next, so the shares are those of the last few steps.
-        """
-        before_s, self._ended_s = self._ended_s, result.started_s + result.step_s
-        if begun is None:
-            self._recent.clear()
-            return result.step_s, result.utilization
-        span_s = self._ended_s - max(before_s, result.started_s)
-        self._recent.append((busy_s(result.timeline), span_s))
-        whole_s = sum(seconds for _, seconds in self._recent)
-        busy = [sum(shares) / whole_s for shares in zip(*(each for each, _ in self._recent), strict=True)]
-        return span_s, tuple(min(1.0, share) for share in busy)
+        return result
 
     def _compute(self, engine: Engine, step: int, batches: list[RowBatch]) -> tuple[StepResult, list[Microbatch], int]:
         """One step's forward and backward, with its microbatches and tokens; again with less, where it adapts."""
         while True:
             try:
-                microbatches, num_tokens = self._microbatches(step, self._fit.divide(batches))
+                microbatches, num_tokens = self._microbatches(step, batches)
                 return self._run_step(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
                 smaller = self._fit.smaller(step + 1)
@@ -501,6 +439,7 @@ class Trainer:
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, pairs with what the base model says of them, and the number of tokens."""
+        batches = self._fit.divide(batches)
         if self.setup.rejected is None:
             return make_microbatches(self.setup, batches)
         microbatches, num_tokens = make_pairs(self.setup, batches)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roundpipe_cli.engine.engine import Microbatch, Part, StepResult
 from roundpipe_cli.engine.gradients import square_sum
+from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
 from roundpipe_cli.model.head import target_rows

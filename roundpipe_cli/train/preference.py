@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from roundpipe_cli.data.batching import RowBatch, pad_token_id
-from roundpipe_cli.engine.engine import Microbatch
+from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.model.preference import Preference, Rewards, sequence_sums
 from roundpipe_cli.train.batches import collate_rows

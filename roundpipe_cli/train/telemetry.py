@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from roundpipe_cli.engine.engine import Engine, StepResult
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.live import ActionTime, Watcher
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError
 from roundpipe_cli.events import (
     Event,

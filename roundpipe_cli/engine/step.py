@@ -1,0 +1,94 @@
+"""What goes into a step of the engine, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe_cli.engine.live import ActionTime
+from roundpipe_cli.engine.transfer import TransferStatistics
+from roundpipe_cli.model.preference import Preference, Rewards
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS
+from roundpipe_cli.schedule.timeline import COMPUTE, UP, Interval, Timeline, bubble_ratio, utilization
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward unit of work, on the host."""
+
+    input_ids: torch.Tensor
+    """int64 [B, T], padded on the right."""
+    labels: torch.Tensor
+    """int64 [B, T]; -100 where nothing is trained. The loss at t is for label t + 1."""
+    position_ids: torch.Tensor | None = None
+    """int64 [B, T], restarting with each of the packed rows of a sequence; None: the model counts from 0."""
+    preference: Preference | None = None
+    """The rows are pairs, chosen ones first; None: the loss is that of the target tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The microbatches of a step that this engine computes, where other machines compute the others."""
+
+    first: int
+    """Index of the first one in the step."""
+    num_units: int
+    """What the step's loss is a mean over: target tokens of all machines' microbatches."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of one step. The gradients are in the weight store."""
+
+    loss: float
+    """Sum of the target tokens' losses / number of target tokens of the step; of pairs, the mean of theirs."""
+    num_target_tokens: int
+    gradient_norm: float
+    """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
+    step_s: float
+    """Forward and backward; without the optimizer."""
+    actions: tuple[ActionTime, ...]
+    num_workers: int
+    transfers: TransferStatistics
+    device_peak_bytes: tuple[int, ...]
+    started_s: float = 0.0
+    """Of `time.perf_counter`."""
+    rewards: tuple[Rewards, ...] = ()
+    """Of each microbatch of preference pairs."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step as the simulator would show it, with measured times."""
+        intervals = tuple(
+            Interval(
+                item.action.worker,
+                COMPUTE,
+                item.action.kind,
+                item.action.stage,
+                item.action.microbatch,
+                item.start_s,
+                item.end_s,
+            )
+            for item in self.actions
+        )
+        return Timeline(self.num_workers, intervals, device_peak_bytes=self.device_peak_bytes)
+
+    @property
+    def upload_bytes(self) -> int:
+        """Weights and gradient sums that went up to the devices."""
+        return sum(
+            entry.num_bytes
+            for (lane, payload), entry in self.transfers.classes.items()
+            if lane == UP and payload in (WEIGHTS, WEIGHT_GRADIENT)
+        )
+
+    @property
+    def utilization(self) -> tuple[float, ...]:
+        """Per worker, the share of the step that it computed."""
+        return tuple(utilization(self.timeline))
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - busy / (workers x makespan)."""
+        return bubble_ratio(self.timeline)

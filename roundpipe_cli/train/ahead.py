@@ -1,0 +1,97 @@
+"""Steps without a barrier: the workers are given the next step while they are at this one.
+
+main thread    begin k | begin k + 1 | wait for k: row, update | begin k + 2 | wait for k + 1 ...
+workers        k ............ k + 1 ...............                             each goes on when its own part is done
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch
+from roundpipe_cli.engine.engine import Engine, StepUnderWay
+from roundpipe_cli.engine.step import Microbatch, StepResult
+from roundpipe_cli.schedule.timeline import busy_s
+from roundpipe_cli.train.batches import log_rows
+from roundpipe_cli.train.cut import Cutter
+from roundpipe_cli.train.setup import Setup
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step that the workers have been given."""
+
+    batches: list[RowBatch]
+    position: Position
+    """Of the data, behind them."""
+    microbatches: list[Microbatch]
+    num_tokens: int
+    under_way: StepUnderWay
+
+
+class StepsAhead:
+    """Begins steps, where the cutter has a chain of them."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        cutter: Cutter,
+        sampler: BatchSampler,
+        make_microbatches: Callable[[int, list[RowBatch]], tuple[list[Microbatch], int]],
+    ) -> None:
+        """
+        Args:
+            cutter: says whether steps overlap, and of each how its stages are dealt out.
+            sampler: whose position is that of the newest step begun.
+            make_microbatches: of a step (from 0), with the number of tokens.
+        """
+        self._setup, self._cutter, self._sampler, self._make = setup, cutter, sampler, make_microbatches
+        self.next: Begun | None = None
+        """Begun while the one before was under way."""
+        self._ended_s = 0.0
+        """When the step before ended, of `time.perf_counter`."""
+        self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
+        """Of the last steps that overlap: seconds that each worker computed, and seconds that they took."""
+
+    def begin(self, engine: Engine, step: int) -> Begun | None:
+        """The step that is next, if need be given to the workers now; None where it has to be computed alone."""
+        begun, self.next = self.next, None
+        return begun or self._begin(engine, step)
+
+    def begin_next(self, engine: Engine, step: int) -> None:
+        """Give the workers a step behind the one that they are at, unless it has to be computed alone."""
+        self.next = self._begin(engine, step)
+
+    def _begin(self, engine: Engine, step: int) -> Begun | None:
+        num_microbatches = self._setup.recipe.gradient_accumulation_steps
+        chain = self._cutter.chain(num_microbatches)
+        if chain is None:
+            return None
+        position = self._sampler.position
+        batches = self._sampler.next_step()
+        if len(batches) != num_microbatches:  # an epoch may end with fewer
+            self._sampler.seek(position)
+            return None
+        log_rows(self._setup, step + 1, batches)
+        microbatches, num_tokens = self._make(step, batches)
+        version = self._setup.store.step_version(step)
+        under_way = engine.start_step(microbatches, chain.next(), step=step, version=version)
+        return Begun(batches, self._sampler.position, microbatches, num_tokens, under_way)
+
+    def span(self, result: StepResult, *, overlaps: bool) -> tuple[float, tuple[float, ...]]:
+        """Seconds that a finished step took by itself, and the share of them for which each worker computed.
+
+        Of steps that overlap the time from end to end counts; and since a worker may do more of one step and less of
+        the next, the shares are those of the last few.
+        """
+        before_s, self._ended_s = self._ended_s, result.started_s + result.step_s
+        if not overlaps:
+            self._recent.clear()
+            return result.step_s, result.utilization
+        span_s = self._ended_s - max(before_s, result.started_s)
+        self._recent.append((busy_s(result.timeline), span_s))
+        whole_s = sum(seconds for _, seconds in self._recent)
+        busy = [sum(shares) / whole_s for shares in zip(*(each for each, _ in self._recent), strict=True)]
+        return span_s, tuple(min(1.0, share) for share in busy)
