@@ -24,6 +24,7 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier, downloads_of
 from roundpipe_cli.engine.dispatch import MEMORY_HINT, StepRun
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
+from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.kept import Kept, kept_activations
 from roundpipe_cli.engine.ledger import Links, links_of
 from roundpipe_cli.engine.live import ActionTime, StepInWork
@@ -506,10 +507,10 @@ class Engine:
                 else:  # ids are distinct, so the order of additions is fixed
                     target.index_add_(0, item.token_ids, item.gradient.float())
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # a sum over several threads would depend on their number
+        set_own_threads(1)  # a sum over several threads would depend on their number
         for layer in touched:
             context.square_sums[layer] = square_sum(context.gradients[layer])
-        torch.set_num_threads(threads)
+        set_own_threads(threads)
         if context.on_gradient is not None:
             for layer in sorted(self._late_layers):
                 context.on_gradient(layer, partial(float, context.square_sums[layer]))

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from roundpipe_cli.engine.gradients import square_sum
+from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
@@ -325,7 +326,7 @@ class Sharing:
         return replace(result, loss=loss, num_target_tokens=int(tokens), gradient_norm=norm)
 
     def _main(self) -> None:
-        torch.set_num_threads(1)  # a sum over several threads would depend on their number
+        set_own_threads(1)  # a sum over several threads would depend on their number
         while (step := self._orders.get()) is not None:
             try:
                 answer: dict[int, float] | BaseException = self._sum(step)

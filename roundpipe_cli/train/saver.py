@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.events import CheckpointSaved, Notice
 from roundpipe_cli.train.checkpoint import save_checkpoint
@@ -189,7 +190,7 @@ class _Save:
         self.stop()
 
     def _copy(self) -> None:
-        torch.set_num_threads(1)
+        set_own_threads(1)
         contents_of = self.snapshot.contents_of or self.snapshot.state_of
         try:
             for layer in self.snapshot.layers:
@@ -212,7 +213,7 @@ class _Save:
             raise _StoppedError
 
     def _write(self) -> None:
-        torch.set_num_threads(1)
+        set_own_threads(1)
         step = self.snapshot.step
         files = FileSet(self._specs, self._pieces())
         try:

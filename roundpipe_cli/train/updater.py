@@ -17,8 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
-import torch
-
+from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import fault
@@ -166,7 +165,7 @@ class Updater:
         (to or self._work).put(work)
 
     def _run(self, orders: Work, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
+        set_own_threads(num_threads)
         while (work := orders.get()) is not None:
             error: BaseException | None = None
             try:

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.intra_op import set_own_threads
 
 
 class LiveBytes(TorchDispatchMode):
@@ -71,8 +72,7 @@ class CpuBackend(Backend):
 
     @contextmanager
     def worker_thread(self) -> Iterator[None]:
-        # A thread inherits the setting of whichever thread set it last, so each sets its own first.
-        torch.set_num_threads(self._num_threads)
+        set_own_threads(self._num_threads)
         yield
 
     def copy_thread(self) -> AbstractContextManager[None]:

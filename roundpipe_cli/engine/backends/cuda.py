@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.intra_op import set_own_threads
 
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """How often a lane asks whether what it waits for has happened: at first, and after a while."""
@@ -80,13 +81,13 @@ class CudaBackend(Backend):
 
     @contextmanager
     def worker_thread(self) -> Iterator[None]:
-        torch.set_num_threads(1)
+        set_own_threads(1)
         with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
             yield
 
     @contextmanager
     def copy_thread(self) -> Iterator[None]:
-        torch.set_num_threads(1)
+        set_own_threads(1)
         with torch.cuda.device(self.device), torch.cuda.stream(self._up):
             yield
 
