@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.plan.cost import CostModel, LayerCost, with_updates
-from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Chain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
@@ -193,10 +193,26 @@ def test_who_chains() -> None:
     assert chain(costs_of(), dispatch="earliest_free") is None
     assert chain(costs_of(), head_workers=2) is None
     assert chain(costs_of(worker_speed=(1.0, 1.0, 0.5))) is None
-    assert (
-        chain(costs_of(), schedule="looped_bfs", forward_stages=((0, 1), (2, 3), (4, 6)), backward_stages="auto")
-        is None
-    )
+
+
+def test_which_recipes_overlap_steps() -> None:
+    base = Recipe(model="m", datasets=(DatasetConfig(path="rows.jsonl"),), method="full", output_dir="out")
+
+    def overlaps(*, on_cpu: bool = False, pipeline: Mapping[str, Any] | None = None, **changes: Any) -> bool:
+        section = PipelineConfig(**{"optimizer_staleness": 1, **(pipeline or {})})
+        return replace(base, pipeline=section, **changes).overlaps_steps(on_cpu=on_cpu)
+
+    assert overlaps() and overlaps(method="lora", on_cpu=True)
+    assert overlaps(method="lora", pipeline={"weight_cache": 0}), "nothing stays on the GPUs"
+    assert not overlaps(method="lora") and not overlaps(pipeline={"weight_cache": 10**9})
+    assert not overlaps(pipeline={"optimizer_staleness": 0})
+    assert not any(overlaps(**{key: value}) for key, value in (("dtype", "float16"), ("on_oom", "adapt")))
+    assert not overlaps(objective="dpo", method="lora", on_cpu=True)
+    for key, value in (
+        *(("schedule", "gpipe"), ("dispatch", "earliest_free"), ("head_workers", 2)),
+        *(("replicas", 2), ("sequence_chunks", 4)),
+    ):
+        assert not overlaps(pipeline={key: value}), key
 
 
 def test_stages_are_planned_for_steps_that_overlap() -> None:
@@ -212,7 +228,9 @@ def test_stages_are_planned_for_steps_that_overlap() -> None:
     assert predicted[False] is not None and predicted[True] is not None
     assert predicted[True]["step_s"] < 0.9 * predicted[False]["step_s"]
     assert predicted[True]["bubble_ratio"] < 0.06
-    step = cutter.schedule(16)
+    chain = cutter.chain(16)
+    assert chain is not None
+    step = chain.first
     many = build_schedule(
         "roundpipe",
         forward_stages=step.forward_stages,

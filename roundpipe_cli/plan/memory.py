@@ -206,7 +206,8 @@ def host_need(
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     chunks = settings.sequence_chunks
-    in_flight = min(settings.num_microbatches, 2 * max(len(hardware.devices), chunks))
+    # At staleness 1 two steps overlap.
+    in_flight = min(settings.num_microbatches * versions, 2 * max(len(hardware.devices), chunks))
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     num_inputs = len(costs.layers) if settings.skip_last_projection else num_backward_stages
     num_gpus = sum(not device.is_cpu for device in hardware.devices)

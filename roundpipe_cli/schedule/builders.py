@@ -152,7 +152,8 @@ class Chain:
             step: one step alone, dealt out in the published way to equal workers.
             costs: by which it was built.
         """
-        self._step = step
+        self.first = step
+        """The first step's, and that of any other that begins on the same workers."""
         self._known = {step.actions: step}
         stages = step.forward_stages, step.backward_stages
         self._dealer = _dealer(step.num_workers, costs, *stages, Options(), step.sequence_chunks)
@@ -160,7 +161,7 @@ class Chain:
 
     def next(self) -> Schedule:
         """The next step's."""
-        step, dealer = self._step, self._dealer
+        step, dealer = self.first, self._dealer
         earliest_s = min(dealer.free_s)
         # from there on, since a run may have millions of steps
         dealer.free_s = [free_s - earliest_s for free_s in dealer.free_s]

@@ -44,8 +44,6 @@ CONFIRM_STEPS = 2
 """More such steps, where workers seem to differ in speed: only what all of them show is believed."""
 MAX_OFF = 1.3
 """Factor by which steps may differ from an earlier run's times before they are measured again."""
-PLANNED_STEPS = 2
-"""Steps are chained: the planner itself takes as many as it needs to see how fast they follow each other."""
 PREDICTED_STEPS = 16
 """Chained steps from which the time of one is predicted."""
 MEMORY_SHARE = 0.85
@@ -148,7 +146,8 @@ class Cutter:
         self._chunks = pipeline.num_chunks
         self._planned = forward_auto
         self._chained = chained and num_workers > 1
-        self._chains: dict[int, Chain | None] = {}
+        self._chains: dict[int, tuple[Chain, float] | None] = {}
+        """By microbatches of a step; with the seconds that one takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
         self._doubted = known is not None
         """Whether the times are an earlier run's that this run's steps have not borne out yet."""
@@ -165,47 +164,64 @@ class Cutter:
     def chain(self, num_microbatches: int) -> Chain | None:
         """Schedules of steps that follow each other without a barrier; None where steps have to end first.
 
-        That is so until stages are settled, and where workers differ in speed.
+        That is so until stages are settled, where workers differ in speed, and where it would not be faster.
         """
         if not (self._chained and self.is_settled and self._kept is None):
             return None
         if num_microbatches not in self._chains:
-            step = self.schedule(num_microbatches)
             speeds = self.costs.worker_speed or (1.0,)
             suits = self._options == Options() and min(speeds) == max(speeds)
-            # Another way of dealing, chosen for this step, would show in its actions.
-            suits = suits and Chain(step, self.costs).next() is step
-            self._chains[num_microbatches] = Chain(step, self.costs) if suits else None
-        return self._chains[num_microbatches]
+            self._chains[num_microbatches] = self._make_chain(num_microbatches) if suits else None
+        found = self._chains[num_microbatches]
+        return None if found is None else found[0]
+
+    def _make_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
+        """With the seconds of a step. Its stages are others: with no barrier to wait at, they need not end short."""
+        step, costs = self.schedule(num_microbatches), with_updates(self.costs)
+        forward, backward, per_round = step.forward_stages, step.backward_stages, step.microbatches_per_round
+        if self._planned:
+            plan = plan_partition(
+                costs,
+                num_workers=self._num_workers,
+                num_microbatches=num_microbatches,
+                staleness=1,
+                num_steps=2,  # the planner itself takes as many as it needs to see how fast they follow each other
+                limits=stage_limits(costs),
+                effort=QUICK,  # the workers wait for it
+            )
+            forward, backward, per_round = plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
+
+        def build(num_steps: int) -> Schedule:
+            return build_schedule(
+                "roundpipe",
+                forward_stages=forward,
+                backward_stages=backward,
+                num_workers=self._num_workers,
+                num_microbatches=num_microbatches,
+                costs=costs,
+                microbatches_per_round=per_round,
+                num_steps=num_steps,
+                staleness=1,
+            )
+
+        half_s, whole_s = (
+            makespan_s(simulate(build(num_steps), costs, staleness=1))
+            for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS)
+        )
+        step_s = (whole_s - half_s) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
+        return (Chain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
         """What the simulator says of a full step by the measured costs; None before they are measured."""
         if not (self.measured and self._planned):
             return None
-        step = self.schedule(num_microbatches)
-        timeline = simulate(step, self.costs)
-        if self.chain(num_microbatches) is None:
+        chain = self.chain(num_microbatches)
+        timeline = simulate(self.schedule(num_microbatches) if chain is None else chain.first, self.costs)
+        found = self._chains.get(num_microbatches)
+        if chain is None or found is None:
             return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
-        costs, ends_s = with_updates(self.costs), []
-        for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS):
-            steps = self._roundpipe(step, costs, num_microbatches, num_steps)
-            ends_s.append(makespan_s(simulate(steps, costs, staleness=1)))
-        step_s = (ends_s[1] - ends_s[0]) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
-        return {"step_s": step_s, "bubble_ratio": max(0.0, 1 - sum(busy_s(timeline)) / (self._num_workers * step_s))}
-
-    def _roundpipe(self, step: Schedule, costs: CostModel, num_microbatches: int, num_steps: int) -> Schedule:
-        """So many chained steps with the stages and rounds of `step`."""
-        return build_schedule(
-            "roundpipe",
-            forward_stages=step.forward_stages,
-            backward_stages=step.backward_stages,
-            num_workers=self._num_workers,
-            num_microbatches=num_microbatches,
-            costs=costs,
-            microbatches_per_round=step.microbatches_per_round,
-            num_steps=num_steps,
-            staleness=1,
-        )
+        bubble = 1 - sum(busy_s(timeline)) / (self._num_workers * found[1])
+        return {"step_s": found[1], "bubble_ratio": max(0.0, bubble)}
 
     def keep_stages(self, schedule: Schedule) -> None:
         """From now on only these stages: the devices' memory is filled up beside them."""
@@ -294,13 +310,7 @@ class Cutter:
         if self._chunks > 1:
             return make_schedule("roundpipe", chunk_partition(question, keeps), question)
         plan = plan_partition(
-            with_updates(self.costs) if self._chained else self.costs,
-            num_workers=self._num_workers,
-            num_microbatches=num_microbatches,
-            staleness=1 if self._chained else 0,
-            num_steps=PLANNED_STEPS if self._chained else 1,
-            effort=QUICK if self._chained else None,  # the workers wait for it
-            limits=limits,
+            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
         )
         planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
         if self._options.earliest_free:
