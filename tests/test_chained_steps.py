@@ -6,6 +6,7 @@ waited for but that update.
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -288,7 +289,11 @@ def test_a_loss_that_is_not_finite_stops_the_step_behind_it_too(folder: Path) ->
 
 def test_shares_and_times_of_overlapping_steps_add_up(folder: Path) -> None:
     words = (STALE, "pipeline.devices=[cpu,cpu,cpu]", "max_steps=16", "num_train_epochs=20")
-    done = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "work:slow=0.01"}).expect(0)
+    done = finetune(folder, *words, "--trace", environment={"ROUNDPIPE_FAULT": "work:slow=0.01"}).expect(0)
+    events = json.loads((folder / "out" / "trace.json").read_text())["traceEvents"]
+    for worker in range(3):
+        spans = sorted((x["ts"], x["ts"] + x["dur"]) for x in events if x["ph"] == "X" and x["pid"] == worker + 1)
+        assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(spans)), "a worker does one thing at a time"
     rows = metrics(folder / "out")[6:]
     assert all(0 <= row["bubble_ratio"] <= 1 and max(row["utilization"]) <= 1 for row in rows)
     for row in rows:

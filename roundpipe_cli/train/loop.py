@@ -197,7 +197,7 @@ class Trainer:
         self._earlier_s = 0.0
         self._saved_step = 0
         self._rows: list[StepFinished] = []
-        self._timelines: deque[Timeline] | None = deque(maxlen=TRACED_STEPS) if trace else None
+        self._timelines: deque[tuple[float, Timeline]] | None = deque(maxlen=TRACED_STEPS) if trace else None
 
     # -- run -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Trainer:
         self._pipeline_s.append(pipeline_s)
         self._tell(step_timeline(result, step + 1, self._clock))
         if self._timelines is not None:
-            self._timelines.append(result.timeline)
+            self._timelines.append((result.started_s, result.timeline))
         result = _poisoned(result, self._updater.poison(step))
         is_finite = math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
         if is_finite:
