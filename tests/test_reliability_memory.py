@@ -105,7 +105,7 @@ def test_a_run_that_the_kernel_killed_resumes(group: Group, work: Path) -> None:
     """Another process of the container takes all memory, and the kernel chooses the run."""
     finetune(work, "output_dir=free").expect(0)
     group.limit(1300 * MIB)
-    running = group.start(work, ROUNDPIPE_FAULT="optimizer:slow=0.3")
+    running = group.start(work, ROUNDPIPE_FAULT="optimizer:slow=60:step=4")  # there until it is killed
     hog = None
     try:
         deadline_s = time.monotonic() + MAX_WAIT_S
