@@ -89,5 +89,5 @@ def main() -> None:
             say("stopped by SIGINT")
 
     code = run_command(command) or code
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the outcome is settled: a late Ctrl-C must not make it a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while Python leaves ends it, without a traceback
     sys.exit(code)
