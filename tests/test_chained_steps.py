@@ -22,14 +22,18 @@ import torch
 from roundpipe_cli import faults
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import InternalError
+from roundpipe_cli.errors import InternalError, StoppedError
+from roundpipe_cli.events import Event, Paused, StepFinished
 from roundpipe_cli.plan.cost import CostModel, LayerCost, with_updates
+from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Chain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.cut import Cutter
+from roundpipe_cli.train.loop import finetune as finetune_here
+from roundpipe_cli.train.signals import StopSignals
 from tests.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.tiny import Rig, make_rig, random_microbatches, schedule_for
 
@@ -279,6 +283,24 @@ def test_a_stop_waits_for_the_step_under_way(folder: Path, number: signal.Signal
     assert f"after step {rows[-1]['step']} of" in stopped.err and len(rows) < len(metrics(folder / "whole"))
     finetune(folder, *words, "--resume").expect(0)
     assert numbers(folder / "out") == numbers(folder / "whole")
+
+
+def test_a_stop_ends_a_pause_beside_a_step_under_way(folder: Path) -> None:
+    """The next step has begun when the user pauses: a signal lets it end, and then stops."""
+    signals, paused_at = StopSignals(), []
+
+    def tell(event: Event) -> None:
+        if isinstance(event, StepFinished) and event.step == 7:
+            signals.paused = True
+        if isinstance(event, Paused) and event.paused:
+            paused_at.append(event.step)
+            signals._requested = signal.SIGTERM
+
+    words = [f"output_dir={folder / 'out'}", STALE, "pipeline.devices=[cpu,cpu]"]
+    loaded = load_recipe(str(folder / "recipe.yaml"), words)
+    with pytest.raises(StoppedError, match="after step 8 of"):
+        finetune_here(loaded, resume=False, offline=True, allow_changed=(), tell=tell, signals=signals)
+    assert paused_at == [7] and len(metrics(folder / "out")) == 8
 
 
 def test_a_loss_that_is_not_finite_stops_the_step_behind_it_too(folder: Path) -> None:

@@ -292,11 +292,9 @@ class Trainer:
         self._saver.poll()
         while True:
             signal, paused, asked = self._agree()
-            if signal and self._ahead.next is not None:  # stops behind the step that the workers are at
-                signal = None
             if (due or asked or signal) and self._saved_step != done:
                 self._save(done, metrics)
-            if not paused or signal or last:
+            if not paused or signal or last or self._signals.requested is not None:
                 break
             if not held:
                 self._tell(Paused(done, True))
@@ -305,8 +303,6 @@ class Trainer:
         if held:
             self._tell(Paused(done, False))
         signal, _, _ = self._agree()  # read once: a later one is for the next border
-        if self._ahead.next is not None:
-            signal = None
         if signal and self._saved_step != done:
             self._save(done, metrics)
         if last or signal:
@@ -321,9 +317,9 @@ class Trainer:
     def _agree(self) -> tuple[signals.Signals | None, bool, bool]:
         """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
 
-        What one machine is told holds for all.
+        What one machine is told holds for all. A stop waits for the step that the workers have been given already.
         """
-        asked = self._signals.requested or 0
+        asked = (self._signals.requested or 0) if self._ahead.next is None else 0
         number, paused, save = self._nodes.most([asked, self._signals.paused, self._signals.take_save()])
         return signals.Signals(number) if number else None, bool(paused), bool(save)
 
