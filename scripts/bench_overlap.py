@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.e2e import make_model, make_workspace, write_rows
+from bench_runs import environment
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.e2e import make_model, make_workspace, write_rows
 
 SKIPPED_STEPS = 5
 """They profile, and the one after them waits for the planner."""
@@ -37,14 +36,13 @@ def train(folder: Path, name: str, staleness: int, arguments: argparse.Namespace
     words = [f"output_dir={name}", f"pipeline.devices=[{devices}]", f"pipeline.optimizer_staleness={staleness}"]
     words += [f"max_steps={arguments.steps}", f"gradient_accumulation_steps={arguments.microbatches}"]
     command = [sys.executable, "-m", "roundpipe_cli", "finetune", "recipe.yaml", "--no-dashboard", *words]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
+    variables = {
+        **environment(),
         "OMP_NUM_THREADS": "1",
         "ROUNDPIPE_CACHE": str(folder / f"cache-{name}"),
         "ROUNDPIPE_FAULT": f"work:slow={arguments.slow}",
     }
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stderr}")
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

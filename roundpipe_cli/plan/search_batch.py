@@ -187,7 +187,7 @@ class _Walk:
         """Makespan before the measured steps, and when the workers are free on average."""
         step_ends: list[Array] = [0.0, 0.0]
         for index, size in enumerate(chain.round_sizes):
-            if index % chain.rounds_per_step == 0:
+            if chain.waits and index % chain.rounds_per_step == 0:
                 step_ends.append(0.0)
             start = numpy.argmin(self.states[0], axis=0)
             if index:
@@ -196,7 +196,8 @@ class _Walk:
                 self._set_speed((self.workers + start) % self.scorer.num_workers)
             ready_s = step_ends[-3] if chain.waits else 0.0
             ends = self._round(size, index % chain.rounds_per_step > 0, ready_s)
-            step_ends[-1] = numpy.maximum(step_ends[-1], ends.max(axis=0))
+            if chain.waits:
+                step_ends[-1] = numpy.maximum(step_ends[-1], ends.max(axis=0))
             if index:
                 self._turn(self.workers - start)
             if self.all_count:

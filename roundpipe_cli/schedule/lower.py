@@ -156,7 +156,7 @@ class _Lowering:
         self.resident: list[dict[StageRange, int]] = [{} for _ in range(schedule.num_workers)]
         """Per worker: layer range -> visit that holds it, least recently used first."""
         self.host_folded: set[StageRange] = set()
-        self.updates_cost = any(layer.optimizer_s or layer.grad_bytes for layer in costs.layers)
+        self.updates_cost = costs.has_updates
 
     def _add(
         self, kind: Kind, lane: str, worker: int, stage: int, microbatch: int, step: int, payload: str = "",

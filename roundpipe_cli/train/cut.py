@@ -166,14 +166,18 @@ class Cutter:
 
         That is so until stages are settled, where workers differ in speed, and where it would not be faster.
         """
+        found = self._timed_chain(num_microbatches)
+        return None if found is None else found[0]
+
+    def _timed_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
+        """With the seconds of a step."""
         if not (self._chained and self.is_settled and self._kept is None):
             return None
         if num_microbatches not in self._chains:
             speeds = self.costs.worker_speed or (1.0,)
             suits = self._options == Options() and min(speeds) == max(speeds)
             self._chains[num_microbatches] = self._make_chain(num_microbatches) if suits else None
-        found = self._chains[num_microbatches]
-        return None if found is None else found[0]
+        return self._chains[num_microbatches]
 
     def _make_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
         """With the seconds of a step. Its stages are others: with no barrier to wait at, they need not end short."""
@@ -215,13 +219,13 @@ class Cutter:
         """What the simulator says of a full step by the measured costs; None before they are measured."""
         if not (self.measured and self._planned):
             return None
-        chain = self.chain(num_microbatches)
-        timeline = simulate(self.schedule(num_microbatches) if chain is None else chain.first, self.costs)
-        found = self._chains.get(num_microbatches)
-        if chain is None or found is None:
+        found = self._timed_chain(num_microbatches)
+        if found is None:
+            timeline = simulate(self.schedule(num_microbatches), self.costs)
             return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
-        bubble = 1 - sum(busy_s(timeline)) / (self._num_workers * found[1])
-        return {"step_s": found[1], "bubble_ratio": max(0.0, bubble)}
+        chain, step_s = found
+        bubble = 1 - sum(busy_s(simulate(chain.first, self.costs))) / (self._num_workers * step_s)
+        return {"step_s": step_s, "bubble_ratio": max(0.0, bubble)}
 
     def keep_stages(self, schedule: Schedule) -> None:
         """From now on only these stages: the devices' memory is filled up beside them."""
