@@ -163,6 +163,21 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path, model: Path) -> None:
     assert steps == sorted(set(steps))
 
 
+def test_after_a_stop_signals_wait_until_it_was_said() -> None:
+    from roundpipe_cli.errors import StoppedError
+    from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGTERM before the first finished step"), StopSignals():
+            signal.raise_signal(signal.SIGTERM)
+        for number in EXIT_CODES:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_pause_and_save_between_steps() -> None:
     from roundpipe_cli.train.signals import StopSignals
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -177,5 +178,27 @@ def test_signals_wait_for_the_end_of_a_fork() -> None:
             signal.raise_signal(signal.SIGHUP)
             passed.append("the fork")
         assert passed and signal.getsignal(signal.SIGHUP) is stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_in_a_fork_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would wait for it when it leaves, and it waits for work."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    start = BaseProcess.start
+
+    def start_and_stop(process: BaseProcess) -> None:
+        start(process)
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_stop)
+    earlier, before = children(), signal.signal(signal.SIGHUP, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build(write_rows(tmp_path / "rows.jsonl", [ROW]))
+        assert children() == earlier
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -88,6 +88,11 @@ def main() -> None:
         if code == 130:  # what typer makes of a KeyboardInterrupt
             say("stopped by SIGINT")
 
-    code = run_command(command) or code
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while Python leaves ends it, without a traceback
+    try:
+        code = run_command(command) or code
+    except KeyboardInterrupt:  # while an error was shown
+        code = 130
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while Python leaves they end it, without a traceback
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     sys.exit(code)

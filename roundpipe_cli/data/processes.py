@@ -80,12 +80,13 @@ class EncoderPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._children:
-            child.process.kill()
-        for child in self._children:
-            child.process.join()
-            child.connection.close()
-        self._children.clear()
+        with _signals_held():
+            for child in self._children:
+                child.process.kill()
+            for child in self._children:
+                child.process.join()
+                child.connection.close()
+            self._children.clear()
 
     def facts(self) -> TemplateFacts | None:
         """Of the chat template in force.
@@ -161,11 +162,11 @@ class EncoderPool:
         process = context.Process(
             target=_serve, args=(theirs, self._settings, self._tokenizer, os.getpid()), name="roundpipe-tokenise"
         )
-        with _signals_held():
-            process.start()
-        theirs.close()
         child = _Child(process, ours)
-        self._children.append(child)
+        with _signals_held():  # a child that is not in the list would be waited for when Python leaves, for ever
+            process.start()
+            self._children.append(child)
+        theirs.close()
         return child
 
 
@@ -197,8 +198,8 @@ def _died(exit_code: int | None) -> RoundpipeError:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Handlers run after the block. Python would also run them in the callbacks around a fork, where what they raise is
-    printed and lost."""
+    """Handlers run after the block, which is brief. Python would also run them in the callbacks around a fork, where
+    what they raise is printed and lost."""
     if threading.current_thread() is not threading.main_thread():  # no handler runs here
         yield
         return

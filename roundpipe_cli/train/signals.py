@@ -23,7 +23,8 @@ class _StopNow(KeyboardInterrupt):
 class StopSignals:
     """While active, a signal leaves the `with` block at once as `StoppedError`; after `guard()` it is only noted.
 
-    A SIGHUP that the program was started to ignore (`nohup`) stays ignored.
+    A SIGHUP that the program was started to ignore (`nohup`) stays ignored. Where a signal ended the block, more of them
+    do nothing from there on, so that it can be said what was stopped; whoever has said it sets them free.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class StopSignals:
         """Told that a signal was noted; called inside the signal's handler, so it must not use buffers."""
         self._requested: signal.Signals | None = None
         self._guarded = False
+        self._ended = False
         self._save = False
         self.paused = False
         """The user wants no further step to begin; may be set from any thread."""
@@ -46,8 +48,10 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._ended = True
+        if not isinstance(error, (_StopNow, StoppedError)):
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
         if isinstance(error, _StopNow):
             raise error.stopped from None
 
@@ -70,6 +74,8 @@ class StopSignals:
         return asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._ended:
+            return
         received = signal.Signals(number)
         if not self._guarded:
             self._guarded = True  # the way out is not interrupted by the same signal sent to a whole group
