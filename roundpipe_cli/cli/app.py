@@ -92,7 +92,8 @@ def main() -> None:
         code = run_command(command) or code
     except KeyboardInterrupt:  # while an error was shown
         code = 130
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while Python leaves they end it, without a traceback
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # while Python leaves, they end it without a traceback
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     sys.exit(code)

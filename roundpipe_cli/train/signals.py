@@ -23,8 +23,8 @@ class _StopNow(KeyboardInterrupt):
 class StopSignals:
     """While active, a signal leaves the `with` block at once as `StoppedError`; after `guard()` it is only noted.
 
-    A SIGHUP that the program was started to ignore (`nohup`) stays ignored. Where a signal ended the block, more of them
-    do nothing from there on, so that it can be said what was stopped; whoever has said it sets them free.
+    A SIGHUP that the program was started to ignore (`nohup`) stays ignored. Where a signal ended the block, more of
+    them do nothing from there on, so that it can be said what was stopped; whoever has said it sets them free.
     """
 
     def __init__(self) -> None:
