@@ -259,6 +259,7 @@ def _command(
         os.close(descriptor)
     for stream in closed:
         os.close(stream)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests run under nohup
     if before is not None:
         before()
     sys.argv = ["roundpipe", *words]

@@ -132,10 +132,12 @@ def set_fault(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(faults, "_rules_of", None)
 
 
-def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_fault(monkeypatch, "tokenize:raise")
+@pytest.mark.parametrize("kind", ["FaultError", "FaultExit"])
+def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """FaultExit is no Exception."""
+    set_fault(monkeypatch, f"tokenize:raise={kind}")
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
-    with pytest.raises(InternalError, match="tokenising failed: FaultError") as caught:
+    with pytest.raises(InternalError, match=f"tokenising failed: {kind}") as caught:
         build(path)
     assert "faults.py" in (caught.value.problems[0].found or "")
 

@@ -59,10 +59,15 @@ class Group:
             text=True,
         )
 
-    def run(self, folder: Path, *words: str) -> tuple[int, str]:
-        process = self.start(folder, *words)
-        out, _ = process.communicate(timeout=MAX_WAIT_S)
-        return process.returncode, out
+    def run(self, folder: Path, *words: str) -> tuple[int, str, int]:
+        """Exit code, what it said, and its peak of resident memory in bytes."""
+        process, peak, deadline_s = self.start(folder, *words), 0, time.monotonic() + MAX_WAIT_S
+        while process.poll() is None:
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return process.returncode, process.communicate()[0], peak
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +93,25 @@ def work(tmp_path: Path) -> Path:
 
 def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path) -> None:
     finetune(work, "output_dir=free").expect(0)
-    group.limit(900 * MIB)
-    code, text = group.run(work)
+    group.limit(400 * MIB)
+    code, text, _ = group.run(work)
     assert code == 5, text
-    assert re.search(r"host memory: needs [\d.]+ GiB, has [\d.]+ MiB", text), text
+    needed = re.search(r"host memory: needs ([\d.]+) MiB, has [\d.]+ MiB", text)
+    assert needed, text
     assert "Needed are interpreter" in text, "the largest part comes first"
-    assert re.search(rf"found: [\d.]+ MiB available now of 900 MiB \({group.folder}/memory", text), text
+    assert re.search(rf"found: [\d.]+ MiB available now of 400 MiB \({group.folder}/memory", text), text
     assert "loading torch" not in text and not (work / "out" / "metrics.jsonl").exists()
-    group.limit(1300 * MIB)
-    code, text = group.run(work)
+    group.limit(600 * MIB)
+    code, text, peak = group.run(work)
     assert code == 0, text
+    assert peak == pytest.approx(float(needed[1]) * MIB, rel=0.1)
     assert numbers(work / "out") == numbers(work / "free")
 
 
 def test_a_run_that_the_kernel_killed_resumes(group: Group, work: Path) -> None:
     """Another process of the container takes all memory, and the kernel chooses the run."""
     finetune(work, "output_dir=free").expect(0)
-    group.limit(1300 * MIB)
+    group.limit(600 * MIB)
     running = group.start(work, ROUNDPIPE_FAULT="optimizer:slow=60:step=4")  # there until it is killed
     hog = None
     try:

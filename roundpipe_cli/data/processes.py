@@ -244,7 +244,7 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
                     found=f"more than {MAX_MEMORY_BYTES} bytes for one chunk of rows",
                     hint="look for rows of many megabytes",
                 )
-            except Exception as error:
+            except BaseException as error:  # nobody above would turn it into words
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"tokenising failed: {type(error).__name__}: {error}"
                 reply = InternalError(text, where="datasets", found=f"at {place.filename}:{place.lineno}")
