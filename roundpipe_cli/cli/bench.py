@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -176,30 +177,27 @@ def _question(
         missing = [flag for flag, value in (("--workers", workers), ("--microbatches", microbatches)) if value is None]
         if missing:
             raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
-        costs, auto_dealing, chunks = load_costs(costs_file), True, 1
+        assert workers is not None and microbatches is not None
+        asked = Question(load_costs(costs_file), workers, microbatches)
     else:
         assert recipe is not None
-        costs, recipe_workers, recipe_microbatches, auto_dealing, chunks = _from_recipe(recipe, overrides, hardware)
-        workers = recipe_workers if workers is None else workers
-        microbatches = recipe_microbatches if microbatches is None else microbatches
-    assert workers is not None and microbatches is not None
-    return Question(
-        costs,
-        workers,
-        microbatches,
+        asked = _from_recipe(recipe, overrides, hardware)
+    return replace(
+        asked,
+        num_workers=asked.num_workers if workers is None else workers,
+        num_microbatches=asked.num_microbatches if microbatches is None else microbatches,
         accounting="published" if accounting == "published" else "default",
         staleness=1 if staleness else 0,
         num_steps=steps,
-        auto_dealing=auto_dealing,
-        sequence_chunks=chunks,
     )
 
 
-def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[Any, int, int, bool, int]:
-    """Costs, workers and microbatches per step of a recipe, whether it leaves the dispatch to the planner, chunks."""
+def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Question:
+    """What a recipe says of costs, workers and microbatches, and what it leaves to the planner."""
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.cli.question import ask
     from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.schedule.compare import Question
     from roundpipe_cli.units import format_seconds
 
     question = ask(load_recipe(recipe, overrides), hardware)
@@ -208,10 +206,15 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tup
         say(
             f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
         )
-    auto_dealing = question.loaded.recipe.pipeline.dispatch == "auto"
-    settings = question.settings
-    counts = question.num_workers, settings.num_microbatches, auto_dealing, settings.sequence_chunks
-    return question.analytic.costs, *counts
+    pipeline, settings = question.loaded.recipe.pipeline, question.settings
+    return Question(
+        question.analytic.costs,
+        question.num_workers,
+        settings.num_microbatches,
+        auto_dealing=pipeline.dispatch == "auto",
+        auto_head=pipeline.head_workers == "auto",
+        sequence_chunks=settings.sequence_chunks,
+    )
 
 
 def _partitions(

@@ -39,6 +39,7 @@ MAX_PLANNED_ROUNDS = 4
 """Rounds of a step that the planner looks at: later ones repeat."""
 MAX_SEARCHED_LAYERS = 72
 """For more layers than these a few even cuts are simulated in place of the planner's search, which takes seconds."""
+HEAD_SPREAD = "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
 MAX_COUNTED_BYTES = 256 * 1024**2
 
 
@@ -225,11 +226,14 @@ def _in_chunks(question: Question) -> _Cut:
         question.num_workers,
         settings.num_microbatches,
         options=options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch),
+        auto_head=pipeline.head_workers == "auto",
         sequence_chunks=settings.sequence_chunks,
     )
     found = chunk_partition(asked, lambda one: within_limits(sums, limits, one.forward_stages, one.backward_stages))
     why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
-    return _Cut(found.forward_stages, found.backward_stages, found.microbatches_per_round or 1, (why,))
+    per_round = found.microbatches_per_round or 1
+    reasons = (why, HEAD_SPREAD) if found.dealing else (why,)
+    return _Cut(found.forward_stages, found.backward_stages, per_round, reasons, options=found.dealing)
 
 
 def _judged(question: Question, cut: _Cut) -> Verdict:
@@ -318,7 +322,9 @@ def _dealt(question: Question, cut: _Cut) -> _Cut:
     dealt = dealt_cut(question, planned, min(question.settings.num_microbatches, most), fits)
     if dealt.dealing is None:
         return cut
-    why = "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
+    why = HEAD_SPREAD
+    if dealt.dealing.earliest_free:
+        why = "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
     per_round = dealt.microbatches_per_round or question.num_workers
     return _Cut(dealt.forward_stages, dealt.backward_stages, per_round, (why,), dealt.workers, dealt.dealing)
 

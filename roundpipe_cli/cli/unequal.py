@@ -52,7 +52,7 @@ def describe_left_out(question: Question, fewer: Question, *, fits: bool) -> str
 def dealt_cut(
     question: Question, planned: Partition, num_microbatches: int, fits: Callable[[Partition], bool]
 ) -> Partition:
-    """The planned stages, or others for earliest-free dispatch where the recipe leaves it open and it is faster."""
+    """The planned stages, or others dealt out in another way where the recipe leaves it open and it is faster."""
     asked = compare.Question(
         question.analytic.costs,
         question.num_workers,
@@ -60,6 +60,7 @@ def dealt_cut(
         staleness=1 if question.settings.staleness else 0,
         num_steps=compare.MAX_JUDGED_STEPS if question.settings.staleness else 1,
         auto_dealing=question.loaded.recipe.pipeline.dispatch == "auto",
+        auto_head=question.loaded.recipe.pipeline.head_workers == "auto",
     )
     return compare.choose_dealing(planned, asked, fits)
 

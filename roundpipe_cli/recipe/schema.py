@@ -185,7 +185,7 @@ class PipelineConfig:
     head_workers: Literal["auto"] | PositiveInt = "auto"
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
     much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for
-    each other. `auto` is 1."""
+    each other. `auto` is all GPUs where the head is frozen and the simulator finds a step faster so, else 1."""
     replicas: PositiveInt = 1
     """Workers that share the microbatches of every other stage (roundpipe only); each uploads the stage's weights, and
     gradients are added up on the host, microbatch after microbatch."""
@@ -197,8 +197,8 @@ class PipelineConfig:
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
     chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks). Not
-    with packing, dpo, kept activations, replicas or recurrent blocks. Four chunks a worker keep the bubble small, with
-    a frozen head `head_workers` too. `auto` is 1."""
+    with packing, dpo, kept activations, replicas or recurrent blocks. Four chunks a worker keep the bubble small.
+    `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`

@@ -47,6 +47,8 @@ class Question:
     """How roundpipe deals out its stages; the other schedules bind theirs."""
     auto_dealing: bool = True
     """Whether the planner may choose earliest-free dispatch where `options` are the defaults and workers differ."""
+    auto_head: bool = False
+    """Whether the planner may share out a frozen head's microbatches where `options` are the defaults."""
     sequence_chunks: int = 1
     """Consecutive microbatches that are one sequence; see `Schedule`."""
 
@@ -201,7 +203,26 @@ Keeps = Callable[[Partition], bool]
 
 
 def chunk_partition(question: Question, keeps: Keeps | None = None) -> Partition:
-    """Stages of roundpipe where sequences come in chunks."""
+    """Stages of roundpipe where sequences come in chunks, and the head's workers if the question leaves them open."""
+    narrow = _chunk_partition(question, keeps)
+    spread = _head_spread(question)
+    if spread is None:
+        return narrow
+    wide = replace(_chunk_partition(replace(question, options=spread), keeps), dealing=spread)
+    return _faster(narrow, wide, question)
+
+
+def _head_spread(question: Question) -> Options | None:
+    """The head's microbatches on all workers, if that may be chosen: a trained head's gradients are added up in order,
+    so its workers would wait for each other."""
+    layers, speeds = question.costs.layers, question.costs.worker_speed or (1.0,)
+    is_frozen = question.costs.has_updates and not (layers[-1].grad_bytes or layers[-1].optimizer_s)
+    is_plain = question.options == Options() and question.accounting == "default" and min(speeds) == max(speeds)
+    may = question.auto_head and is_plain and is_frozen and question.staleness == 0 and question.num_workers > 1
+    return Options(head_workers=question.num_workers) if may else None
+
+
+def _chunk_partition(question: Question, keeps: Keeps | None) -> Partition:
     counts = question.num_workers, question.num_microbatches, question.sequence_chunks
     shapes = chunk_shapes(question.costs, *counts, question.options)
     found = fastest(
@@ -213,20 +234,30 @@ def chunk_partition(question: Question, keeps: Keeps | None = None) -> Partition
 
 
 def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None = None) -> Partition:
-    """The planner's stages in turn or, where workers differ in speed and a simulated step is faster so, earliest-free
-    dispatch with stages that suit it. Equal workers always take turns, and so do all under published accounting.
+    """The planner's stages in turn, or where a simulated step is faster so: if workers differ in speed, earliest-free
+    dispatch with stages that suit it; if they are equal, the head on all of them. Not under published accounting.
 
     The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
     """
     speeds = question.costs.worker_speed
+    spread = _head_spread(question)
+    if spread is not None:
+        each = tuple((index, index) for index in range(len(question.costs.layers)))
+        # One layer a stage and one round: of all cuts tried, what suits a head that costs each worker little.
+        wide = Partition(each[:-1], each[::-1], question.num_microbatches, dealing=spread)
+        return _faster(planned, wide, question) if keeps is None or keeps(wide) else planned
     may = question.auto_dealing and question.options == Options() and question.accounting == "default"
     if not may or speeds is None or min(speeds) == max(speeds):
         return planned
     free = Options(earliest_free=True)
     dealt = replace(dealt_partition(planned, replace(question, options=free), keeps), dealing=free)
-    question = replace(question, num_steps=min(question.num_steps, MAX_JUDGED_STEPS))
-    in_turn_s, free_s = (run("roundpipe", partition, question).step_s for partition in (planned, dealt))
-    return dealt if free_s < in_turn_s * (1 - MIN_GAIN) else planned
+    return _faster(planned, dealt, replace(question, num_steps=min(question.num_steps, MAX_JUDGED_STEPS)))
+
+
+def _faster(planned: Partition, other: Partition, question: Question) -> Partition:
+    """The other one if it is faster by more than the simulator can be trusted with."""
+    planned_s, other_s = (run("roundpipe", partition, question).step_s for partition in (planned, other))
+    return other if other_s < planned_s * (1 - MIN_GAIN) else planned
 
 
 def dealt_partition(planned: Partition, question: Question, keeps: Keeps | None = None) -> Partition:

@@ -103,10 +103,15 @@ def compare_for_real(
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches, teller)
-        auto = setup.recipe.pipeline.dispatch == "auto"
-        chunks = setup.recipe.pipeline.num_chunks
-        count = len(microbatches) * chunks
-        question = Question(costs, engine.num_workers, count, auto_dealing=auto, sequence_chunks=chunks)
+        pipeline = setup.recipe.pipeline
+        question = Question(
+            costs,
+            engine.num_workers,
+            len(microbatches) * pipeline.num_chunks,
+            auto_dealing=pipeline.dispatch == "auto",
+            auto_head=pipeline.head_workers == "auto",
+            sequence_chunks=pipeline.num_chunks,
+        )
         measured = [
             Measured(run(name, choose_partition(name, question), question), num_tokens=num_tokens) for name in names
         ]

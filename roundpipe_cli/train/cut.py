@@ -305,6 +305,7 @@ class Cutter:
             num_microbatches,
             options=self._options,
             auto_dealing=self._pipeline.dispatch == "auto",
+            auto_head=self._pipeline.head_workers == "auto",
             sequence_chunks=self._chunks,
         )
 
