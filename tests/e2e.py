@@ -210,6 +210,8 @@ def launch(
     arguments = (str(folder), words, changes, str(log), closed, before)
     process = context.Process(target=_command, args=arguments)
     process.start()
+    # Starting another would ask how this one ended: of two threads that ask at once, one gets 255 for an answer.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return Running(process, folder, log, time.monotonic())
 
 

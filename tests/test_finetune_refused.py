@@ -155,13 +155,15 @@ def test_damaged_model_folders(folder: Path) -> None:
     says(refused(folder, "model=bare"), "the model folder has no tokenizer", "tokenizer.json")
 
 
-@pytest.mark.parametrize("fault", ["nan", "shape", "missing"])
+@pytest.mark.parametrize("fault", ["nan", "shape", "missing", "most missing"])
 def test_wrong_weights(folder: Path, fault: str) -> None:
     state = load_file(folder / "model" / "model.safetensors")
     if fault == "nan":
         state[LAYER][3, 4] = float("nan")
     elif fault == "shape":
         state[LAYER] = torch.zeros(3, 3)
+    elif fault == "most missing":
+        state = {LAYER: state[LAYER]}
     else:
         del state[LAYER]
     save_file(state, folder / "model" / "model.safetensors")
@@ -169,6 +171,7 @@ def test_wrong_weights(folder: Path, fault: str) -> None:
         "nan": ["a base weight is not finite", LAYER],
         "shape": ["another shape", LAYER, "found: [3, 3]", "expected: [128, 64]"],
         "missing": ["weights of the architecture are missing", LAYER],
+        "most missing": ["weights of the architecture are missing", "found: 32768 bytes of tensors"],
     }
     says(refused(folder, "model=./model"), *texts[fault])
 
