@@ -80,6 +80,7 @@ def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
     simulated = simulate(chained, model, staleness=staleness)
     assert rows(result) == [[str(action) for action in row] for row in chained.actions]
     assert makespan_s(simulated) * (1 - 1e-9) <= result.makespan_s <= makespan_s(simulated) + sum(result.late_s) + 1e-9
+    assert all(0 <= part <= whole for part, whole in zip(result.compute_late_s, result.late_s, strict=True))
     assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
 
 

@@ -17,7 +17,7 @@ from roundpipe_cli.cli.export import export
 from roundpipe_cli.cli.finetune import finetune
 from roundpipe_cli.cli.generate import generate
 from roundpipe_cli.cli.init import init
-from roundpipe_cli.cli.output import open_closed_streams, run_command, say
+from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
 from roundpipe_cli.cli.plan import plan
 from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.cli.usage import UsageError, explain_usage
@@ -66,8 +66,24 @@ app.command()(export)
 app.command()(generate)
 
 
+def _interrupt_once() -> None:
+    """The first Ctrl-C raises KeyboardInterrupt; a second one, while that is dealt with, ends the process at once."""
+
+    def leave(*_: object) -> None:
+        say_at_once("stopped at once by a second SIGINT")
+        os._exit(130)
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, leave)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the caller ignores it
+        signal.signal(signal.SIGINT, interrupt)
+
+
 def main() -> None:
     """Entry point of the console script; leaves with the documented exit code."""
+    _interrupt_once()
     open_closed_streams()
     os.umask(0o077)  # state, logs and caches hold private data; results are opened to others one by one
     code = 0
@@ -90,7 +106,7 @@ def main() -> None:
 
     try:
         code = run_command(command) or code
-    except KeyboardInterrupt:  # while an error was shown
+    except KeyboardInterrupt:  # the first, while an error was shown
         code = 130
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # while Python leaves, they end it without a traceback

@@ -34,7 +34,9 @@ class Emulated:
 
     timeline: Timeline
     late_s: tuple[float, ...]
-    """Per worker: time that its streams lost because the host issued too late."""
+    """Per worker: time that its streams lost because the host issued too late, compute and links together."""
+    compute_late_s: tuple[float, ...]
+    """Per worker: of these, the compute stream's. A link's are idle time too, but seldom anybody waits for it."""
     transfers: TransferStatistics
 
     @property
@@ -205,5 +207,6 @@ def _result(program: Program, works: Sequence[EmulatedWork], run: StepRun, start
     return Emulated(
         timeline,
         tuple(work.device.late_s for work in works if work.worker >= 0),
+        tuple(work.device.compute.late_s for work in works if work.worker >= 0),
         statistics_of(program, compute_s, run.records, started_s),
     )
