@@ -30,7 +30,7 @@ from tests.tiny import make_rig, random_microbatches, schedule_for
 
 MIB = 1024**2
 NUM_TENTHS = 10
-MAX_GROWTH, MIN_GROWTH_BYTES = 1.02, 8 * MIB
+GROWTH_PER_THOUSAND_BYTES, MIN_GROWTH_BYTES = 1 * MIB, 8 * MIB
 MAX_SLOWER = 1.05
 SIZES = [(1, 8), (2, 5), (1, 6), (1, 7)]
 
