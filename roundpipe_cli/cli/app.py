@@ -71,7 +71,8 @@ def _interrupt_once() -> None:
 
     def leave(*_: object) -> None:
         say_at_once("stopped at once by a second SIGINT")
-        os._exit(130)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)  # shells show 130
 
     def interrupt(*_: object) -> None:
         signal.signal(signal.SIGINT, leave)

@@ -243,7 +243,7 @@ def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None =
     spread = _head_spread(question)
     if spread is not None:
         each = tuple((index, index) for index in range(len(question.costs.layers)))
-        # One layer a stage and long rounds: of all cuts tried, what suits a head that costs each worker little. No round
+        # One layer a stage and long rounds: of all cuts tried, what suits a head that costs each worker little. But no
         # longer than the planner's own or two microbatches a worker: the host keeps the boundaries of a round.
         most = max(2 * question.num_workers, planned.microbatches_per_round or 0)
         wide = Partition(each[:-1], each[::-1], min(question.num_microbatches, most), dealing=spread)
