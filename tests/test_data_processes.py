@@ -51,7 +51,7 @@ SUBCLASSES = "().__class__.__base__.__subclasses__()"
         pytest.param("{{ 'x' * (10 ** 11) }}", "too much memory", id="one large string"),
         pytest.param(
             "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
-            "too much memory",
+            "the chat template",  # takes too long or too much memory: on a busy machine either limit may be met first
             id="doubling",
         ),
         pytest.param("{#" + "x" * (10 * 1024**2) + "#}", "too large", id="ten megabytes"),
