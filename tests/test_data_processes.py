@@ -51,7 +51,7 @@ SUBCLASSES = "().__class__.__base__.__subclasses__()"
         pytest.param("{{ 'x' * (10 ** 11) }}", "too much memory", id="one large string"),
         pytest.param(
             "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
-            "the chat template",  # takes too long or too much memory: on a busy machine either limit may be met first
+            "too much memory",
             id="doubling",
         ),
         pytest.param("{#" + "x" * (10 * 1024**2) + "#}", "too large", id="ten megabytes"),
@@ -62,6 +62,8 @@ def test_hostile_templates_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if what == "too much memory":  # on a busy machine it takes long to fill: time must not be what ends it
+        monkeypatch.setattr(processes, "MAX_RENDER_S", 60.0)
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
     before = children()
     with pytest.raises(RoundpipeError) as caught:

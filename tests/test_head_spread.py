@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.predict import HEAD_SPREAD, make_plan
+from roundpipe_cli.cli.predict import make_plan
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -18,6 +18,7 @@ from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.profile_cache import ProfileCache
 
 WORKERS, MICROBATCHES = 8, 16
+SPREAD = Options(head_workers=WORKERS)
 
 
 def costs(*, head_s: float = 4.0, trained_head: bool = False, adapters: bool = True) -> CostModel:
@@ -36,7 +37,7 @@ def head_workers(schedule: Schedule) -> int:
 def test_a_long_frozen_head_is_shared_by_all() -> None:
     question = Question(costs(), WORKERS, MICROBATCHES, auto_head=True)
     chosen = choose_partition("roundpipe", question)
-    assert chosen.dealing == Options(head_workers=WORKERS)
+    assert chosen.dealing == SPREAD
     alone = replace(question, auto_head=False)
     planned = choose_partition("roundpipe", alone)
     spread_s, planned_s = run("roundpipe", chosen, question).step_s, run("roundpipe", planned, alone).step_s
@@ -78,7 +79,7 @@ def test_plan_says_so() -> None:
     words = ["gradient_accumulation_steps=16"]
     spread = make_plan(load_recipe("recipes/llama3.1-8b.yaml", words), "8x4090")
     alone = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "pipeline.head_workers=1"]), "8x4090")
-    assert HEAD_SPREAD in spread.explanation and HEAD_SPREAD not in alone.explanation
+    assert SPREAD.why in spread.explanation and SPREAD.why not in alone.explanation
     assert spread.step_s < 0.99 * alone.step_s
     full = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "method=full"]), "8x4090")
-    assert HEAD_SPREAD not in full.explanation
+    assert SPREAD.why not in full.explanation

@@ -280,10 +280,10 @@ def check_header(path: Path) -> None:
     _sound_headers.add(known)
 
 
-def header_bytes(path: Path) -> int:
-    """Of a safetensors file that was checked: what lies before its tensors."""
+def tensor_bytes(path: Path) -> int:
+    """Of all tensors in a safetensors file that was checked."""
     with path.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
+        return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:

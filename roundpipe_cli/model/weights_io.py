@@ -30,7 +30,7 @@ from roundpipe_cli.model.quantized_files import (
     stored_in_4bit,
 )
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import check_file, check_header, find_shards, header_bytes
+from roundpipe_cli.model.untrusted import check_file, check_header, find_shards, tensor_bytes
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
@@ -93,8 +93,7 @@ def load_weights(
 
 def _refuse_too_small(source: ModelSource, shapes: Mapping[str, torch.Size]) -> None:
     """Files that could not hold the weights even in 4 bit: cheaper to tell than by loading all they have."""
-    found = sum(path.stat().st_size for path in find_shards(source.folder))
-    found -= sum(header_bytes(path) for path in find_shards(source.folder))
+    found = sum(map(tensor_bytes, find_shards(source.folder)))
     needed = sum(shape.numel() for shape in shapes.values()) // 2
     if found < needed:
         raise RefusedError(

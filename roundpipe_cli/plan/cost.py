@@ -72,6 +72,11 @@ class CostModel:
         return any(layer.boundary_bytes for layer in self.layers)
 
     @property
+    def equal_workers(self) -> bool:
+        """Whether all workers are of one speed."""
+        return len(set(self.worker_speed or (1.0,))) == 1
+
+    @property
     def has_updates(self) -> bool:
         """Whether anything is updated. Then a chained step waits for the step two before, whose update it reads.
 

@@ -215,11 +215,16 @@ def chunk_partition(question: Question, keeps: Keeps | None = None) -> Partition
 def _head_spread(question: Question) -> Options | None:
     """The head's microbatches on all workers, if that may be chosen: a trained head's gradients are added up in order,
     so its workers would wait for each other."""
-    layers, speeds = question.costs.layers, question.costs.worker_speed or (1.0,)
-    is_frozen = question.costs.has_updates and not (layers[-1].grad_bytes or layers[-1].optimizer_s)
-    is_plain = question.options == Options() and question.accounting == "default" and min(speeds) == max(speeds)
-    may = question.auto_head and is_plain and is_frozen and question.staleness == 0 and question.num_workers > 1
+    costs, head = question.costs, question.costs.layers[-1]
+    is_frozen = costs.has_updates and not (head.grad_bytes or head.optimizer_s)
+    is_open = question.auto_head and _leaves_open(question) and question.staleness == 0
+    may = is_open and is_frozen and costs.equal_workers and question.num_workers > 1
     return Options(head_workers=question.num_workers) if may else None
+
+
+def _leaves_open(question: Question) -> bool:
+    """Whether the planner may deal in another way than the published one at all."""
+    return question.options == Options() and question.accounting == "default"
 
 
 def _chunk_partition(question: Question, keeps: Keeps | None) -> Partition:
@@ -239,7 +244,6 @@ def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None =
 
     The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
     """
-    speeds = question.costs.worker_speed
     spread = _head_spread(question)
     if spread is not None:
         each = tuple((index, index) for index in range(len(question.costs.layers)))
@@ -248,8 +252,7 @@ def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None =
         most = max(2 * question.num_workers, planned.microbatches_per_round or 0)
         wide = Partition(each[:-1], each[::-1], min(question.num_microbatches, most), dealing=spread)
         return _faster(planned, wide, question) if keeps is None or keeps(wide) else planned
-    may = question.auto_dealing and question.options == Options() and question.accounting == "default"
-    if not may or speeds is None or min(speeds) == max(speeds):
+    if question.costs.equal_workers or not (question.auto_dealing and _leaves_open(question)):
         return planned
     free = Options(earliest_free=True)
     dealt = replace(dealt_partition(planned, replace(question, options=free), keeps), dealing=free)

@@ -44,6 +44,13 @@ class Options:
     """Every microbatch of a stage goes to the worker that would end it first, in place of the next in turn; of a
     sequence in chunks, all of them together."""
 
+    @property
+    def why(self) -> str:
+        """What `plan` says where the planner has chosen this."""
+        if self.earliest_free:
+            return "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
+        return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
+
 
 def options_of(
     head_workers: int | Literal["auto"], replicas: int, dispatch: Literal["auto", "round_robin", "earliest_free"]

@@ -34,6 +34,8 @@ KILLED_BEFORE = {"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}
 LINE = re.compile(r"^(?P<thread>\d+) +(?P<call>\w+)\((?P<arguments>.*)$")
 
 
+UNFINISHED = "<unfinished ...>"
+RESUMED = re.compile(r"^(?P<thread>\d+) +<\.\.\. \w+ resumed>(?P<rest>.*)$")
 INJECTED = re.compile(LINE.pattern.removesuffix("$") + r"\(INJECTED\)$")
 
 
@@ -86,10 +88,9 @@ def error_at_each(arena: Arena, count: int) -> Seen:
             done = running.finish()
         with lock:
             ended[done.code] += 1
-        lines = trace.read_text(errors="replace").splitlines()
+        lines = _whole_lines(trace.read_text(errors="replace").splitlines())
         hit = [match for line in lines if (match := INJECTED.match(line))]
         mute = any(match.group("arguments").startswith("2<") for match in hit)  # it could not say what was wrong
-        mute |= any("write resumed>" in line and line.endswith("(INJECTED)") for line in lines)
         for match in hit:  # one in each thread that makes so many calls, and not always the one that was listed
             _check_error(work, done, Call(call.name, call.nth, match.group("arguments")), mute)
         assert hit or done.code == 0, f"exit code {done.code}, and nothing was made to fail\n{done.err}"
@@ -103,6 +104,21 @@ def error_at_each(arena: Arena, count: int) -> Seen:
 
     failures = arena.each(len(cases), attempt)
     return Seen(len(cases), failures, f"{ended[5]} ended with exit 5, {ended[0]} went on")
+
+
+def _whole_lines(lines: list[str]) -> list[str]:
+    """Calls that strace has cut in two, because another thread's came between, in one line again."""
+    begun: dict[str, str] = {}
+    whole = []
+    for line in lines:
+        resumed = RESUMED.match(line)
+        if line.endswith(UNFINISHED):
+            begun[line.split()[0]] = line.removesuffix(UNFINISHED)
+        elif resumed:
+            whole.append(begun.pop(resumed["thread"], "") + resumed["rest"])
+        else:
+            whole.append(line)
+    return whole
 
 
 def durability_order(arena: Arena, count: int) -> Seen:
