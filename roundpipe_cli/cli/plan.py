@@ -143,7 +143,7 @@ def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
 
 
 def _verdict_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.cli.predict import steps_of
+    from roundpipe_cli.cli.run_length import steps_of
     from roundpipe_cli.units import format_count, format_seconds
 
     question, settings = answer.question, answer.question.settings
@@ -162,7 +162,7 @@ def _verdict_lines(answer: Plan) -> list[str]:
         f"{would}{format_seconds(answer.step_s)} a step of {tokens:,} tokens, {answer.tokens_per_s:,.0f} tokens/s, "
         f"bubble {answer.bubble_ratio:.1%}"
     )
-    steps, how_known = steps_of(answer)
+    steps, how_known = steps_of(question.loaded)
     if steps is None:
         lines.append(f"Time to finish: not known, {how_known}")
     else:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import json
 import math
-import os
 import signal as signals
 import statistics
 import tempfile
@@ -37,21 +34,24 @@ from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
-from roundpipe_cli.train.durable import disk_error, write_atomically
+from roundpipe_cli.train.durable import write_atomically
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
 from roundpipe_cli.train.learning_rate import make_schedule
+from roundpipe_cli.train.loss_scale import LossScale
+from roundpipe_cli.train.metrics import append_row, metrics_row, sync_rows
 from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of, was_restarted
 from roundpipe_cli.train.optimizer import make_optimizer
 from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, RunState, truncate_metrics
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.report import make_report
-from roundpipe_cli.train.resume import check_state, check_tensors, check_unchanged, run_state, shared_facts
-from roundpipe_cli.train.saver import Saver, Snapshot, State
+from roundpipe_cli.train.resume import check_state, check_unchanged, run_state, shared_facts
+from roundpipe_cli.train.saver import Saver, Snapshot
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.shard import Shards, make_shards
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+from roundpipe_cli.train.state import layer_state, restore_state
 from roundpipe_cli.train.step_folders import list_checkpoints
 from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.trackers import Trackers
@@ -62,9 +62,6 @@ Planned = Callable[[Schedule], Mapping[str, float]]
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
-INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_GROWTH_STEPS = 2000
-"""As in torch.amp.GradScaler."""
 ETA_STEPS = 20
 MAX_SKIPPED_IN_A_ROW = 10
 """One more and the weights are to blame, not the rows."""
@@ -187,8 +184,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._position = Position()
         """Of the data, behind the last finished step."""
-        self._loss_scale = INITIAL_LOSS_SCALE if recipe.dtype == "float16" else 1.0
-        self._steps_since_overflow = 0
+        self._loss_scale = LossScale.of(recipe.dtype)
         overlaps = self._nodes.count == 1 and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
         self._cutter = make_cutter(setup, chained=overlaps)
         self._ahead = StepsAhead(setup, self._cutter, self.sampler, self._microbatches)
@@ -426,12 +422,12 @@ class Trainer:
             microbatches,
             self._cutter.schedule(len(microbatches)),
             step=step,
-            loss_scale=self._loss_scale,
+            loss_scale=self._loss_scale.value,
             version=self.setup.store.step_version(step),
             on_gradient=on_gradient,
             part=part,
         )
-        return result if sharing is None else sharing.finish(result, self._loss_scale)
+        return result if sharing is None else sharing.finish(result, self._loss_scale.value)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, pairs with what the base model says of them, and the number of tokens."""
@@ -442,36 +438,29 @@ class Trainer:
         return add_references(self.setup, self._references, microbatches, step), num_tokens
 
     def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
-        row = _metrics_row(event)
+        row = metrics_row(event)
         if self._fit.first_step == event.step and (segment := self._fit.to_json(self.recipe)):
             row["segment"] = segment  # the curve goes on with other microbatches from here
         if self._skipped_in_a_row:
             row["skipped"] = True
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        try:
-            if metrics.write(line) < len(line):  # the rest does not fit; --resume cuts a torn line off
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise disk_error(error, self.output_dir / METRICS_NAME, f"the metrics of step {event.step}") from error
+        append_row(metrics, self.output_dir / METRICS_NAME, row)
 
     def _update(self, step: int, gradient_norm: float, learning_rate: float) -> None:
         if self._updates_early:
             return
-        factor = 1.0 / self._loss_scale
+        factor = 1.0 / self._loss_scale.value
         if self.recipe.max_grad_norm > 0:
             factor *= min(1.0, self.recipe.max_grad_norm / (gradient_norm + CLIP_EPSILON))
         self._updater.begin(step, learning_rate, factor)
-        self._steps_since_overflow += 1
-        if self.recipe.dtype == "float16" and self._steps_since_overflow % LOSS_SCALE_GROWTH_STEPS == 0:
-            self._loss_scale *= 2
+        self._loss_scale.updated()
 
     def _not_finite(self, step: int, batches: list[RowBatch], result: StepResult) -> None:
         """Skip the update where float16's loss scale was too large; otherwise stop before anything is spoiled."""
-        if self.recipe.dtype == "float16" and math.isfinite(result.loss) and self._loss_scale > 1:
-            self._loss_scale /= 2
-            self._steps_since_overflow = 0
+        if math.isfinite(result.loss) and self._loss_scale.may_be_too_large:
+            self._loss_scale.overflowed()
             self._updater.skip(step)
-            self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {self._loss_scale:g}"))
+            scale = self._loss_scale.value
+            self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {scale:g}"))
             return
         dataset = self.setup.dataset
         self._num_skipped += 1
@@ -504,22 +493,20 @@ class Trainer:
             self._saved_step = step
             return
         started_s = time.monotonic()
-        try:
-            os.fsync(metrics.fileno())
-        except OSError as error:
-            raise disk_error(error, self.output_dir / METRICS_NAME, "the metrics") from error
+        sync_rows(metrics, self.output_dir / METRICS_NAME)
         self._saved_step = step
         meta = {
-            **run_state(self.setup, self._loss_scale, self._seconds()),
+            **run_state(self.setup, self._loss_scale.value, self._seconds()),
             "num_updates": self.optimizer.num_updates,
-            "steps_since_overflow": self._steps_since_overflow,
+            "steps_since_overflow": self._loss_scale.num_updates,
             "data_position": self._position.to_json(),
             "evaluation": self.evaluator.state(),
             "fit": self._fit.to_json(self.recipe),
             "skipped_steps": self._num_skipped,
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
-        state_of, ready = partial(self._state_of, step), partial(self._updater.wait_for, version=step)
+        state_of = partial(layer_state, self.setup.store, self.optimizer, step)
+        ready = partial(self._updater.wait_for, version=step)
         snapshot = Snapshot(step, layers, state_of, ready, meta)
         if shards is not None:
             own = [layer for layer in layers if first or shards.is_own(layer)]
@@ -528,38 +515,15 @@ class Trainer:
         self._saver.begin(snapshot, started_s)
 
     def _collected(self, shards: Shards, step: int, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        return shards.collect(layer, self._state_of(step, layer))
-
-    def _state_of(self, step: int, layer: int) -> State:
-        """What the checkpoint after `step` updates holds of one layer."""
-        store = self.setup.store
-        names = [place.name for place in store.layouts[layer].trainable]
-        state = [("masters", name, store.master(name)) for name in names]
-        state += [("moments", name, tensor) for name, tensor in self.optimizer.moments_of(layer)]
-        if store.staleness:
-            stale = store.views_at(store.step_version(step))
-            state += [("weights", name, stale[name]) for name in names]
-        return state
+        return shards.collect(layer, layer_state(self.setup.store, self.optimizer, step, layer))
 
     def _restore(self, checkpoint: Checkpoint) -> int:
-        store, meta = self.setup.store, checkpoint.meta
-        own = {name: store.master(name) for name in sorted(store.trainable_names)}
-        check_tensors(checkpoint, {"masters": own, "moments": dict(self.optimizer.moments())})
-        masters = checkpoint.tensors("masters")
-        for name in own:
-            store.set_parameter(name, masters[name])
-        store.set_version(checkpoint.step)
-        if store.staleness and "weights" in checkpoint.groups:
-            weights, stale = checkpoint.tensors("weights"), store.views_at(store.step_version(checkpoint.step))
-            for name in sorted(store.trainable_names):
-                stale[name].copy_(weights[name])
-        elif store.staleness:
+        meta = checkpoint.meta
+        if not restore_state(self.setup.store, self.optimizer, checkpoint):
             text = "the checkpoint was written without staleness: the next two steps compute with the same weights"
             self._tell(Notice(text))
-        moments = checkpoint.tensors("moments") if "moments" in checkpoint.groups else {}  # sgd keeps none
-        self.optimizer.load(moments, int(meta["num_updates"]))
-        self._loss_scale = float(meta["loss_scale"])
-        self._steps_since_overflow = int(meta["steps_since_overflow"])
+        self._loss_scale.value = float(meta["loss_scale"])
+        self._loss_scale.num_updates = int(meta["steps_since_overflow"])
         self._earlier_s = float(meta["training_s"])
         self._num_skipped = int(meta.get("skipped_steps", 0))
         self._fit = resumed_fit(meta.get("fit"), self.recipe)
@@ -572,21 +536,3 @@ class Trainer:
 def _poisoned(result: StepResult, poison: float | None) -> StepResult:
     """The result with the value of a fault point in place of the gradient norm."""
     return result if poison is None else replace(result, gradient_norm=poison)
-
-
-def _metrics_row(event: StepFinished) -> dict[str, Any]:
-    return {
-        "step": event.step,
-        "loss": event.loss if math.isfinite(event.loss) else None,
-        "loss_hex": event.loss.hex(),
-        "learning_rate": event.learning_rate,
-        "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
-        "tokens": event.tokens,
-        "tokens_per_s": event.tokens_per_s,
-        "step_s": event.step_s,
-        "bubble_ratio": event.bubble_ratio,
-        "utilization": list(event.utilization),
-        "upload_bytes": event.upload_bytes,
-        "device_peak_bytes": event.device_peak_bytes,
-        **(event.preference or {}),
-    }
