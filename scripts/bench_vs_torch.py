@@ -42,10 +42,11 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.cut import PROFILE_STEPS
 from roundpipe_cli.train.optimizer import HostOptimizer
-from roundpipe_cli.train.pool import make_cutter
+from roundpipe_cli.train.pool import make_cutter, page_locked
 from roundpipe_cli.train.setup import Setup, prepare
 
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 0.0
+"""Updates are made and timed, but all ways keep the same weights, so that their losses can be compared."""
 
 
 def setup_for(args: argparse.Namespace, dtype: str) -> Setup:
@@ -168,17 +169,17 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     workers = backends(args)
     cutter = make_cutter(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
-    with Engine(setup.model, setup.split, setup.store, workers) as engine:
+    with page_locked(setup, print), Engine(setup.model, setup.split, setup.store, workers) as engine:
 
-        def engine_step(schedule: Schedule, number: int, learning_rate: float) -> tuple[float, StepResult]:
+        def engine_step(schedule: Schedule, number: int) -> tuple[float, StepResult]:
             started = time.perf_counter()
             result = engine.run_step(batches(args, number), schedule, step=number)
-            optimizer.step(learning_rate, min(1.0, 1.0 / (result.gradient_norm + 1e-6)))
+            optimizer.step(LEARNING_RATE, min(1.0, 1.0 / (result.gradient_norm + 1e-6)))
             return time.perf_counter() - started, result
 
         for number in range(PROFILE_STEPS):
             torch.set_num_threads(num_cores())
-            cutter.observe(engine_step(cutter.schedule(args.microbatches), number, 0.0)[1])
+            cutter.observe(engine_step(cutter.schedule(args.microbatches), number)[1])
         same = recompute_everything(cutter.costs, len(workers), args.microbatches)
         planned = cutter.schedule(args.microbatches)
         print(f"engine: forward {same.forward_stages}, backward {same.backward_stages}")
@@ -193,8 +194,8 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
                 started = time.perf_counter()
                 independent.step(number)
                 seconds["independent"].append(time.perf_counter() - started)
-            seconds["planned"].append(engine_step(planned, number, 0.0)[0])  # learns nothing: one update a round
-            took_s, result = engine_step(same, number, LEARNING_RATE)
+            seconds["planned"].append(engine_step(planned, number)[0])
+            took_s, result = engine_step(same, number)
             seconds["engine"].append(took_s)
             seconds["bubble"].append(result.bubble_ratio)
             tolerance = 1e-3 if dtype == "float32" else 3e-2
@@ -209,9 +210,9 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
 
 def recompute_everything(costs: CostModel, num_workers: int, num_microbatches: int) -> Schedule:
     """The planner's cut with the head alone in its stage, so that every block is recomputed."""
-    plan = plan_partition(
-        costs, num_workers=num_workers, num_microbatches=num_microbatches, limits=StageLimits(head_bytes=1)
-    )
+    head = costs.layers[-1]
+    alone = StageLimits(head_bytes=max(1, int(head.param_bytes + head.grad_bytes + head.activation_bytes)))
+    plan = plan_partition(costs, num_workers=num_workers, num_microbatches=num_microbatches, limits=alone)
     return build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,

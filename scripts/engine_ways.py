@@ -69,6 +69,7 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
         costs=costs,
         microbatches_per_round=plan.microbatches_per_round,
     )
+    cuda.release_workspaces()
     backends = backends_of(args.device, num_workers)
     with Engine(setup.model, setup.split, setup.store, backends, weight_cache_bytes=cache) as engine:
         return [engine.run_step(microbatches, schedule, step=0) for _ in range(args.rounds + 2)][2:]

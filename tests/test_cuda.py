@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.base import Event, Pair
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
+from tests.e2e import fresh, make_model, make_workspace, metrics
 from tests.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
 
 pytestmark = [
@@ -18,11 +22,32 @@ pytestmark = [
 ]
 
 
-def run(rig: Rig, devices: Sequence[int], sizes: Sequence[tuple[int, int]]) -> StepResult:
-    backends = [cuda.CudaBackend(index) for index in devices]
-    with Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
+@contextmanager
+def page_locked(rig: Rig) -> Iterator[None]:
+    """Weights and gradients page-locked, as in a run: from ordinary memory every copy would be synchronous."""
+    buffers = rig.store.transferred
+    try:
+        for buffer in buffers:
+            assert cuda.register_host_buffer(buffer, 0), "this machine does not let us page-lock memory"
+        yield
+    finally:
+        for buffer in buffers:
+            cuda.unregister_host_buffer(buffer)
+
+
+def run(
+    rig: Rig,
+    devices: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
+    make: Callable[[int], cuda.CudaBackend] = cuda.CudaBackend,
+) -> StepResult:
+    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, [make(index) for index in devices]) as engine:
         schedule = schedule_for(rig, len(devices), len(sizes))
         return engine.run_step(random_microbatches(sizes), schedule, step=0)
+
+
+def gradients(rig: Rig) -> dict[str, torch.Tensor]:
+    return {name: rig.store.gradient(name).clone() for name in sorted(rig.store.trainable_names)}
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -34,8 +59,54 @@ def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
     result = run(rig, [0], sizes)
     loss = plain_step(rig, random_microbatches(sizes))
     assert result.loss == pytest.approx(loss, rel=1e-5)
-    norm = torch.stack([p.grad.double().norm() for p in rig.plain.parameters() if p.grad is not None]).norm()
+    expected = {name: p.grad for name, p in rig.plain.named_parameters() if p.grad is not None}
+    found = gradients(rig)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, name
+    norm = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
     assert result.gradient_norm == pytest.approx(float(norm), rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("devices", [[0], [0, 0]])
+@pytest.mark.parametrize("late", ["up", "down", "compute"])
+def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[int], method: str) -> None:
+    """What reads before it may, and what is written over before it was read, shows where its stream is made slow."""
+
+    class Late(cuda.CudaBackend):
+        def copy_up(self, pairs: Sequence[Pair]) -> Event:
+            if late == "up":
+                with torch.cuda.stream(self._up):
+                    torch.cuda._sleep(2_000_000)  # cycles: a millisecond
+            return super().copy_up(pairs)
+
+        def copy_down(self, pairs: Sequence[Pair]) -> Event:
+            if late == "down":
+                with torch.cuda.stream(self._down):
+                    torch.cuda._sleep(2_000_000)
+            return super().copy_down(pairs)
+
+        def compute(self) -> AbstractContextManager[None]:
+            if late == "compute":
+                torch.cuda._sleep(2_000_000)
+            return nullcontext()
+
+    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
+    rigs = [make_rig("llama", method) for _ in range(2)]
+    usual, slow = run(rigs[0], devices, sizes), run(rigs[1], devices, sizes, Late)
+    assert slow.loss == pytest.approx(usual.loss, rel=1e-6)
+    expected, found = map(gradients, rigs)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights(bits: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    rig = make_rig("llama", "lora", bits=bits)
+    sizes = [(2, 12), (1, 7)]
+    assert run(rig, [0], sizes).loss == pytest.approx(plain_step(rig, random_microbatches(sizes)), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -93,14 +164,28 @@ def test_copies_keep_their_order() -> None:
             back = backend.host_like(result)
             backend.copy_down([(back, result)]).synchronize()
             assert back.unique().tolist() == [2.0 * value]
-            backend.give_back(back)
     backend.synchronize()
 
 
 def test_uploads_are_counted_and_memory_is_bounded() -> None:
     """Weights stream through slots: the device never holds the model."""
     rig = make_rig("llama", "lora", num_hidden_layers=24, hidden_size=512, intermediate_size=2048)
+    cuda.release_workspaces()  # of earlier tests' streams
+    before = torch.cuda.memory_allocated(0)
     result = run(rig, [0], [(1, 16)] * 4)
     model_bytes = sum(layout.num_bytes for layout in rig.store.layouts)
     assert result.upload_bytes > model_bytes
-    assert result.device_peak_bytes[0] < model_bytes / 2
+    assert result.device_peak_bytes[0] - before < model_bytes / 2
+
+
+def test_finetune_with_two_workers_on_one_gpu(tmp_path: Path) -> None:
+    """The command itself: page-locking, profile steps, the planner, the weight cache, saving, the result."""
+    losses = []
+    for device in ("cpu", "cuda:0"):
+        name = device[:3]
+        model = make_model(tmp_path / f"model-{name}")
+        folder = make_workspace(tmp_path / name, model, lora__dropout=0.0, pipeline={"devices": [device, device]})
+        fresh(folder, "finetune", "recipe.yaml", "--offline", "--no-dashboard").expect(0)
+        assert (folder / "out" / "adapter_model.safetensors").is_file()
+        losses.append([row["loss"] for row in metrics(folder / "out")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

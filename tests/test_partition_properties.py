@@ -106,6 +106,21 @@ def test_no_stage_over_its_limit(limit: int) -> None:
     assert all(sums.backward_bytes(first, last + 1) <= limit + 60 for first, last in plan.backward_stages)
 
 
+def test_rounds_are_no_longer_than_their_limit() -> None:
+    slow = replace(with_bytes(model(12)), link_bytes_per_s=100.0)
+    sizes = [
+        plan_partition(
+            slow,
+            num_workers=2,
+            num_microbatches=8,
+            limits=StageLimits(microbatches_per_round=most),
+            effort=SMALL,
+        ).microbatches_per_round
+        for most in (None, 4, 3, 1)
+    ]
+    assert sizes == [8, 4, 3, 2], "where weights take long to come; but at least a microbatch a worker"
+
+
 def test_device_memory_holds_slots_and_activations() -> None:
     costs = replace(with_bytes(model(12)), device_memory_bytes=900)
     plan = plan_partition(costs, num_workers=4, num_microbatches=8, effort=SMALL)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cli.plan import costs_for_recipe, plan_document, plan_text
-from roundpipe_cli.cli.predict import check_fits, make_plan, solve_recipe, steps_of
+from roundpipe_cli.cli.predict import check_fits, make_plan, solve_recipe
 from roundpipe_cli.cli.question import ask
+from roundpipe_cli.cli.run_length import steps_of
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
@@ -186,9 +187,9 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
 
 
 def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
-    assert steps_of(make_plan(load(recipe, "max_steps=7"), "4090")) == (7, "max_steps")
-    assert steps_of(make_plan(load(recipe, "num_train_epochs=2", "micro_batch_size=2"), "4090"))[0] == 4
-    steps, why = steps_of(make_plan(load(recipe, "datasets[0].path=org/rows"), "4090"))
+    assert steps_of(load(recipe, "max_steps=7")) == (7, "max_steps")
+    assert steps_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2"))[0] == 4
+    steps, why = steps_of(load(recipe, "datasets[0].path=org/rows"))
     assert steps is None and "org/rows" in why
 
 
@@ -218,7 +219,8 @@ def test_gpus_are_read_from_nvidia_smi(recipe: Path, tmp_path: Path, monkeypatch
     tools = tmp_path / "bin"
     tools.mkdir()
     listing = (
-        "NVIDIA GeForce RTX 4090, 24564, 4, 8\\nNVIDIA GeForce RTX 3090, 24576, 4, 16\\nNovelty 9000, 16000, 5, 16\\n"
+        "NVIDIA GeForce RTX 4090, 24564, 4, 8, GPU-1a2b\\nNVIDIA GeForce RTX 3090, 24576, 4, 16, GPU-1c2d\\n"
+        "Novelty 9000, 16000, 5, 16, GPU-3e4f\\n"
     )
     (tools / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
     (tools / "nvidia-smi").chmod(0o755)
@@ -229,8 +231,14 @@ def test_gpus_are_read_from_nvidia_smi(recipe: Path, tmp_path: Path, monkeypatch
     assert (second.name, third.name) == ("rtx-3090", "Novelty 9000")
     shared = ask(load(recipe, "pipeline.devices=[cuda:1, cuda:1]")).hardware.devices
     assert [device.memory_bytes for device in shared] == [12288 * 1024**2] * 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [device.name for device in ask(load(recipe)).hardware.devices] == ["rtx-3090"]
+    for chosen, names in (
+        ("1", ["rtx-3090"]),
+        ("GPU-3e4f, 0", ["Novelty 9000", "rtx-4090"]),
+        ("GPU-1c", ["rtx-3090"]),
+        ("2,7,0", ["Novelty 9000"]),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert [device.name for device in ask(load(recipe)).hardware.devices] == names
 
 
 def test_every_schedule_of_a_recipe_is_planned(recipe: Path) -> None:
@@ -326,13 +334,13 @@ def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
 
 
 def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
-    """A cut is judged with the host memory of its boundaries; where the fastest keeps too many, a coarser one does."""
+    """A cut is judged with the host memory of its rounds' boundaries; where the fastest keeps too many, rounds are
+    shorter, and where those keep too many, stages are coarser."""
     big = ("model=Qwen/Qwen3-235B-A22B", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
-    plans = [
-        make_plan(load(recipe, *AUTO, *big, "gradient_accumulation_steps=64"), f"8x3090,host_memory_gib={gib}")
-        for gib in (192, 512)
-    ]
-    assert all(plan.verdict.fits for plan in plans)
-    short, ample = plans
-    assert len(short.backward_stages) < len(ample.backward_stages)
-    assert "host memory is short" in short.explanation[0]
+    words = (*AUTO, *big, "gradient_accumulation_steps=64", "weights=pinned")
+    coarse, short, ample = (make_plan(load(recipe, *words), f"8x3090,host_memory_gib={gib}") for gib in (188, 192, 512))
+    assert all(plan.verdict.fits for plan in (coarse, short, ample))
+    assert short.microbatches_per_round == coarse.microbatches_per_round == 8 < ample.microbatches_per_round
+    assert len(coarse.backward_stages) < len(short.backward_stages) < len(ample.backward_stages)
+    assert "host memory is short" in coarse.explanation[0]
+    assert coarse.step_s > short.step_s > ample.step_s

@@ -10,10 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from roundpipe_cli.engine.activations import BoundaryKind, BoundaryStore
-from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.transfer import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Kind
@@ -167,14 +164,3 @@ def test_exposed_time_counts_from_when_everything_was_computed() -> None:
     assert found.classes[DOWN, ACTIVATION].exposed_s == pytest.approx(0.5)
     assert found.classes[UP, ACTIVATION].exposed_s == pytest.approx(0.5)
     assert found.exposed_s == pytest.approx(1.5)
-
-
-def test_a_boundarys_memory_is_free_when_its_last_reader_is_done() -> None:
-    """The last one to ask for it may be done before another one, on a slower link, has read it."""
-    store = BoundaryStore(Progress())
-    key = (BoundaryKind.HIDDEN, 1, 0)
-    store.put(key, torch.zeros(2), None, 2)
-    slow, fast = store.take(key), store.take_if_there(key)
-    assert fast is slow and len(store) == 0
-    assert not store.done(fast)
-    assert store.done(slow)

@@ -94,7 +94,7 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
         return
     assert now.tokens_per_step == header.tokens_per_step
     assert now.disk_bytes == pytest.approx(header.disk_bytes, rel=0.02, abs=0.06 * GIB)
-    assert now.host_bytes == pytest.approx(header.host_bytes, rel=0.2, abs=0.06 * GIB)
+    assert now.host_bytes == pytest.approx(header.host_bytes, rel=0.15, abs=0.06 * GIB)
     work_s = sum(layer.forward_s + layer.backward_s for layer in layers) * plan.question.settings.num_microbatches
     assert work_s / plan.question.num_workers <= header.step_s <= now.step_s * 1.02
     assert header.tokens_per_s == pytest.approx(header.tokens_per_step / header.step_s, rel=0.02)

@@ -20,8 +20,8 @@ def planned_bytes(loaded: LoadedRecipe, schedule: Schedule) -> dict[str, float]:
         return {}
 
     def verdict_on(question: Question) -> Verdict:
-        stages = schedule.forward_stages, schedule.backward_stages
-        return judge(question.architecture, question.settings, question.hardware, question.analytic, *stages)
+        cut = schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round
+        return judge(question.architecture, question.settings, question.hardware, question.analytic, *cut)
 
     verdict = verdict_on(with_auto_cache(question, verdict_on(question))[0])
     return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}

@@ -23,7 +23,7 @@ from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.plan.solve import Solution, solve
 from roundpipe_cli.plan.stages import StageRange, StageSums, even_sizes, forward_ranges, within_limits
 from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
-from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
+from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.compare import Partition, chunk_partition
@@ -39,8 +39,6 @@ MAX_PLANNED_ROUNDS = 4
 """Rounds of a step that the planner looks at: later ones repeat."""
 MAX_SEARCHED_LAYERS = 72
 """For more layers than these a few even cuts are simulated in place of the planner's search, which takes seconds."""
-HEAD_SPREAD = "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
-MAX_COUNTED_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +227,20 @@ def _in_chunks(question: Question) -> _Cut:
         auto_head=pipeline.head_workers == "auto",
         sequence_chunks=settings.sequence_chunks,
     )
-    found = chunk_partition(asked, lambda one: within_limits(sums, limits, one.forward_stages, one.backward_stages))
+
+    def keeps(one: Partition) -> bool:
+        per_round = one.microbatches_per_round or question.num_workers
+        return within_limits(sums, limits, one.forward_stages, one.backward_stages, per_round)
+
+    found = chunk_partition(asked, keeps)
     why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
     per_round = found.microbatches_per_round or 1
-    reasons = (why, HEAD_SPREAD) if found.dealing else (why,)
+    reasons = (why, found.dealing.why) if found.dealing else (why,)
     return _Cut(found.forward_stages, found.backward_stages, per_round, reasons, options=found.dealing)
 
 
 def _judged(question: Question, cut: _Cut) -> Verdict:
+    schedule = question.loaded.recipe.pipeline.schedule
     return judge(
         question.architecture,
         question.settings,
@@ -244,6 +248,7 @@ def _judged(question: Question, cut: _Cut) -> Verdict:
         question.analytic,
         cut.forward_stages,
         cut.backward_stages,
+        question.num_workers if schedule == "1f1b" else cut.microbatches_per_round,
     )
 
 
@@ -253,12 +258,14 @@ def _coarser(question: Question, cut: _Cut) -> _Cut:
     count = len(costs.layers)
     most = len(coarsest_stages(question.architecture, settings, question.hardware, question.analytic)[1]) - 1
     widest = math.ceil((count - 2) / most)
-    per_round = enough_per_round(costs, question.num_workers, settings.num_microbatches)
+    limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
+    enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
     why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep"
     cuts = []
     for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
         forward, backward = even_stages(count, blocks)
-        cuts.append(_Cut(tuple(forward), tuple(backward), per_round, (why,)))
+        for per_round in sorted({question.num_workers, enough}):
+            cuts.append(_Cut(tuple(forward), tuple(backward), per_round, (why,)))
     fitting = [one for one in cuts if _judged(question, one).fits]
     return min(fitting, key=lambda one: _simulate_step(question, one, "roundpipe").step_s, default=cut)
 
@@ -316,17 +323,15 @@ def _dealt(question: Question, cut: _Cut) -> _Cut:
     planned = Partition(cut.forward_stages, cut.backward_stages, cut.microbatches_per_round, cut.workers)
 
     def fits(partition: Partition) -> bool:
-        return _judged(question, _Cut(partition.forward_stages, partition.backward_stages, 0)).fits
+        per_round = partition.microbatches_per_round or question.num_workers
+        return _judged(question, _Cut(partition.forward_stages, partition.backward_stages, per_round)).fits
 
     most = MAX_PLANNED_ROUNDS * question.num_workers
     dealt = dealt_cut(question, planned, min(question.settings.num_microbatches, most), fits)
     if dealt.dealing is None:
         return cut
-    why = HEAD_SPREAD
-    if dealt.dealing.earliest_free:
-        why = "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
-    per_round = dealt.microbatches_per_round or question.num_workers
-    return _Cut(dealt.forward_stages, dealt.backward_stages, per_round, (why,), dealt.workers, dealt.dealing)
+    stages, per_round = (dealt.forward_stages, dealt.backward_stages), dealt.microbatches_per_round
+    return _Cut(*stages, per_round or question.num_workers, (dealt.dealing.why,), dealt.workers, dealt.dealing)
 
 
 def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
@@ -350,9 +355,8 @@ class _Step:
 def _overlaps_steps(question: Question) -> bool:
     """Whether no step waits for all of the one before."""
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
-    speeds = question.analytic.costs.worker_speed or (1.0,)
     may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
-    return may and question.num_workers > 1 and min(speeds) == max(speeds)
+    return may and question.num_workers > 1 and question.analytic.costs.equal_workers
 
 
 def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
@@ -380,8 +384,7 @@ def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
 def _what_binds(question: Question, step: _Step, host_s: float) -> str:
     """Where the time of a step goes: workers' arithmetic, links, interpreter."""
     workers, costs = question.num_workers, question.analytic.costs
-    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
-    compute_s *= question.settings.num_microbatches / sum(costs.worker_speed or (1.0,) * workers)
+    compute_s = step.step_s * (1 - step.bubble_ratio)
     up_s = step.links.up / workers / costs.link_bytes_per_s
     update_s = sum(layer.optimizer_s for layer in costs.layers)
     times = {
@@ -470,25 +473,6 @@ def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
             f"gradient_accumulation_steps={4 * workers} makes the bubble smaller"
         )
     return tuple(lines)
-
-
-def steps_of(plan: Plan) -> tuple[int | None, str]:
-    """Optimizer steps of the whole run and how that is known; None where the rows cannot be counted here."""
-    recipe = plan.question.loaded.recipe
-    if recipe.max_steps is not None:
-        return recipe.max_steps, "max_steps"
-    rows = 0
-    for dataset in recipe.datasets:
-        path = resolve_path(dataset.path, plan.question.loaded.folder)
-        if path is None or not path.is_file() or path.suffix != ".jsonl" or "[" in dataset.split:
-            return None, f"{dataset.path} is not a local .jsonl file to count"
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            head = stream.read(MAX_COUNTED_BYTES)
-        lines = head.count(b"\n") + (len(head) == size and not head.endswith(b"\n"))
-        rows += round(lines * size / len(head)) if head else 0
-    per_step = recipe.micro_batch_size * recipe.gradient_accumulation_steps
-    return math.ceil(rows / per_step) * recipe.num_train_epochs, f"{rows} rows"
 
 
 def solve_recipe(plan: Plan) -> Solution:

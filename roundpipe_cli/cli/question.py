@@ -49,6 +49,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,
         lora_r=recipe.lora.r,
+        lora_dropout=recipe.lora.dropout,
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
         load_in_4bit=recipe.load_in_4bit,
@@ -133,7 +134,8 @@ def _read_from_disk(
 ) -> tuple[Hardware, AnalyticCosts]:
     """What mapped weights cost: where they do not fit into the memory that is left, the disk is the link."""
     costs = analytic.costs
-    needed = host_need(costs, architecture, settings, machine, len(costs.layers)).total_bytes
+    count, per_round = len(costs.layers), 2 * len(machine.devices)
+    needed = host_need(costs, architecture, settings, machine, (count, count), per_round).total_bytes
     left, frozen = usable_host_bytes(machine) - needed, frozen_bytes(architecture, settings)
     text = f"frozen weights ({format_bytes(frozen)}) are mapped from disk"
     if frozen <= left:

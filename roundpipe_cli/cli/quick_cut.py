@@ -27,7 +27,7 @@ def quick_cut(
     costs: CostModel, *, num_workers: int, num_microbatches: int, staleness: Literal[0, 1], limits: StageLimits
 ) -> QuickCut:
     """The fastest of a few even cuts, the head alone in its stage."""
-    per_round = enough_per_round(costs, num_workers, num_microbatches)
+    per_round = enough_per_round(costs, num_workers, num_microbatches, limits)
     simulated = min(num_microbatches, MAX_SIMULATED_MICROBATCHES)
 
     def step_s(cut: QuickCut) -> float:
@@ -67,7 +67,7 @@ def _sizes(costs: CostModel, limits: StageLimits, num_workers: int) -> list[tupl
     return sorted(sizes)
 
 
-def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int) -> int:
+def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int, limits: StageLimits) -> int:
     """More microbatches a round where the links would bind: every layer is sent twice a round, however many it serves.
 
     Doubled from the number of workers until the links take at most `MAX_LINK_SHARE` of the workers' time.
@@ -77,6 +77,7 @@ def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int) 
     per_round = num_workers
     while (
         per_round < num_microbatches
+        and limits.keeps_round(min(2 * per_round, num_microbatches))
         and math.ceil(num_microbatches / per_round) * link_s > MAX_LINK_SHARE * num_microbatches * compute_s
     ):
         per_round = min(2 * per_round, num_microbatches)

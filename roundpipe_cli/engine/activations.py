@@ -40,8 +40,6 @@ class Boundary:
     """When it is there."""
     num_to_take: int
     """Readers that have not asked for it yet."""
-    num_reading: int
-    """Readers that are not done with it: only then may its memory be used again."""
 
 
 class BoundaryStore:
@@ -57,7 +55,7 @@ class BoundaryStore:
             return
         with self._progress.condition:
             assert key not in self._stored, f"boundary {key} written twice"
-            self._stored[key] = Boundary(tensor, event, num_readers, num_readers)
+            self._stored[key] = Boundary(tensor, event, num_readers)
         self._progress.moved()
 
     def take(self, key: BoundaryKey) -> Boundary:
@@ -77,12 +75,6 @@ class BoundaryStore:
             if stored.num_to_take == 0:
                 del self._stored[key]
             return stored
-
-    def done(self, boundary: Boundary) -> bool:
-        """One reader has read it to the end; returns whether all have."""
-        with self._progress.lock:
-            boundary.num_reading -= 1
-            return boundary.num_reading == 0
 
     def __len__(self) -> int:
         return len(self._stored)

@@ -55,8 +55,6 @@ class _Held:
 
     tensor: torch.Tensor
     """On the host."""
-    boundary: Boundary | None = None
-    """Of an upload."""
     on_device: torch.Tensor | None = None
 
 
@@ -146,7 +144,7 @@ class Carrier:
             found = there
         device = self._backend.device_like(found.tensor)
         self._inputs[reader, key] = device
-        self._held[op.id] = _Held(found.tensor, found, device)
+        self._held[op.id] = _Held(found.tensor, device)
         return [(device, found.tensor)]
 
     def _consumer(self, op: Op) -> Op:
@@ -158,7 +156,7 @@ class Carrier:
         if found is None:
             return ()
         host = self._backend.host_like(found[0])
-        self._held[op.id] = _Held(host, on_device=found[0])
+        self._held[op.id] = _Held(host, found[0])
         return [(host, found[0])]
 
     def issued(self, op: Op, event: Event) -> None:
@@ -174,6 +172,4 @@ class Carrier:
 
     def ended(self, op: Op) -> None:
         """A transfer has arrived."""
-        held = self._held.pop(op.id, None)
-        if held is not None and held.boundary is not None and self._store.done(held.boundary):
-            self._backend.give_back(held.tensor)
+        self._held.pop(op.id, None)

@@ -291,6 +291,13 @@ class StepRun:
             while not (self.is_abandoned or all(lane.has_left for lane in lanes)):
                 state.condition.wait()
 
+    def lane_failed(self, lane: str, worker: int, error: BaseException) -> None:
+        """The lane's thread cannot go on with this step: where a device broke, whatever it is asked next fails."""
+        what = "host updates" if worker == NOBODY else f"worker {worker}, its {lane} lane"
+        with self.progress.lock:
+            self.errors.append(WorkResult(worker, error, f"{what}, step {self.step}"))
+        self.progress.abort()
+
     def lane_left(self, lane: str, worker: int) -> None:
         """The lane's thread is through with this step."""
         with self.progress.lock:
@@ -326,7 +333,10 @@ class Lane:
                 run = self.orders.get()
                 if run is None:
                     return
-                _LaneStep(self, run, self._options).serve()
+                try:
+                    _LaneStep(self, run, self._options).serve()
+                except BaseException as error:  # travels as a value, as an error of a compute thread does
+                    run.lane_failed(self.name, self.worker, error)
                 run.lane_left(self.name, self.worker)
                 if self.worker < 0:
                     run.results.put(WorkResult(NOBODY))

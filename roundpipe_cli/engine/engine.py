@@ -186,7 +186,7 @@ class Engine:
     def grant_weight_cache(self, num_bytes: int) -> None:
         """Let each device keep weights in so much of its memory from the next step on; see `weight_cache.py`."""
         for worker in self._workers:
-            worker.cache.grant(num_bytes)
+            worker.grant_cache(num_bytes)
 
     @property
     def late_layers(self) -> frozenset[int]:
@@ -318,10 +318,7 @@ class Engine:
     def _start(self, context: StepContext, loss_scale: float) -> StepUnderWay:
         """Have the workers run the context's program."""
         lowered = self._lowered(context.program.schedule)
-        self._reserve(context.program)
-        if context.scoring is None:
-            for worker in self._workers:
-                worker.keep_weights(context.program)
+        self._reserve(context.program, keeps_weights=context.scoring is None)
         run = StepRun(context.program, lowered.links, context.step, context.progress, self._pool.works)
         steps = [WorkerStep(worker.index) for worker in self._workers]
         for worker, step in zip(self._workers, steps, strict=True):
@@ -444,7 +441,8 @@ class Engine:
             return frozenset()
         return kept_activations(program, {x for x in self._keep_layers if x >= self._first_trainable_layer})
 
-    def _reserve(self, program: Program) -> None:
+    def _reserve(self, program: Program, *, keeps_weights: bool) -> None:
+        """Take the devices' memory for a program: slots and, for training, the weight cache."""
         layouts = self.store.layouts
         held = [layer_range(visit.layers) for visit in program.visits]
         summed = [layer_range(stage) for stage in program.schedule.backward_stages]
@@ -453,8 +451,10 @@ class Engine:
         for worker in self._workers:
             try:
                 worker.reserve_slots(self._num_slots, weight_bytes, elements)
+                if keeps_weights:
+                    worker.keep_weights(program)
             except (torch.OutOfMemoryError, MemoryError) as error:
-                where = f"worker {worker.index} ({worker.backend.device}), {self._num_slots} slots for stages"
+                where = f"worker {worker.index} ({worker.backend.device}), slots for stages or weight cache"
                 text = f"{type(error).__name__}: {error}".strip()
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error
 

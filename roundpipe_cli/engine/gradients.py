@@ -14,6 +14,8 @@ import torch
 from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.model.layout import LayerLayout
 
+SQUARED_ELEMENTS = 1 << 24
+
 Parts = list[tuple[int, torch.Tensor]]
 """(index of the parameter, a gradient of it), in the order in which they are to be added."""
 
@@ -80,5 +82,8 @@ class GradientFold:
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares in float64, a 0-dim tensor on `flat`'s device."""
-    norm: torch.Tensor = torch.linalg.vector_norm(flat, 2, dtype=torch.float64)
-    return norm.square()
+    if flat.device.type == "cpu" or flat.numel() <= SQUARED_ELEMENTS:
+        norm: torch.Tensor = torch.linalg.vector_norm(flat, 2, dtype=torch.float64)
+        return norm.square()
+    # a GPU makes a float64 copy first, of twice the memory that the sums take
+    return torch.stack([square_sum(piece) for piece in flat.split(SQUARED_ELEMENTS)]).sum()

@@ -55,7 +55,7 @@ def measure_links(backends: Sequence[Backend], num_bytes: int) -> list[LinkSpeed
 def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> LinkSpeed:
     host = torch.zeros(num_bytes, dtype=torch.uint8)
     is_gpu = backend.device.type != "cpu"
-    registered = is_gpu and cuda.register_host_buffer(host)
+    registered = is_gpu and cuda.register_host_buffer(host, backend.device.index or 0)
     try:
         with backend.worker_thread():
             device = backend.allocate(num_bytes)

@@ -174,6 +174,12 @@ class StageRunner:
         """The tensor, or NaN or infinities in its place where a fault point asks for them."""
         return tensor if self._poison is None else tensor * self._poison
 
+    def unbind(self) -> None:
+        """Forget parameters and gradient sums, whose memory is to be free; the next visits bind them anew."""
+        self.parameters.clear()
+        self.accumulators = {}
+        self.model.unbind()
+
     def reset(self) -> None:
         """Drop what a failed step left."""
         self._graphs.clear()

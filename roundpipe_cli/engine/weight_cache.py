@@ -92,11 +92,11 @@ class WeightCache:
         dropped, self._dropped = self._dropped, False
         if not self._budget_bytes or program.schedule is self._chosen_for:
             return dropped
-        self._chosen_for = program.schedule
         layouts = self._store.layouts
         if self._arena is None:
             whole = sum(round_up(layout.num_bytes, CACHE_ALIGNMENT_BYTES) for layout in layouts[1:])
             self._arena = self._backend.allocate(min(self._budget_bytes, whole))
+        self._chosen_for = program.schedule
         starts, end = {}, 0
         for layer in layers_to_keep(program, self._worker, layouts, self._arena.nbytes):
             starts[layer] = end

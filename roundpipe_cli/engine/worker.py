@@ -145,11 +145,23 @@ class Worker:
         fits = self._slots and self._slots[0].weights.nbytes >= weight_bytes
         if fits and self._slots[0].gradients.nbytes >= 4 * gradient_elements and len(self._slots) >= num_slots:
             return
-        self._slots, self._bound = [], {}
+        self._slots = []
+        self._unbind()
         for index in range(num_slots):
             weights = self.backend.allocate(weight_bytes)
             gradients = self.backend.allocate(4 * gradient_elements).view(torch.float32)
             self._slots.append(Slot(index, weights, gradients))
+
+    def grant_cache(self, num_bytes: int) -> None:
+        """Another budget for weights that stay, between steps; what was kept is let go at once."""
+        if not self.backend.aliases_host:
+            self._unbind()
+        self.cache.grant(num_bytes)
+
+    def _unbind(self) -> None:
+        """Let go of the slots' and the cache's memory, which modules and gradient sums know: visits bind anew."""
+        self._bound, self._bound_visit = {}, -1
+        self.runner.unbind()
 
     def keep_weights(self, program: Program) -> None:
         """Settle which layers' weights stay on the device. Called between steps, for a training program."""

@@ -244,6 +244,13 @@ class WorkerModel:
                 packed.append((module, attribute, parameter))
         self._packed[layer] = packed
 
+    def unbind(self) -> None:
+        """Forget the parameters of all layers but the embed layer: their memory is to be free."""
+        for bindings in self._bindings[1:]:
+            for module, attribute, _ in bindings:
+                module._parameters[attribute] = None
+        self._packed.clear()
+
     def first_weight(self, layer: int) -> torch.Tensor:
         """The parameter of `layer` that lies first in its buffer, as bound now."""
         bound = (module._parameters[attribute] for module, attribute, _ in self._bindings[layer])

@@ -58,6 +58,7 @@ class TrainingSettings:
     """Per step."""
     method: Literal["lora", "full"] = "lora"
     lora_r: int = 16
+    lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] | None = None
     """Names of the adapted projections; None: all of them."""
     dtype: DType = "bfloat16"
@@ -369,6 +370,9 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp = size * tensors * width
     if settings.method == "lora":
         total += 7 * size * settings.lora_r
+    if settings.method == "lora" and settings.lora_dropout > 0:  # a mask and what it leaves, for each product
+        total += 2 * size * (3 * hidden + query)
+        mlp += 0 if block.num_experts else 2 * size * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
     gradients = 4 / size  # float32, of keys and values
     return activations + int((1 + gradients) * key_value_bytes(architecture, settings))

@@ -142,11 +142,11 @@ def _has_fast_bfloat16() -> bool:
 
 
 def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """The GPUs that nvidia-smi lists (in the order and number that CUDA_VISIBLE_DEVICES says), and notes on them.
+    """The GPUs that nvidia-smi lists (those, in the order, that CUDA_VISIBLE_DEVICES says), and notes on them.
 
     Empty where there is no driver; takes no GPU memory and loads no torch.
     """
-    query = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
+    query = "name,memory.total,pcie.link.gen.max,pcie.link.width.max,uuid"
     program = shutil.which("nvidia-smi")
     if program is None:
         return (), ()
@@ -162,18 +162,29 @@ def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
         return (), ()
     if answer.returncode != 0:
         return (), ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.count(",") == 3]
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.count(",") == 4]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        indices = [int(item) for item in chosen.split(",") if item.strip().isdigit()]
-        rows = [rows[i] for i in indices if i < len(rows)]
+        rows = _chosen(rows, chosen.split(","))
     devices, notes = zip(*(_gpu_of(row) for row in rows), strict=True) if rows else ((), ())
     return tuple(devices), tuple(dict.fromkeys(note for pair in notes for note in pair))
 
 
+def _chosen(rows: list[list[str]], names: list[str]) -> list[list[str]]:
+    """Lines of nvidia-smi by number or by the beginning of a UUID. Like CUDA, ends at the first name of no GPU."""
+    found = []
+    for name in map(str.strip, names):
+        by_number = rows[int(name) : int(name) + 1] if name.isdigit() else []
+        row = by_number or [row for row in rows if name.startswith("GPU-") and row[-1].startswith(name)]
+        if len(row) != 1:
+            break
+        found.append(row[0])
+    return found
+
+
 def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
     """A device from one line of nvidia-smi: memory and link as reported, rates from the catalogue."""
-    name, memory_mib, generation, lanes = row
+    name, memory_mib, generation, lanes, _ = row
     known = find_gpu(name)
     notes = [f"read from nvidia-smi: {name}, {memory_mib} MiB, PCIe {generation} x{lanes}"]
     if known is None:

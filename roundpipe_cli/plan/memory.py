@@ -9,6 +9,7 @@ disk     (save_total_limit + 1) checkpoints, since the new one is complete befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -192,25 +193,45 @@ def usable_host_bytes(hardware: Hardware) -> int:
     return total - min(HOST_MARGIN_BYTES, int(total * HOST_MARGIN))
 
 
+def rounds_kept(num_workers: int, num_forward: int, num_backward: int) -> float:
+    """Rounds of which the host keeps all stages' inputs at once, at most: 1 to 2.
+
+    Stages are dealt out in turn, so those at work are never more than `num_workers` in a row. Of a row across the
+    border of two rounds, j backward stages of the one keep j of its `num_backward` inputs, and the others have made
+    as many of the next round's `num_forward`: together more than a round's only where a row holds a whole direction.
+    """
+    over = max((num_workers - num_forward) / num_backward, (num_workers - num_backward) / num_forward, 0.0)
+    return 1 + min(1.0, over)
+
+
 def host_need(
     costs: CostModel,
     architecture: Architecture,
     settings: TrainingSettings,
     hardware: Hardware,
-    num_backward_stages: int,
+    stages: tuple[int, int],
+    microbatches_per_round: int,
 ) -> Need:
-    """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it."""
+    """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it.
+
+    Args:
+        stages: how many forward and backward.
+        microbatches_per_round: whose boundaries are kept together.
+    """
     trainable = sum(trainable_params(architecture, settings))
     updated = -(-trainable // settings.num_shards)
     size, versions = settings.dtype_bytes, 1 + settings.staleness
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
     boundary = max(layer.boundary_bytes for layer in costs.layers)
-    chunks = settings.sequence_chunks
-    # At staleness 1 two steps overlap.
-    in_flight = min(settings.num_microbatches * versions, 2 * max(len(hardware.devices), chunks))
-    keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
-    num_inputs = len(costs.layers) if settings.skip_last_projection else num_backward_stages
     num_gpus = sum(not device.is_cpu for device in hardware.devices)
+    if num_gpus:  # torch gives page-locked memory away in powers of two
+        boundary = 1 << (boundary - 1).bit_length()
+    chunks = settings.sequence_chunks
+    rounds = rounds_kept(len(hardware.devices), *stages)
+    # At staleness 1 two steps overlap.
+    in_flight = min(settings.num_microbatches * versions, math.ceil(rounds * max(microbatches_per_round, chunks)))
+    keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
+    num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]
     return Need(
         (
             Part("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),

@@ -143,7 +143,8 @@ def plan_partition(
         num_microbatches: per step.
         accounting: `published` knows neither transfers nor memory and fixes rounds at `num_workers` microbatches.
         num_steps: chained steps that `step_s` is measured over; with staleness 1 take 30 or more for the steady state.
-        limits: bytes per stage; without them, and under the default accounting, `costs.device_memory_bytes` holds.
+        limits: bytes per stage, and the longest round; without them, and under the default accounting,
+            `costs.device_memory_bytes` holds.
 
     Raises:
         RefusedError: costs or counts that mean nothing.
@@ -228,6 +229,8 @@ def _other_round_sizes(task: _Task) -> list[int]:
     """Microbatches per round to try beside as many as workers. Deep models take longer and gain less, so few there."""
     count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
     sizes = sorted({-(-count // rounds) for rounds in range(1, count + 1)} - {usual})
+    if task.limits is not None:
+        sizes = list(filter(task.limits.keeps_round, sizes))
     if task.sums.num_layers > DEEP_LAYERS:
         return [size for size in sizes if size == 2 * usual]
     return [size for size in sizes if usual <= 2 * size and size <= 4 * usual]

@@ -22,7 +22,7 @@ StageRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The most bytes that one stage may hold on a device. None: no limit.
+    """The most bytes that one stage may hold on a device, and the longest round. None: no limit.
 
     A forward stage holds its weights. A backward stage holds its weights, its gradient accumulators and the activations
     of one microbatch.
@@ -32,6 +32,12 @@ class StageLimits:
     backward_bytes: int | None = None
     head_bytes: int | None = None
     """Of the first backward stage, on top of which come its logits; None: as `backward_bytes`."""
+    microbatches_per_round: int | None = None
+    """The host keeps the boundaries of all of them."""
+
+    def keeps_round(self, microbatches: int) -> bool:
+        """Whether a round may have so many."""
+        return self.microbatches_per_round is None or microbatches <= self.microbatches_per_round
 
 
 class StageSums:
@@ -61,10 +67,13 @@ def within_limits(
     limits: StageLimits | None,
     forward_stages: Sequence[StageRange],
     backward_stages: Sequence[StageRange],
+    microbatches_per_round: int,
 ) -> bool:
-    """Whether every stage keeps its limit."""
+    """Whether every stage keeps its limit, and the rounds theirs."""
     if limits is None:
         return True
+    if not limits.keeps_round(microbatches_per_round):
+        return False
     head_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
     held = [(sums.param_bytes[first][last + 1], limits.forward_bytes) for first, last in forward_stages]
     for index, (first, last) in enumerate(backward_stages):

@@ -45,11 +45,13 @@ def judge(
     analytic: AnalyticCosts,
     forward_stages: Sequence[StageRange],
     backward_stages: Sequence[StageRange],
+    microbatches_per_round: int,
 ) -> Verdict:
     """The verdict on one cut of the layers into stages."""
     costs = analytic.costs
     device = device_need(costs, architecture, settings, hardware, forward_stages, backward_stages)
-    host = host_need(costs, architecture, settings, hardware, len(backward_stages))
+    stages = len(forward_stages), len(backward_stages)
+    host = host_need(costs, architecture, settings, hardware, stages, microbatches_per_round)
     cpu_workers = sum(one.is_cpu for one in hardware.devices)
     if cpu_workers:
         host = Need((*host.parts, Part(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
@@ -62,14 +64,14 @@ def judge(
 
 
 def judge_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Verdict:
-    """The verdict on the coarsest even cut that the devices hold: what does not fit so never fits.
+    """The verdict on the coarsest even cut that the devices hold, in the shortest rounds: what does not fit so never
+    fits.
 
     Larger stages need more device memory and, with fewer boundaries to keep, less host memory.
     """
     analytic = analytic_costs(architecture, settings, hardware)
-    return judge(
-        architecture, settings, hardware, analytic, *coarsest_stages(architecture, settings, hardware, analytic)
-    )
+    stages = coarsest_stages(architecture, settings, hardware, analytic)
+    return judge(architecture, settings, hardware, analytic, *stages, len(hardware.devices))
 
 
 def coarsest_stages(
@@ -94,12 +96,37 @@ def worker_budget_bytes(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> int:
     """What a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers their
-    share of the host memory that is left when all else is counted, with the boundaries of one block a stage."""
+    share of the host memory that is left when all else is counted, with rounds of two microbatches a worker."""
     gpus = _smallest_device(hardware)
     if gpus:
         return usable_device_bytes(gpus[0])
-    host = host_need(analytic.costs, architecture, settings, hardware, len(analytic.costs.layers))
-    return max(0, usable_host_bytes(hardware) - host.total_bytes) // len(hardware.devices)
+    host_bytes = _finest_host_bytes(architecture, settings, hardware, analytic, 2 * len(hardware.devices))
+    return max(0, usable_host_bytes(hardware) - host_bytes) // len(hardware.devices)
+
+
+def most_per_round(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> int:
+    """Microbatches of the longest rounds whose boundaries the host has room for; at least as many as workers."""
+    taken = worker_budget_bytes(architecture, settings, hardware, analytic) * sum(d.is_cpu for d in hardware.devices)
+    without, with_one = (
+        _finest_host_bytes(architecture, settings, hardware, analytic, per_round)
+        for per_round in (0, settings.sequence_chunks)
+    )
+    fitting = (usable_host_bytes(hardware) - taken - without) // max(1, with_one - without)
+    return max(len(hardware.devices), fitting * settings.sequence_chunks)
+
+
+def _finest_host_bytes(
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    analytic: AnalyticCosts,
+    per_round: int,
+) -> int:
+    """With one layer a stage, which keeps the most boundaries."""
+    count = len(analytic.costs.layers)
+    return host_need(analytic.costs, architecture, settings, hardware, (count, count), per_round).total_bytes
 
 
 def even_stages(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
@@ -136,7 +163,7 @@ def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str |
 def stage_limits(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> StageLimits:
-    """Limits for the planner under which every cut fits the devices.
+    """Limits for the planner under which every cut fits the devices, and every round of it the host.
 
     What all stages share (`fixed_device_need`) leaves F bytes. Stages of b blocks backward and f forward need slots x
     max(f weights, b (weights + gradients), head's) + b activations <= F. The planner wants forward stages about three
@@ -163,4 +190,5 @@ def stage_limits(
         forward_bytes=slot_bytes,
         backward_bytes=count * (trained + kept),
         head_bytes=head_bytes + head.activation_bytes + beside_head * (trained + kept),
+        microbatches_per_round=most_per_round(architecture, settings, hardware, analytic),
     )

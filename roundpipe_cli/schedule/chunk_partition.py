@@ -58,7 +58,7 @@ def fastest(shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s
     """The fastest in the simulator of the first few that keep their limits; the one of least memory if none does."""
     kept = [shape for shape in shapes if keeps(shape)][:NUM_SIMULATED]
     if not kept:
-        return max(shapes, key=lambda shape: (len(shape[1]), len(shape[0])))
+        return max(shapes, key=lambda shape: (len(shape[1]), len(shape[0]), -shape[2]))
     return min(kept, key=simulated_s)
 
 

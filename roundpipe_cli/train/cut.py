@@ -108,6 +108,7 @@ class Cutter:
         cache: ProfileCache | None = None,
         *,
         chained: bool = False,
+        microbatches_per_round: int | None = None,
     ) -> None:
         """
         Args:
@@ -115,6 +116,7 @@ class Cutter:
             num_workers: devices.
             pipeline: the recipe's section.
             cache: of what an earlier run has measured.
+            microbatches_per_round: at most. None: no limit.
             chained: steps may follow each other without a barrier, see `Recipe.overlaps_steps`.
 
         Raises:
@@ -146,6 +148,7 @@ class Cutter:
         self._chunks = pipeline.num_chunks
         self._planned = forward_auto
         self._chained = chained and num_workers > 1
+        self._most_per_round = microbatches_per_round
         self._chains: dict[int, tuple[Chain, float] | None] = {}
         """By microbatches of a step; with the seconds that one takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
@@ -174,8 +177,7 @@ class Cutter:
         if not (self._chained and self.is_settled and self._kept is None):
             return None
         if num_microbatches not in self._chains:
-            speeds = self.costs.worker_speed or (1.0,)
-            suits = self._options == Options() and min(speeds) == max(speeds)
+            suits = self._options == Options() and self.costs.equal_workers
             self._chains[num_microbatches] = self._make_chain(num_microbatches) if suits else None
         return self._chains[num_microbatches]
 
@@ -190,7 +192,7 @@ class Cutter:
                 num_microbatches=num_microbatches,
                 staleness=1,
                 num_steps=2,  # the planner itself takes as many as it needs to see how fast they follow each other
-                limits=stage_limits(costs),
+                limits=self._limits(),
                 effort=QUICK,  # the workers wait for it
             )
             forward, backward, per_round = plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
@@ -297,8 +299,14 @@ class Cutter:
         chosen = choose_partition(pipeline.schedule, question)
         return chosen.forward_stages, None
 
+    def _limits(self) -> StageLimits:
+        """How much one stage may take of a device: its share when every slot holds such a stage."""
+        memory_bytes = self.costs.device_memory_bytes
+        share = None if memory_bytes is None else int(MEMORY_SHARE * memory_bytes / self.costs.slots)
+        return StageLimits(share, share, share, self._most_per_round)
+
     def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
-        limits, sums = stage_limits(self.costs), StageSums(self.costs)
+        limits, sums = self._limits(), StageSums(self.costs)
         question = Question(
             self.costs,
             self._num_workers,
@@ -310,7 +318,8 @@ class Cutter:
         )
 
         def keeps(partition: Partition) -> bool:
-            return within_limits(sums, limits, partition.forward_stages, partition.backward_stages)
+            per_round = partition.microbatches_per_round or self._num_workers
+            return within_limits(sums, limits, partition.forward_stages, partition.backward_stages, per_round)
 
         if self._chunks > 1:
             return make_schedule("roundpipe", chunk_partition(question, keeps), question)
@@ -338,14 +347,6 @@ def dealing_options(pipeline: PipelineConfig) -> Options:
             expected="schedule: roundpipe, or none of these keys",
         )
     return options
-
-
-def stage_limits(costs: CostModel) -> StageLimits | None:
-    """How much one stage may take of a device: its share when every slot holds such a stage."""
-    if costs.device_memory_bytes is None:
-        return None
-    share = int(MEMORY_SHARE * costs.device_memory_bytes / costs.slots)
-    return StageLimits(forward_bytes=share, backward_bytes=share, head_bytes=share)
 
 
 def _ranges(stages: object) -> tuple[StageRange, ...]:

@@ -28,6 +28,8 @@ INPUTS_SHARE = 0.05
 """Of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
 HOST_SHARE = 0.5
 """Of the host memory that is free, for the activations of all CPU workers together."""
+ROUND_SHARE = 0.25
+"""Of the same, for the inputs of all layers of a round's microbatches. Rounds of one microbatch a worker must do."""
 
 
 def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
@@ -99,7 +101,15 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         device_memory_bytes=memory,
         link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
     )
-    return Cutter(costs, len(setup.devices), recipe.pipeline, _profile_cache(setup, costs), chained=chained)
+    room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
+    return Cutter(
+        costs,
+        len(setup.devices),
+        recipe.pipeline,
+        _profile_cache(setup, costs),
+        chained=chained,
+        microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
+    )
 
 
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
@@ -150,10 +160,11 @@ def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
         ResourceError: `weights: pinned` and the system refuses.
     """
     wanted = setup.devices[0] != "cpu" and setup.recipe.weights != "pageable"
+    index = int(setup.devices[0].removeprefix("cuda:")) if wanted else 0
     locked = []
     try:
         for buffer in setup.store.transferred if wanted else []:
-            if not cuda.register_host_buffer(buffer):
+            if not cuda.register_host_buffer(buffer, index):
                 _refuse_or_tell(setup, tell)
                 break
             locked.append(buffer)

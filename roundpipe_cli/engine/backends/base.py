@@ -55,10 +55,6 @@ class Backend(ABC):
         """Host memory for a device tensor, to be filled by `copy_down`."""
 
     @abstractmethod
-    def give_back(self, host: torch.Tensor) -> None:
-        """Nobody reads `host`, which is from `host_like`, any more."""
-
-    @abstractmethod
     def copy_up(self, pairs: Sequence[Pair]) -> Event:
         """Copy host tensors to the device; the event says when they are there."""
 

@@ -98,9 +98,6 @@ class CpuBackend(Backend):
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
-    def give_back(self, host: torch.Tensor) -> None:
-        return None
-
     def copy_up(self, pairs: Sequence[Pair]) -> Event:
         for target, source in pairs:
             target.copy_(source)

@@ -6,10 +6,10 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 
 from __future__ import annotations
 
-import threading
+import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -50,13 +50,28 @@ def describe_device(index: int) -> str:
     return f"{properties.name}, {properties.total_memory / 1024**3:.0f} GiB"
 
 
-def register_host_buffer(buffer: torch.Tensor) -> bool:
-    """Page-lock an existing host buffer, exact size. False if the system refuses (limit of locked memory)."""
+def release_workspaces() -> None:
+    """Free what cuBLAS keeps for each stream that ever computed, tens of MB each; for measurements of memory."""
+    if num_devices():
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def register_host_buffer(buffer: torch.Tensor, index: int) -> bool:
+    """Page-lock an existing host buffer for all GPUs, exact size, by the driver's context of GPU `index`.
+
+    False if the system refuses (limit of locked memory).
+    """
     if buffer.nbytes == 0:
         return True
-    runtime = torch.cuda.cudart()
-    code = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1)  # type: ignore[union-attr]  # portable
-    return int(code) == 0
+    with torch.cuda.device(index):
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1)  # type: ignore[union-attr]  # portable
+        if int(code) == 0:
+            return True
+        with suppress(RuntimeError):  # the error stays behind, and the next kernel that starts would raise it
+            torch.ones(1, device="cuda").add_(1)
+    return False
 
 
 def unregister_host_buffer(buffer: torch.Tensor) -> None:
@@ -75,9 +90,6 @@ class CudaBackend(Backend):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
             self._down = torch.cuda.Stream(self.device)
-        self._staging: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-        """Page-locked host tensors that nobody uses, by shape and type: locking memory anew is slow."""
-        self._staging_lock = threading.Lock()
 
     @contextmanager
     def worker_thread(self) -> Iterator[None]:
@@ -108,15 +120,8 @@ class CudaBackend(Backend):
         return tensor
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._staging_lock:
-            free = self._staging.get(_kind_of(tensor))
-            if free:
-                return free.pop()
+        # torch keeps page-locked memory, in powers of two, and gives it away again when all copies of it have ended
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
-
-    def give_back(self, host: torch.Tensor) -> None:
-        with self._staging_lock:
-            self._staging.setdefault(_kind_of(host), []).append(host)
 
     def copy_up(self, pairs: Sequence[Pair]) -> Event:
         with torch.cuda.stream(self._up):
@@ -135,7 +140,8 @@ class CudaBackend(Backend):
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         # On the compute stream itself, in order; torch keeps and reuses the page-locked copy until it has been read.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        # An expanded tensor (a mask of several rows, say) cannot be pinned as it is.
+        return tensor.contiguous().pin_memory().to(self.device, non_blocking=True)
 
     def record(self) -> Event:
         return self._compute.record_event()
@@ -173,7 +179,3 @@ class CudaBackend(Backend):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
-
-
-def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
