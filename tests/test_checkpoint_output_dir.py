@@ -133,7 +133,7 @@ def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
         "from roundpipe_cli.train.output_dir import OutputDir\n"
         "with OutputDir(Path(sys.argv[1])):\n"
         "    child = os.fork()\n"
-        "    print(child, flush=True)\n"  # the child too, with 0: once it runs it has let go of the lock
+        "    os.write(1, b'%d\\n' % child)\n"  # the child too, with 0: once it runs it has let go of the lock
         "    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:

@@ -164,6 +164,11 @@ class Cutter:
             self._schedules[num_microbatches] = self._build(num_microbatches * self._chunks)
         return self._schedules[num_microbatches]
 
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Of full and short steps, as they have been cut lately."""
+        return tuple(self._schedules.values())
+
     def chain(self, num_microbatches: int) -> Chain | None:
         """Schedules of steps that follow each other without a barrier; None where steps have to end first.
 

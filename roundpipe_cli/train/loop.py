@@ -273,8 +273,9 @@ class Trainer:
         figures = dict(self._cutter.predicted(num_microbatches) or {})
         if figures and self._rows:
             figures["tokens_per_s"] = statistics.median(row.tokens for row in self._rows) / figures["step_s"]
-        if self._planned is not None:
-            figures.update(self._planned(self._cutter.schedule(num_microbatches)))
+        needs = [] if self._planned is None else [self._planned(schedule) for schedule in self._cutter.schedules]
+        for need in needs:  # what the step that needs most does: a short one is cut in its own way
+            figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
 
     def _seconds(self) -> float:
