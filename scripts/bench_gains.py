@@ -10,6 +10,7 @@ recomputes every block whole and deals stages round-robin; each row but `togethe
     pipeline.skip_last_projection   true: every block; at stage ends: as `auto` does where host memory is short
     pipeline.recompute: none        where a block's forward and backward run on the same worker, so also under 1f1b
     pipeline.head_workers, dispatch
+    each microbatch on one worker   nothing recomputed: what `weight_cache: auto` does where GPUs hold all weights
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.compare import even_stages
 from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.resident import DEALING, resident_partition
 from roundpipe_cli.train.pool import make_cutter
 from roundpipe_cli.train.setup import Setup, prepare
 
@@ -50,6 +52,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], Options]] = {
     "head_workers: 2": ("roundpipe", {}, Options(head_workers=2)),
     "dispatch: earliest_free": ("roundpipe", {}, Options(earliest_free=True)),
     "together": ("roundpipe", {"unread": True, "keep_inputs": True, "keep_blocks": True}, Options(head_workers=2)),
+    "each microbatch on one worker": ("resident", {}, DEALING),
     "1f1b": ("1f1b", {}, Options()),
     "1f1b, recompute: none": ("1f1b", {"keep_blocks": True}, Options()),
 }
@@ -96,14 +99,16 @@ def profile(setup: Setup, microbatches: list[Microbatch]) -> CostModel:
 
 def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Options) -> Schedule:
     """The planner's cut dealt out with `options`, or an even one for a schedule that binds its stages."""
-    if name != "roundpipe":
+    if name not in ("roundpipe", "resident"):
         stages = even_stages(len(costs.layers), WORKERS)
         return build_schedule(
             name, forward_stages=stages, num_workers=WORKERS, num_microbatches=num_microbatches, costs=costs
         )
-    plan = plan_partition(costs, num_workers=WORKERS, num_microbatches=num_microbatches)
+    plan: Any = plan_partition(costs, num_workers=WORKERS, num_microbatches=num_microbatches)
+    if name == "resident":
+        plan = resident_partition(costs, WORKERS, lambda partition: True)
     return build_schedule(
-        name,
+        "roundpipe",
         forward_stages=plan.forward_stages,
         backward_stages=plan.backward_stages,
         num_workers=WORKERS,

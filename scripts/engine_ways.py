@@ -14,6 +14,7 @@ import argparse
 import math
 import statistics
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from bench_vs_torch import setup_for
@@ -25,17 +26,22 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.step import Microbatch, StepResult
+from roundpipe_cli.plan.memory import with_cached_weights
 from roundpipe_cli.plan.partition import plan_partition
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.compare import Partition
 from roundpipe_cli.schedule.lower import WEIGHTS
+from roundpipe_cli.schedule.resident import DEALING, resident_partition
 from roundpipe_cli.schedule.timeline import UP
 from roundpipe_cli.train.cut import rough_costs
 from roundpipe_cli.train.pool import page_locked
 from roundpipe_cli.train.setup import Setup, active_parameters
 
 EVERYTHING = 1 << 62
-WAYS = {"streamed": (1, 0), "weights stay": (1, EVERYTHING), "two workers on one device": (2, 0)}
-"""Workers and bytes of the weight cache."""
+WAYS = {"streamed": (1, 0), "weights stay": (1, EVERYTHING), "two workers": (2, 0)}
+"""Workers, all on one device, and bytes of the weight cache."""
+RESIDENT = "two workers, weights and microbatches stay"
+"""LoRA only: each microbatch on one worker, nothing recomputed (`schedule/resident.py`)."""
 LINK_BYTES = 256 * 1024**2
 
 
@@ -47,7 +53,7 @@ def backends_of(device: str, count: int) -> list[Backend]:
 
 def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argparse.Namespace) -> list[StepResult]:
     """One engine's steps; the first two warm up."""
-    num_workers, cache = WAYS[name]
+    num_workers, cache = WAYS.get(name, (2, EVERYTHING))
     layouts = setup.store.layouts
     config = setup.model.config
     costs = rough_costs(
@@ -59,7 +65,12 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
         device="cuda",
         link_bytes_per_s=25e9,
     )
-    plan = plan_partition(costs, num_workers=num_workers, num_microbatches=len(microbatches))
+    plan: Any
+    if name == RESIDENT:
+        costs = with_cached_weights(costs, EVERYTHING, layouts[0].trainable_dtype.itemsize)
+        plan = resident_partition(costs, num_workers, lambda partition: True) or Partition((), ())
+    else:
+        plan = plan_partition(costs, num_workers=num_workers, num_microbatches=len(microbatches))
     schedule = build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,
@@ -68,6 +79,7 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
         num_microbatches=len(microbatches),
         costs=costs,
         microbatches_per_round=plan.microbatches_per_round,
+        options=DEALING if name == RESIDENT else None,
     )
     cuda.release_workspaces()
     backends = backends_of(args.device, num_workers)
@@ -94,7 +106,7 @@ def main() -> None:
     found: dict[str, list[StepResult]] = {}
     with ExitStack() as stack:
         stack.enter_context(page_locked(setup, print))
-        for name in WAYS:
+        for name in (*WAYS, RESIDENT) if args.method == "lora" else WAYS:
             found[name] = run_way(setup, microbatches, name, args)
     print(f"{args.model}, {args.device}, {args.method}, {args.dtype}, {args.microbatches} x {args.tokens} tokens\n")
     print("| way | step | tokens/s | idle | weights up per step | up | up / link | peak |")

@@ -28,45 +28,47 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.engine.profile import profile_schedule
+from roundpipe_cli.engine.program import stage_layers
+from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.model import worker_model
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import build_forward
+from roundpipe_cli.schedule.lower import Op
 from tests.tiny import Rig, make_rig, random_microbatches
 
 NUM_MICROBATCHES, TOKENS, WARM_UP = 8, 8, 4
 EXPERTS, EXPERT_TOKENS = 128, 128
 
 
-def microseconds(call: Callable[[], object], times: int) -> float:
-    """Median processor time of `call` in this thread."""
-    taken = []
-    for index in range(times + WARM_UP):
-        start = time.thread_time_ns()
-        call()
-        if index >= WARM_UP:
-            taken.append((time.thread_time_ns() - start) / 1e3)
-    return statistics.median(taken)
+def microseconds(call: Callable[[], object]) -> float:
+    """Processor time of `call` in this thread."""
+    start = time.thread_time_ns()
+    call()
+    return (time.thread_time_ns() - start) / 1e3
 
 
-def direct(rig: Rig, times: int) -> tuple[float, float]:
-    """Blocks called by themselves: forward; forward with graph, backward and the addition to float32 sums."""
-    found = [direct_block(rig, layer, times // rig.num_layers) for layer in range(2, rig.num_layers - 1)]
-    return statistics.median(item[0] for item in found), statistics.median(item[1] for item in found)
+def median_microseconds(call: Callable[[], object], times: int) -> float:
+    return statistics.median([microseconds(call) for _ in range(times + WARM_UP)][WARM_UP:])
 
 
-def direct_block(rig: Rig, layer: int, times: int) -> tuple[float, float]:
-    model, call, hidden = bound_block(rig, TOKENS, layer)
-    block = model.blocks[layer - 1]
-    gradient, parameters = torch.randn_like(hidden), [p for p in block.parameters() if p.requires_grad]
-    sums = [torch.zeros(parameter.shape) for parameter in parameters]
+class Direct:
+    """A worker's blocks called by themselves, with the arguments that the engine gives them."""
 
-    def forward() -> None:
+    def __init__(self, model: WorkerModel) -> None:
+        self._model = model
+        self._sums: dict[int, list[torch.Tensor]] = {}
+
+    def forward(self, layer: int, call: BlockCall, hidden: torch.Tensor) -> None:
         with torch.no_grad():
-            call.run(block, hidden)
+            call.run(self._model.blocks[layer - 1], hidden)
 
-    def backward() -> None:
+    def backward(self, layer: int, call: BlockCall, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Forward with graph, backward and the addition to float32 sums."""
+        block = self._model.blocks[layer - 1]
+        parameters = [p for p in block.parameters() if p.requires_grad]
+        sums = self._sums.setdefault(layer, [torch.zeros(p.shape) for p in parameters])
         leaf = hidden.detach().requires_grad_()
         output = call.run(block, leaf)
         gradients = torch.autograd.grad(output, [leaf, *parameters], gradient, allow_unused=True)
@@ -74,57 +76,84 @@ def direct_block(rig: Rig, layer: int, times: int) -> tuple[float, float]:
             if part is not None:
                 total.add_(part)
 
-    return microseconds(forward, times), microseconds(backward, times)
 
-
-def bound_block(rig: Rig, tokens: int, layer: int = 1) -> tuple[WorkerModel, BlockCall, torch.Tensor]:
-    """A worker's model with the weights of one block, how that is called, and hidden states for it."""
+def bound_block(rig: Rig, tokens: int) -> tuple[WorkerModel, BlockCall, torch.Tensor]:
+    """A worker's model with the weights of the first block, how that is called, and hidden states for it."""
     model = WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, torch.device("cpu"))
-    layout = rig.store.layouts[layer]
-    model.bind(layer, {place.name: place.parameter(rig.store.buffers[layer]) for place in layout.places})
-    call = model.prologue(torch.arange(tokens)[None] % 128).calls[layer - 1]
+    model.bind(1, {place.name: place.parameter(rig.store.buffers[1]) for place in rig.store.layouts[1].places})
+    call = model.prologue(torch.arange(tokens)[None] % 128).calls[0]
     return model, call, torch.randn(1, tokens, rig.skeleton.config.hidden_size)
 
 
-def through_engine(rig: Rig, steps: int) -> dict[str, float]:
-    """Medians per block call of an engine with one worker: `F` and `R+B` alone, then the thread's whole time."""
+class Paired:
+    """In place of a runner's `run`: the same block is also called directly, right before or right after.
+
+    In the same thread, so that a machine that is slower for a while is slower for both, and first as often as last:
+    whoever comes second finds the layer's objects in the processor's caches.
+    """
+
+    def __init__(self, rig: Rig, runner: StageRunner) -> None:
+        self._run, self._runner, self._direct = runner.run, runner, Direct(runner.model)
+        self._num_layers = rig.num_layers
+        self._hidden = torch.randn(1, TOKENS, rig.skeleton.config.hidden_size)
+        self._gradient = torch.randn_like(self._hidden)
+        self._row = [0.0, 0.0, 0.0]
+        self._left_ns = 0
+        self.direct_first = False
+        self.rows: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)
+        """By ("F" or "R+B", `direct_first`): microseconds of the direct call, the engine's own and the whole."""
+
+    def run(self, context: StepContext, op: Op) -> None:
+        self._row[2] += (time.thread_time_ns() - self._left_ns) / 1e3
+        layer = stage_layers(context.program.schedule, op)[1]
+        # Block 0 is left out: the embedding is in its stage. So is the last, which is in the head's.
+        counts = 1 < layer < self._num_layers - 2
+        direct = 0.0
+        if counts and op.kind is not Kind.BACKWARD and self.direct_first:
+            direct = self._call(context, op, layer)
+        taken = microseconds(lambda: self._run(context, op))
+        if op.kind is not Kind.BACKWARD:
+            self._row = [direct, 0.0, 0.0]
+        self._row[1] += taken
+        self._row[2] += taken
+        if counts and op.kind is not Kind.RECOMPUTE:
+            if not self.direct_first:
+                self._row[0] = self._call(context, op, layer)
+            self.rows["F" if op.kind is Kind.FORWARD else "R+B", self.direct_first].append(self._row)
+        self._left_ns = time.thread_time_ns()
+
+    def _call(self, context: StepContext, op: Op, layer: int) -> float:
+        call = self._runner._calls(context.microbatches[op.microbatch])[layer - 1]
+        if op.kind is Kind.FORWARD:
+            return microseconds(lambda: self._direct.forward(layer, call, self._hidden))
+        return microseconds(lambda: self._direct.backward(layer, call, self._hidden, self._gradient))
+
+
+def through_engine(rig: Rig, steps: int) -> dict[str, list[float]]:
+    """Per call of a block, for "F" (forward) and "R+B" (recompute and backward) in an engine with one worker.
+
+    The same block, called directly; the engine's operation alone; what it takes more; what all that the worker's
+    thread does from its start to the start of the next takes more.
+    """
     schedule = profile_schedule(rig.num_layers, 1, NUM_MICROBATCHES)
     microbatches = random_microbatches([(1, TOKENS)] * NUM_MICROBATCHES)
-    starts: list[tuple[Kind, int, int, int]] = []
-    taken: dict[str, list[float]] = defaultdict(list)
     with rig.engine(1) as engine:
         runner = engine._workers[0].runner
-        run = runner.run
-
-        def timed(context: Any, op: Any, *rest: Any) -> Any:
-            start = time.thread_time_ns()
-            result = run(context, op, *rest)
-            starts.append((op.kind, op.stage, start, time.thread_time_ns()))
-            return result
-
-        runner.run = timed  # type: ignore[method-assign]
-        for step in range(steps + WARM_UP):
-            starts.clear()
+        paired = Paired(rig, runner)
+        runner.run = paired.run  # type: ignore[method-assign]
+        for step in range(2 * (steps + WARM_UP)):
+            if step == 2 * WARM_UP:
+                paired.rows.clear()
+            paired.direct_first = step % 2 == 1
             engine.run_step(microbatches, schedule, step=step)
-            if step >= WARM_UP:
-                collect(starts, rig.num_layers, taken)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    orders = {name: [medians(paired.rows[name, first]) for first in (False, True)] for name in ("F", "R+B")}
+    return {name: [statistics.mean(pair) for pair in zip(*both, strict=True)] for name, both in orders.items()}
 
 
-def collect(starts: list[tuple[Kind, int, int, int]], num_layers: int, taken: dict[str, list[float]]) -> None:
-    """Times of the blocks' operations; block 0 is left out, for the embedding is in its stage."""
-    recompute: tuple[float, float] | None = None
-    for (kind, stage, start, end), (_, _, following, _) in zip(starts, starts[1:], strict=False):
-        alone, whole = (end - start) / 1e3, (following - start) / 1e3
-        if kind is Kind.FORWARD and stage > 0:
-            taken["F"].append(alone)
-            taken["F whole"].append(whole)
-        elif kind is Kind.RECOMPUTE:
-            recompute = alone, whole
-        elif recompute is not None and stage < num_layers - 2:
-            taken["R+B"].append(recompute[0] + alone)
-            taken["R+B whole"].append(recompute[1] + whole)
-            recompute = None
+def medians(rows: list[list[float]]) -> list[float]:
+    """Of direct, engine, engine - direct and whole - direct, over [direct, engine, whole] of each call."""
+    columns = [(direct, alone, alone - direct, whole - direct) for direct, alone, whole in rows]
+    return [statistics.median(column) for column in zip(*columns, strict=True)]
 
 
 def upload(rig: Rig, steps: int) -> float:
@@ -185,7 +214,7 @@ def experts(hidden: int, times: int) -> tuple[float, float, float]:
         leaf = states.detach().requires_grad_()
         call.run(model.blocks[0], leaf).sum().backward()
 
-    return microseconds(forward, times), microseconds(both, times), upload(rig, times)
+    return median_microseconds(forward, times), median_microseconds(both, times), upload(rig, times)
 
 
 def main() -> None:
@@ -198,12 +227,9 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|")
     for method in ("lora", "full"):
         rig = make_rig("llama", method, hidden_size=arguments.hidden, num_hidden_layers=6)
-        forward, backward = direct(rig, 32 * arguments.steps)
         found = through_engine(rig, arguments.steps)
-        for name, key, base in (("forward", "F", forward), ("recompute and backward", "R+B", backward)):
-            alone, whole = found[key], found[f"{key} whole"]
-            cells = [base, alone, alone - base, whole - base]
-            print(f"| dense layer, {method}: {name} | " + " | ".join(f"{cell:.0f}" for cell in cells) + " |")
+        for name, key in (("forward", "F"), ("recompute and backward", "R+B")):
+            print(f"| dense layer, {method}: {name} | " + " | ".join(f"{cell:.0f}" for cell in found[key]) + " |")
         print(f"| dense layer, {method}: upload | | | {upload(rig, 32 * arguments.steps // 4):.0f} | |")
     forward, both, up = experts(arguments.hidden, 4 * arguments.steps)
     print(f"| {EXPERTS} experts, LoRA, {EXPERT_TOKENS} tokens: forward | {forward:.0f} | | | |")

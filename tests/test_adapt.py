@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train import loop
 from roundpipe_cli.train.adapt import Fit, resumed_fit
-from tests.e2e import finetune, make_model, make_workspace, metrics, numbers
+from roundpipe_cli.train.auto_cache import AutoCache
+from tests.e2e import Outcome, finetune, launch, make_model, make_workspace, metrics, numbers
 
 OUT_OF_MEMORY = "compute:raise=MemoryError:step=2:nth=1"
 COMMON = {"num_train_epochs": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "lora__dropout": 0.0}
@@ -98,6 +101,39 @@ def test_nothing_left_to_adapt_and_no_wish_to(folder: Path) -> None:
         done = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=1"})
         assert "out of memory on a worker" in done.expect(5).err and "on_oom=adapt" in done.err
         assert ("computing it again" in done.err) == bool(words)
+
+
+def pretend_a_cache() -> None:
+    """In a run's process: a weight cache that was granted, where no device has memory of its own."""
+    made = loop.make_auto_cache
+
+    def with_cache(*arguments: Any) -> AutoCache:
+        cache = made(*arguments)
+        cache.num_bytes = 1
+        return cache
+
+    loop.make_auto_cache = with_cache
+
+
+def test_what_was_kept_of_our_own_accord_goes_first(folder: Path, whole: Path) -> None:
+    """A weight cache that the recipe did not ask for must not end a run that would have fitted without."""
+
+    def run_with_cache(faults: str, *words: str) -> Outcome:
+        environment = {"ROUNDPIPE_FAULT": faults}
+        return launch(
+            folder, "finetune", "recipe.yaml", *words, environment=environment, before=pretend_a_cache
+        ).finish()
+
+    done = run_with_cache(OUT_OF_MEMORY).expect(0)
+    assert "step 3: out of memory on a worker" in done.err and "again without the weight cache" in done.err
+    assert [row["loss_hex"] for row in metrics(folder / "out")] == [row["loss_hex"] for row in metrics(whole / "out")]
+    assert not any("segment" in row for row in metrics(folder / "out"))
+    twice = f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=2:nth=2"
+    assert run_with_cache(twice, "output_dir=twice").code == 5
+    adapted = run_with_cache(twice, "output_dir=adapted", "on_oom=adapt").expect(0)
+    assert "again without the weight cache" in adapted.err and "write pipeline.recompute: layer" in adapted.err
+    early = run_with_cache(OUT_OF_MEMORY, "output_dir=early", "max_grad_norm=0")
+    assert early.code == 5, "layers whose gradient was complete have been updated: the step cannot be run again"
 
 
 def test_what_fits_is_exact_and_divides(folder: Path) -> None:

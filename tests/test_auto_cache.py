@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,13 @@ from roundpipe_cli.cli.predict import Plan, make_plan
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Event, Notice
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.plan.cost import LayerCost
 from roundpipe_cli.plan.memory import CACHE_ALIGNMENT_BYTES, CACHE_SHARE, spare_for_cache
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.auto_cache import AutoCache
-from roundpipe_cli.train.cut import Cutter, rough_costs
-from tests.tiny import Rig, make_rig, random_microbatches
+from roundpipe_cli.train.cut import Cutter
+from tests.tiny import Rig, gpu_costs, make_rig, random_microbatches
 
 RECIPE = """
 datasets: [{path: rows.jsonl}]
@@ -73,25 +72,12 @@ def test_spare_bytes() -> None:
     assert spare_for_cache(10**6, 10**7, layers, share=0.5) == spare_for_cache(10**6, 0, layers[:1], share=0.5) == 0
 
 
-def costs_of(rig: Rig, memory_bytes: int) -> CostModel:
-    rough = rough_costs(
-        rig.store.layouts,
-        [layout.num_bytes // 4 for layout in rig.store.layouts],
-        method="lora",
-        tokens=18,
-        hidden_size=64,
-        device="cuda",
-        device_memory_bytes=memory_bytes,
-    )
-    return replace(rough, link_bytes_per_s=1e15)
-
-
 def run(
     rig: Rig, memory_bytes: int, *, is_open: bool = True, count: bool = False
 ) -> tuple[list[str], list[StepResult], AutoCache]:
     """Steps as a training run makes them; devices that copy weights and count their bytes stand for GPUs."""
     told: list[Event] = []
-    cutter = Cutter(costs_of(rig, memory_bytes), 2, GIVEN)
+    cutter = Cutter(gpu_costs(rig, memory_bytes), 2, GIVEN)
     cache = AutoCache(cutter, ("gpu 0", "gpu 1"), told.append, is_open=is_open)
     bits, results = [], []
     with rig.engine(2, copy=True, count_bytes=count, seed=3) as engine:
@@ -126,7 +112,7 @@ def test_a_run_takes_it_once_its_stages_are_settled(rig: Rig) -> None:
 
 def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
     """Not in the profile's steps, nor after a short step; from then on a short step has the same stages."""
-    cutter = Cutter(costs_of(rig, 10**9), 2, PipelineConfig())
+    cutter = Cutter(gpu_costs(rig, 10**9), 2, PipelineConfig())
     cache = AutoCache(cutter, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
 
     def step(engine: Engine, sizes: list[tuple[int, int]]) -> None:
@@ -159,7 +145,7 @@ def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:
 
 def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:
     expected, _, _ = run(rig, 10**9, is_open=False)
-    cutter = Cutter(costs_of(rig, 10**9), 2, GIVEN)
+    cutter = Cutter(gpu_costs(rig, 10**9), 2, GIVEN)
     cache = AutoCache(cutter, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
     uploads = []
     with rig.engine(2, copy=True, seed=3) as engine:

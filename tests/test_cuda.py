@@ -13,6 +13,9 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Event, Pair
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.resident import resident_partition
 from tests.e2e import fresh, make_model, make_workspace, metrics
 from tests.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
 
@@ -68,11 +71,8 @@ def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
     assert result.gradient_norm == pytest.approx(float(norm), rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("devices", [[0], [0, 0]])
-@pytest.mark.parametrize("late", ["up", "down", "compute"])
-def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[int], method: str) -> None:
-    """What reads before it may, and what is written over before it was read, shows where its stream is made slow."""
+def late_in(late: str) -> type[cuda.CudaBackend]:
+    """A backend of which one stream is slow."""
 
     class Late(cuda.CudaBackend):
         def copy_up(self, pairs: Sequence[Pair]) -> Event:
@@ -92,13 +92,52 @@ def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[i
                 torch.cuda._sleep(2_000_000)
             return nullcontext()
 
+    return Late
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("devices", [[0], [0, 0]])
+@pytest.mark.parametrize("late", ["up", "down", "compute"])
+def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[int], method: str) -> None:
+    """What reads before it may, and what is written over before it was read, shows where its stream is made slow."""
     sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
     rigs = [make_rig("llama", method) for _ in range(2)]
-    usual, slow = run(rigs[0], devices, sizes), run(rigs[1], devices, sizes, Late)
+    usual, slow = run(rigs[0], devices, sizes), run(rigs[1], devices, sizes, late_in(late))
     assert slow.loss == pytest.approx(usual.loss, rel=1e-6)
     expected, found = map(gradients, rigs)
     for name, gradient in expected.items():
         assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("late", ["none", "up", "down", "compute"])
+@pytest.mark.parametrize("kept", [1, 4])
+def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
+    """All weights on the device, gradients of each microbatch to the host's sum by the down lane."""
+    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
+    rigs = [make_rig("llama", "lora") for _ in range(2)]
+    usual = run(rigs[0], [0], sizes)
+    rig = rigs[1]
+    least = max(0, rig.num_layers - 1 - kept)
+    found = resident_partition(equal_costs(rig.num_layers), 2, lambda cut: cut.backward_stages[0][0] >= least)
+    assert found is not None
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=found.forward_stages,
+        backward_stages=found.backward_stages,
+        num_workers=2,
+        num_microbatches=len(sizes),
+        options=found.dealing,
+    )
+    backends = [late_in(late)(0) for _ in range(2)]
+    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, weight_cache_bytes=10**9) as engine:
+        for step in range(3):
+            result = engine.run_step(random_microbatches(sizes), schedule, step=step)
+            assert result.loss == pytest.approx(usual.loss, rel=1e-6)
+            expected, own = map(gradients, rigs)
+            for name, gradient in expected.items():
+                assert torch.allclose(own[name], gradient, rtol=1e-4, atol=1e-6), name
+        engine.grant_weight_cache(0)
+        assert engine.run_step(random_microbatches(sizes), schedule, step=3).loss == result.loss
 
 
 @pytest.mark.parametrize("bits", [4, 8])

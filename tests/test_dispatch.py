@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.engine.program import device_folds, lower_for_engine
+from roundpipe_cli.engine.program import device_folds, layer_range, lower_for_engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.plan.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, lower
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, Program, lower
+from roundpipe_cli.schedule.timeline import DOWN
 from tests.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 9), (1, 7), (2, 5), (1, 11), (2, 6)]
@@ -75,21 +76,51 @@ def test_a_frozen_head_that_is_shared_leaves_the_blocks_sums_on_the_devices() ->
     assert not device_folds(shared) & {1, 2, 3}
 
 
-def test_interleaved_visits_send_each_microbatchs_gradients() -> None:
-    """Their sum cannot be one visit's to continue: every backward has a download, and none goes up again."""
+def test_gradients_for_the_hosts_sum_leave_by_the_lane() -> None:
+    """Nobody waits for them: each backward's go down beside the next one's arithmetic, a layer in one piece."""
+    rig = make_rig("llama", "lora")
+    schedule = dealt(rig, 2, Options(earliest_free=True))
+    program = lower_for_engine(schedule, rig.store.layouts, 2)
+    result, _ = step(rig, schedule, copy=True)
+    wanted = 0
+    for visit in program.visits:
+        trained = sum(rig.store.layouts[layer].trainable_num_bytes for layer in layer_range(visit.layers) if layer)
+        wanted += len(visit.downloads) * trained
+    assert program.host_folded and wanted
+    assert result.transfers.classes[DOWN, WEIGHT_GRADIENT].num_bytes == wanted
+
+
+def two_blocks_and_a_head(forward: list[StageRange], backward: list[StageRange], num_microbatches: int) -> Program:
+    """On two workers, dealt to whoever is free first, in rounds of two microbatches."""
     block = LayerCost("block", 1.0, 2.0, recompute=True, grad_bytes=8)
     costs = CostModel("two blocks and a head", (block, block, LayerCost("head", 1.0, 2.0, recompute=False)))
     schedule = build_schedule(
         "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 2), (0, 1)],
+        forward_stages=forward,
+        backward_stages=backward,
         num_workers=2,
-        num_microbatches=4,
+        num_microbatches=num_microbatches,
         microbatches_per_round=2,
         costs=costs,
         options=Options(earliest_free=True),
     )
-    program = lower(schedule, costs)
+    return lower(schedule, costs)
+
+
+def test_gradients_wait_for_their_lane_in_twos() -> None:
+    """What waits takes device memory: a slow lane holds its worker up before the third microbatch's."""
+    program = two_blocks_and_a_head([], [(0, 2)], num_microbatches=8)
+    assert program.host_folded == {(0, 2)}
+    for visit in program.visits:
+        backwards = [op_id for op_id in visit.ops if program.ops[op_id].kind is Kind.BACKWARD]
+        assert len(backwards) == len(visit.downloads) == 4
+        waits = [set(program.ops[op_id].deps) & set(visit.downloads) for op_id in backwards]
+        assert waits == [set(), set(), {visit.downloads[0]}, {visit.downloads[1]}]
+
+
+def test_interleaved_visits_send_each_microbatchs_gradients() -> None:
+    """Their sum cannot be one visit's to continue: every backward has a download, and none goes up again."""
+    program = two_blocks_and_a_head([(0, 1)], [(2, 2), (0, 1)], num_microbatches=4)
     sums = [op for op in program.ops if op.payload == WEIGHT_GRADIENT]
     assert program.host_folded == {(0, 1)}
     assert [op.kind for op in sums] == [Kind.DOWNLOAD] * 4

@@ -50,6 +50,7 @@ def check_limits(answer: Plan) -> None:
 
 
 def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
+    loaded = with_keys(loaded, "pipeline.weight_cache=0")  # two cards that hold all weights are as fast as all three
     answer = make_plan(loaded, "2x3090+4060ti:memory_gib=8:pcie_lanes=16")
     check_limits(answer)
     speeds = answer.question.analytic.costs.worker_speed

@@ -157,6 +157,7 @@ def test_an_interrupt_before_a_run_has_handlers(
     monkeypatch.setattr("roundpipe_cli.recipe.shipped.shipped_recipes", interrupted)
     monkeypatch.setattr(sys, "argv", ["roundpipe", "recipes", "ls"])
     before, handler = os.umask(0o077), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(SystemExit) as left:
             main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from roundpipe_cli.model.lora import add_lora, initial_values
 from roundpipe_cli.model.nf4 import dequantize, quantizable_names
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.train.cut import rough_costs
 
 BASE = {
     "vocab_size": 128,
@@ -309,3 +311,17 @@ def schedule_for(
         num_workers=num_workers,
         num_microbatches=num_microbatches,
     )
+
+
+def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:
+    """Rough costs of a LoRA run of microbatches of 18 tokens, on devices of so much memory and links without end."""
+    rough = rough_costs(
+        rig.store.layouts,
+        [layout.num_bytes // 4 for layout in rig.store.layouts],
+        method="lora",
+        tokens=18,
+        hidden_size=64,
+        device="cuda",
+        device_memory_bytes=memory_bytes,
+    )
+    return replace(rough, link_bytes_per_s=1e15)

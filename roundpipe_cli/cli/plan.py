@@ -194,7 +194,8 @@ def _stage_lines(answer: Plan) -> list[str]:
 
     layers = answer.question.analytic.costs.layers
     lines = [
-        f"{len(answer.forward_stages)} forward and {len(answer.backward_stages)} backward stages, "
+        f"{len(answer.forward_stages) or 'no'} forward and {len(answer.backward_stages)} backward "
+        f"{'stages' if len(answer.backward_stages) > 1 else 'stage'}, "
         f"{answer.microbatches_per_round} microbatches a round; bytes and time of one stage, time of one microbatch"
     ]
     for direction, stages in (("forward", answer.forward_stages), ("backward", answer.backward_stages)):

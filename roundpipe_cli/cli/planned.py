@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe_cli.cli.auto_cache import with_auto_cache
+from roundpipe_cli.cli.auto_cache import with_all_weights, with_auto_cache
 from roundpipe_cli.cli.question import Question, ask
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plan.verdict import Verdict, judge
@@ -10,8 +10,11 @@ from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.actions import Schedule
 
 
-def planned_bytes(loaded: LoadedRecipe, schedule: Schedule) -> dict[str, float]:
-    """Predicted device and host bytes; empty for a model or devices that `plan` has no figures for."""
+def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool) -> dict[str, float]:
+    """Predicted device and host bytes; empty for a model or devices that `plan` has no figures for.
+
+    `holds_all`: the schedule is for GPUs that hold all weights.
+    """
     try:
         question = ask(loaded)
     except RefusedError:
@@ -23,5 +26,6 @@ def planned_bytes(loaded: LoadedRecipe, schedule: Schedule) -> dict[str, float]:
         cut = schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round
         return judge(question.architecture, question.settings, question.hardware, question.analytic, *cut)
 
-    verdict = verdict_on(with_auto_cache(question, verdict_on(question))[0])
+    whole = with_all_weights(question) if holds_all else None
+    verdict = verdict_on(whole or with_auto_cache(question, verdict_on(question))[0])
     return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.cli.auto_cache import with_auto_cache
+from roundpipe_cli.cli.auto_cache import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.cli.question import Question, ask, choose_tier
 from roundpipe_cli.cli.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.cli.unequal import dealt_cut, describe_left_out, without_small_cards
@@ -26,14 +26,16 @@ from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, even_stages, ju
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.compare import Partition, chunk_partition
+from roundpipe_cli.schedule.compare import MIN_GAIN, Partition, chunk_partition
 from roundpipe_cli.schedule.compare import Question as Compared
 from roundpipe_cli.schedule.dealing import Options, options_of
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.resident import resident_partition
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
 from roundpipe_cli.units import format_bytes, format_seconds
 
+RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
 MAX_SIMULATED_MICROBATCHES = 64
 MAX_PLANNED_ROUNDS = 4
 """Rounds of a step that the planner looks at: later ones repeat."""
@@ -159,14 +161,20 @@ def _least_s(question: Question) -> float:
 
 def _plan(question: Question) -> Plan:
     """The plan for all devices of the question's machine."""
-    recipe, settings, analytic = question.loaded.recipe, question.settings, question.analytic
+    whole = with_all_weights(question)
     cut = _cut(question)
     verdict = _judged(question, cut)
     question, kept = with_auto_cache(question, verdict)
     if kept is not None:
         verdict = _judged(question, cut)
-    step = _simulate_step(question, cut, recipe.pipeline.schedule)
-    host_s = settings.num_microbatches * analytic.host_s_per_microbatch
+    step = _simulate_step(question, cut, question.loaded.recipe.pipeline.schedule)
+    resident = _resident(whole, step.step_s if verdict.fits else math.inf)
+    if resident is not None:
+        question, cut, verdict, step = resident
+        held = question.settings.weight_cache_bytes
+        if held:
+            kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
+    host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     return Plan(
         question=question,
         forward_stages=cut.forward_stages,
@@ -181,6 +189,27 @@ def _plan(question: Question) -> Plan:
         explanation=(*cut.explanation, *filter(None, [kept]), _what_binds(question, step, host_s)),
         assumptions=_assumptions(question, cut),
     )
+
+
+def _resident(question: Question | None, streamed_s: float) -> tuple[Question, _Cut, Verdict, _Step] | None:
+    """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
+    if question is None:
+        return None
+
+    def as_cut(partition: Partition) -> _Cut:
+        per_round = partition.microbatches_per_round or question.num_workers
+        stages = partition.forward_stages, partition.backward_stages
+        return _Cut(*stages, per_round, (RESIDENT_CUT,), options=partition.dealing)
+
+    def keeps(partition: Partition) -> bool:
+        return has_room(question, _judged(question, as_cut(partition)))
+
+    partition = resident_partition(question.analytic.costs, question.num_workers, keeps)
+    if partition is None:
+        return None
+    cut = as_cut(partition)
+    step = _simulate_step(question, cut, "roundpipe")
+    return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +438,7 @@ def _simulated(
 ) -> _Simulated:
     costs, staleness = question.analytic.costs, question.settings.staleness
     if question.settings.weight_cache_bytes:
-        costs = with_cached_weights(costs, question.settings)
+        costs = with_cached_weights(costs, question.settings.weight_cache_bytes, question.settings.dtype_bytes)
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
     options = cut.options or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)

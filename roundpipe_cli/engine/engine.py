@@ -36,7 +36,7 @@ from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepCon
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep, stage_bytes, stage_gradient_elements
+from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
@@ -442,17 +442,13 @@ class Engine:
         return kept_activations(program, {x for x in self._keep_layers if x >= self._first_trainable_layer})
 
     def _reserve(self, program: Program, *, keeps_weights: bool) -> None:
-        """Take the devices' memory for a program: slots and, for training, the weight cache."""
-        layouts = self.store.layouts
-        held = [layer_range(visit.layers) for visit in program.visits]
-        summed = [layer_range(stage) for stage in program.schedule.backward_stages]
-        weight_bytes = max(stage_bytes(layouts, layers) for layers in held)
-        elements = max((stage_gradient_elements(layouts, layers) for layers in summed), default=0)
+        """Take the devices' memory for a program: the weight cache, unless its choice hangs on a training program, then
+        slots for what it leaves out."""
         for worker in self._workers:
             try:
-                worker.reserve_slots(self._num_slots, weight_bytes, elements)
-                if keeps_weights:
+                if keeps_weights or worker.cache.holds_all:
                     worker.keep_weights(program)
+                worker.reserve_slots(self._num_slots, program)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 where = f"worker {worker.index} ({worker.backend.device}), slots for stages or weight cache"
                 text = f"{type(error).__name__}: {error}".strip()

@@ -9,6 +9,8 @@ not change its bits. Two ways, chosen once per step for each layer:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from roundpipe_cli.engine.progress import Progress
@@ -78,6 +80,29 @@ class GradientFold:
         """`flat` holds the sum of all microbatches before `next_microbatch`, or soon will: its download is issued."""
         assert next_microbatch > self._next, "a stage was visited out of order"
         self._next = next_microbatch
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """One microbatch's gradients of one layer, on their way from a device to the host's fold."""
+
+    layer: int
+    place: int
+    """Of the microbatch, in the fold's order."""
+    shapes: tuple[tuple[int, torch.Size], ...]
+    """(index of the parameter, shape), in the order in which they lie in `flat`."""
+    flat: torch.Tensor
+
+    @staticmethod
+    def of(layer: int, place: int, parts: Parts) -> Leaving:
+        """The gradients as one tensor, which is one copy."""
+        flat = torch.cat([gradient.reshape(-1) for _, gradient in parts])
+        return Leaving(layer, place, tuple((index, gradient.shape) for index, gradient in parts), flat)
+
+    def parts_in(self, host: torch.Tensor) -> Parts:
+        """The same gradients in `host`, a copy of `flat`."""
+        pieces = host.split([shape.numel() for _, shape in self.shapes])
+        return [(index, piece.view(shape)) for (index, shape), piece in zip(self.shapes, pieces, strict=True)]
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:

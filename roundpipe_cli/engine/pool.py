@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -180,6 +181,8 @@ class Pool:
             weights = False
             if isinstance(error, TransferFailedError):
                 result.error, weights = error.error, error.weights
+            # Its frames hold what was computed, and a step that ran out of memory is to be run again.
+            traceback.clear_frames(result.error.__traceback__)
             result.where = work.where(op, weights=weights)
             run.progress.abort()
 

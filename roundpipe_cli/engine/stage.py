@@ -21,7 +21,7 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.gradients import GradientFold, Parts, square_sum
+from roundpipe_cli.engine.gradients import GradientFold, Leaving, Parts, square_sum
 from roundpipe_cli.engine.kept import Kept, weights_found_again
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.engine.progress import Progress
@@ -144,6 +144,8 @@ class StageRunner:
         self._head_input: dict[int, torch.Tensor] = {}
         self._forward_sequences, self._backward_sequences = Sequences(), Sequences()
         self._poison: float | None = None
+        self.leaving: list[Leaving] = []
+        """Of the operation at work: what its download takes to the host's fold."""
         self.layer = 0
         """The layer in work, for error messages."""
         self.started: Any = None
@@ -185,6 +187,7 @@ class StageRunner:
         self._graphs.clear()
         self._kept.clear()
         self._head_input.clear()
+        self.leaving = []
         self._forward_sequences.clear()
         self._backward_sequences.clear()
         self._poison = None
@@ -476,13 +479,13 @@ class StageRunner:
         """Adds gradients to the layer's sum as backward makes them; or lists them, if it is not their turn yet."""
         fold = context.folds[layer]
         parts: Parts = []
-        on_host = layer not in context.device_folds
+        on_host, leaves = layer not in context.device_folds, self._leaves(context, layer)
         sums = [] if on_host else self.accumulators.get(layer, [])
-        if fold is not None and on_host and fold.is_turn(context.fold_place(layer, state.index)):
+        if fold is not None and on_host and not leaves and fold.is_turn(context.fold_place(layer, state.index)):
             sums = fold.views
 
         def take(index: int, gradient: torch.Tensor) -> None:
-            if on_host and self.backend.device.type != "cpu":
+            if on_host and not leaves and self.backend.device.type != "cpu":
                 gradient = gradient.cpu()
             if sums:
                 sums[index].add_(gradient)
@@ -492,11 +495,27 @@ class StageRunner:
         return take, parts
 
     def _fold(self, context: StepContext, layer: int, state: MicrobatchState, parts: Parts) -> None:
-        """On the host, after a layer's backward: this microbatch is added, or waits in line with what was listed."""
-        fold = context.folds[layer]
-        if fold is None or layer in context.device_folds:
+        """After a layer's backward: what was listed is added on the host, or waits for its turn or its download."""
+        if context.folds[layer] is None or layer in context.device_folds:
             return
-        if fold.fold(context.fold_place(layer, state.index), parts):
+        place = context.fold_place(layer, state.index)
+        if parts and self._leaves(context, layer):
+            with self.backend.compute():
+                self.leaving.append(Leaving.of(layer, place, parts))
+        else:
+            self.fold(context, layer, place, parts)
+
+    def _leaves(self, context: StepContext, layer: int) -> bool:
+        """Whether a lane takes the layer's gradients to the host's fold. Not a trained head's, which are added up
+        chunk by chunk of its tokens and as large as its weights."""
+        is_head = layer == len(context.folds) - 1
+        return not (self.backend.aliases_host or is_head or layer in context.device_folds)
+
+    def fold(self, context: StepContext, layer: int, place: int, parts: Parts) -> None:
+        """On the host: the microbatch of this place is added to the layer's sum, or waits in line."""
+        fold = context.folds[layer]
+        assert fold is not None
+        if fold.fold(place, parts):
             context.gradient_complete(layer, square_sum(fold.flat))
 
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:

@@ -1,7 +1,8 @@
 """Weights that stay on a device: what is frozen is uploaded once in a run, what is trained once in a step.
 
 Without a cache every visit uploads the weights of its stage into a slot. A layer in the cache has a buffer of its own
-beside the slots, and of a step's visits on this worker only the first one uploads anything to it:
+beside the slots, which need no room for it, and of a step's visits on this worker only the first one uploads anything
+to it:
 
     step 0, first visit of the layer   frozen and trained weights
     later steps, first visit           trained weights (LoRA: the adapters)
@@ -9,13 +10,13 @@ beside the slots, and of a step's visits on this worker only the first one uploa
 
 That is safe without further events: a worker's visits compute in their order, so whatever reads the buffer in a step
 runs behind the first visit, which waited for the upload; and no step begins before the one before has ended, so nobody
-reads while the next step's first visit writes. The slots stay as large as they are without a cache.
+reads while the next step's first visit writes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -59,6 +60,7 @@ class WeightCache:
         """
         self._worker, self._backend, self._store = worker, backend, store
         self._budget_bytes = 0 if backend.aliases_host else budget_bytes
+        self._whole_bytes = sum(round_up(layout.num_bytes, CACHE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
         self._arena: torch.Tensor | None = None
         self._chosen_for: Schedule | None = None
         self._buffers: dict[int, torch.Tensor] = {}
@@ -80,6 +82,11 @@ class WeightCache:
         """Whether weights stay, or will."""
         return self._budget_bytes > 0
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is room for all weights, so that they are kept whatever a program visits."""
+        return self._budget_bytes >= self._whole_bytes
+
     def grant(self, budget_bytes: int) -> None:
         """Another budget, between steps; what is kept is given back, to be uploaded anew."""
         self._budget_bytes = 0 if self._backend.aliases_host else budget_bytes
@@ -88,17 +95,20 @@ class WeightCache:
         self._buffers, self._starts, self._filled = {}, {}, set()
 
     def choose(self, program: Program) -> bool:
-        """Settle what is kept for a training program; between steps. Returns whether any layer's buffer is another."""
+        """Settle what is kept for a training program (for any, where all is); between steps. Returns whether any
+        layer's buffer is another."""
         dropped, self._dropped = self._dropped, False
         if not self._budget_bytes or program.schedule is self._chosen_for:
             return dropped
         layouts = self._store.layouts
         if self._arena is None:
-            whole = sum(round_up(layout.num_bytes, CACHE_ALIGNMENT_BYTES) for layout in layouts[1:])
-            self._arena = self._backend.allocate(min(self._budget_bytes, whole))
+            self._arena = self._backend.allocate(min(self._budget_bytes, self._whole_bytes))
         self._chosen_for = program.schedule
         starts, end = {}, 0
-        for layer in layers_to_keep(program, self._worker, layouts, self._arena.nbytes):
+        chosen: Iterable[int] = (layer for layer in range(1, len(layouts)) if layouts[layer].num_bytes)
+        if not self.holds_all:  # else all, visited or not: a later step, or an evaluation, has other visits
+            chosen = layers_to_keep(program, self._worker, layouts, self._arena.nbytes)
+        for layer in chosen:
             starts[layer] = end
             end += round_up(layouts[layer].num_bytes, CACHE_ALIGNMENT_BYTES)
         same = {layer for layer, start in starts.items() if self._starts.get(layer) == start}

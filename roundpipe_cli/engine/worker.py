@@ -7,7 +7,7 @@ per device for the whole run; it takes up one `WorkerPart` after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch import Chunk
-from roundpipe_cli.engine.gradients import GradientFold, square_sum
+from roundpipe_cli.engine.gradients import GradientFold, Leaving, square_sum
 from roundpipe_cli.engine.program import backward_ops, describe, layer_range, stage_layers
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.engine.weight_cache import WeightCache
@@ -86,8 +86,8 @@ class _Now:
     """For a boundary tensor, before it begins."""
 
 
-def stage_bytes(layouts: Sequence[LayerLayout], layers: range) -> int:
-    """Device bytes of a stage's weights in a slot. The embed layer stays on the host."""
+def stage_bytes(layouts: Sequence[LayerLayout], layers: Iterable[int]) -> int:
+    """Device bytes of these layers' weights in a slot. The embed layer stays on the host."""
     return sum(round_up(layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES) for layer in layers if layer > 0)
 
 
@@ -135,13 +135,24 @@ class Worker:
         self._on_host: dict[int, list[dict[str, nn.Parameter]]] = {}
         """By version modulo the number of versions kept: the embed layer's parameters, then those of aliased layers."""
         self._host_version = -1
+        self._leaving: dict[int, list[Leaving]] = {}
+        """By backward operation: gradients that wait for their download."""
+        self._landing: dict[int, list[tuple[Leaving, torch.Tensor]]] = {}
+        """By download: gradients on their way to the host's fold, with the host memory that they go to."""
         self._squares: dict[int, torch.Tensor] = {}
         """Layer -> sum of squares of its complete gradient, which is on its way to the host."""
 
-    def reserve_slots(self, num_slots: int, weight_bytes: int, gradient_elements: int) -> None:
-        """Make sure that every slot holds the largest stage. Called between steps."""
+    def reserve_slots(self, num_slots: int, program: Program) -> None:
+        """Make sure that every slot holds the largest stage, but for what the cache keeps. Called between steps."""
         if self.backend.aliases_host:
             return
+        layouts = self._store.layouts
+        # Without a cache as large as any worker's, so that no later step with other dealing makes them larger.
+        held = (visit.layers for visit in program.visits if visit.worker == self.index or not self.cache.is_on)
+        left = ([layer for layer in layer_range(layers) if self.cache.buffer(layer) is None] for layers in held)
+        weight_bytes = max((stage_bytes(layouts, layers) for layers in left), default=0)
+        summed = (stage for stage in program.schedule.backward_stages if stage not in program.host_folded)
+        gradient_elements = max((stage_gradient_elements(layouts, layer_range(stage)) for stage in summed), default=0)
         fits = self._slots and self._slots[0].weights.nbytes >= weight_bytes
         if fits and self._slots[0].gradients.nbytes >= 4 * gradient_elements and len(self._slots) >= num_slots:
             return
@@ -153,10 +164,13 @@ class Worker:
             self._slots.append(Slot(index, weights, gradients))
 
     def grant_cache(self, num_bytes: int) -> None:
-        """Another budget for weights that stay, between steps; what was kept is let go at once."""
+        """Another budget for weights that stay, between steps; what was kept is let go at once, and the slots, which
+        are as large as what is not kept makes them."""
         if not self.backend.aliases_host:
+            self._slots = []
             self._unbind()
         self.cache.grant(num_bytes)
+        self.backend.release_unused()
 
     def _unbind(self) -> None:
         """Let go of the slots' and the cache's memory, which modules and gradient sums know: visits bind anew."""
@@ -223,6 +237,8 @@ class Worker:
         self.runner.started = None
         self._now = _Now(self._step, op, start, waits=stage_layers(context.program.schedule, op)[0] > 0)
         self.runner.run(context, op)
+        if self.runner.leaving:
+            self._leaving[op.id], self.runner.leaving = self.runner.leaving, []
         self._pass_work(context, op)
         started = start if self.runner.started is None else self.runner.started
         self._step.intervals.append(ComputeInterval(op, started, backend.mark()))
@@ -251,6 +267,8 @@ class Worker:
 
     def reset(self) -> None:
         """Drop what belongs to the step, done or failed."""
+        self._leaving.clear()
+        self._landing.clear()
         self._now, self._context, self._carrier, self.runner.carrier = None, None, None, None
         self.runner.reset()
 
@@ -303,6 +321,8 @@ class Worker:
         assert context is not None and self._carrier is not None
         self._carrier.ended(op)
         if op.lane == DOWN and op.payload == WEIGHT_GRADIENT:
+            for leaving, host in self._landing.pop(op.id, ()):
+                self.runner.fold(context, leaving.layer, leaving.place, leaving.parts_in(host))
             end = _fold_place(context.program, backward_ops(context.program, op.visit)[-1]) + 1
             for fold, _ in self._sums(context, context.program.visits[op.visit]):
                 fold.finish_visit(end)
@@ -320,15 +340,21 @@ class Worker:
             size, kept = self._store.layouts[layer].num_bytes, self.cache.buffer(layer)
             if kept is None:
                 target, pieces = weights[offset : offset + size], self._store.pieces(layer, context.version)
+                offset += round_up(size, SLOT_ALIGNMENT_BYTES)
             else:
                 target, pieces = kept, self.cache.missing(layer, visit_id, context.version)
             pairs += [(target[start : start + piece.nbytes], piece) for start, piece in pieces]
-            offset += round_up(size, SLOT_ALIGNMENT_BYTES)
         return pairs
 
     def _sum_copies(self, context: StepContext, op: Op) -> list[Pair]:
-        """Between a visit's sums on the device and the host's; none where gradients are folded on the host."""
-        sums = self._sums(context, context.program.visits[op.visit])
+        """Between a visit's sums on the device and the host's; of gradients that are added up on the host, those of
+        one backward."""
+        visit = context.program.visits[op.visit]
+        if visit.layers in context.program.host_folded:
+            leaving = self._leaving.pop(op.deps[0], [])
+            self._landing[op.id] = [(one, self.backend.host_like(one.flat)) for one in leaving]
+            return [(host, one.flat) for one, host in self._landing[op.id]]
+        sums = self._sums(context, visit)
         return [(flat, fold.flat) if op.lane == UP else (fold.flat, flat) for fold, flat in sums]
 
     def _sums(self, context: StepContext, visit: Visit) -> Iterator[tuple[GradientFold, torch.Tensor]]:
@@ -369,9 +395,9 @@ class Worker:
                 if kept is None:
                     size = self._store.layouts[layer].num_bytes
                     self._bind((slot.index, offset, layer), slot.weights[offset : offset + size])
+                    offset += round_up(size, SLOT_ALIGNMENT_BYTES)
                 else:
                     self._bind((KEPT, 0, layer), kept)
-                offset += round_up(self._store.layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES)
         self.runner.accumulators = {}
         if backward_ops(context.program, visit_id):
             for fold, flat in self._sums(context, visit):

@@ -240,7 +240,7 @@ class WorkerModel:
         packed: list[PackedPlace] = []
         for module, attribute, name in self._bindings[layer]:
             parameter = module._parameters[attribute] = parameters[name]
-            if isinstance(parameter, PackedParameter):
+            if type(parameter) is PackedParameter:  # isinstance would run Python code of torch's for each
                 packed.append((module, attribute, parameter))
         self._packed[layer] = packed
 

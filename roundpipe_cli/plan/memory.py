@@ -105,17 +105,26 @@ def spare_for_cache(memory_bytes: int, needed_bytes: int, layers: Sequence[Layer
         layers: the rest of `memory_bytes` stays free, for what no model counts.
     """
     sizes = [layer.param_bytes for layer in layers if layer.param_bytes]
-    spare = min(int(share * memory_bytes) - needed_bytes, sum(size + CACHE_ALIGNMENT_BYTES for size in sizes))
+    spare = min(int(share * memory_bytes) - needed_bytes, whole_cache_bytes(layers))
     return spare if sizes and spare >= min(sizes) + CACHE_ALIGNMENT_BYTES else 0
 
 
-def with_cached_weights(costs: CostModel, settings: TrainingSettings) -> CostModel:
+def whole_cache_bytes(layers: Sequence[LayerCost]) -> int:
+    """What a weight cache takes that holds all layers."""
+    return sum(layer.param_bytes + CACHE_ALIGNMENT_BYTES for layer in layers if layer.param_bytes)
+
+
+def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) -> CostModel:
     """The same model as the links see it after the first step: of layers in the weight cache, only what is trained is
     uploaded (once a step in truth, here once a visit). The first layers that fit; all blocks are worth about the same.
+
+    Args:
+        cache_bytes: of a device; `whole_cache_bytes` holds all layers, and then slots see the model so too.
+        trained_bytes: of a trained weight.
     """
-    left, layers = settings.weight_cache_bytes, []
+    left, layers = cache_bytes, []
     for layer in costs.layers:
-        trained = layer.grad_bytes // 4 * settings.dtype_bytes
+        trained = layer.grad_bytes // 4 * trained_bytes
         size = layer.param_bytes + CACHE_ALIGNMENT_BYTES
         if layer.param_bytes > trained and size <= left:
             left -= size
@@ -200,6 +209,8 @@ def rounds_kept(num_workers: int, num_forward: int, num_backward: int) -> float:
     border of two rounds, j backward stages of the one keep j of its `num_backward` inputs, and the others have made
     as many of the next round's `num_forward`: together more than a round's only where a row holds a whole direction.
     """
+    if not num_forward or not num_backward:
+        return 1.0
     over = max((num_workers - num_forward) / num_backward, (num_workers - num_backward) / num_forward, 0.0)
     return 1 + min(1.0, over)
 

@@ -181,7 +181,8 @@ class PipelineConfig:
     weight_cache: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     """Bytes of each GPU's memory for weights that stay there beside the slots: frozen weights are uploaded once,
     trained ones once a step, in place of every time that their stage is visited. Workers on the processor read host
-    memory and need none. `auto` is what a LoRA run leaves free of 85 % of the memory, as far as its weights fill it."""
+    memory and need none. `auto` is what a LoRA run leaves free of 85 % of the memory, as far as its weights fill it.
+    Where all of them fit and the simulator finds it faster, stages count on that: each microbatch stays on one GPU."""
     head_workers: Literal["auto"] | PositiveInt = "auto"
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
     much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for
@@ -374,6 +375,21 @@ class Recipe:
     """Devices, partition and schedule."""
     nodes: NodesConfig = field(default_factory=NodesConfig)
     """Several machines; not used on one."""
+
+    @property
+    def may_hold_all_weights(self) -> bool:
+        """Whether GPUs may hold all frozen weights, and stages be cut and dealt out for that, as far as the recipe
+        goes: it leaves the cache, the stages and their dealing to us. Not with preference pairs, of which a microbatch
+        has twice the rows, or a trained head, whose gradients are added up in order."""
+        pipeline = self.pipeline
+        is_plain = self.method == "lora" and self.objective != "dpo" and not self.lora.modules_to_save
+        is_cache_open = is_plain and pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
+        is_cut_open = pipeline.schedule == "roundpipe" and pipeline.forward_stages == pipeline.backward_stages == "auto"
+        recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)
+        is_dealing_open = (
+            pipeline.dispatch != "round_robin" and pipeline.head_workers in ("auto", 1) and pipeline.replicas == 1
+        )
+        return is_cache_open and is_cut_open and recomputes and is_dealing_open
 
     def overlaps_steps(self, *, on_cpu: bool) -> bool:
         """Whether workers may begin a step while others are at the one before, as far as the recipe goes.

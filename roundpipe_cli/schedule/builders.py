@@ -179,15 +179,20 @@ def _actions(rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
 def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microbatches: int) -> Schedule:
     """Forwards alone, for evaluation: rounds of as many microbatches as workers, stages dealt out in turn.
 
+    Of one or two stages, which a worker's slots hold together, each microbatch goes through all on one worker, or some
+    workers would get none.
+
     Args:
         stages: layer ranges in execution order, every layer, the head included.
     """
     rows: list[Row] = [[] for _ in range(num_workers)]
-    position = 0
-    for start in range(0, num_microbatches, num_workers):
+    stays = len(stages) <= 2
+    rounds = range(0, num_microbatches, 1 if stays else num_workers)
+    for turn, start in enumerate(rounds):
+        dealt = range(start, min(start + rounds.step, num_microbatches))
         for stage in range(len(stages)):
-            rows[position % num_workers] += forward_run(stage, range(start, min(start + num_workers, num_microbatches)))
-            position += 1
+            worker = turn if stays else turn * len(stages) + stage
+            rows[worker % num_workers] += forward_run(stage, dealt)
     return Schedule(
         name="forward",
         num_workers=num_workers,

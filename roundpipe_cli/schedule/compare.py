@@ -209,7 +209,7 @@ def chunk_partition(question: Question, keeps: Keeps | None = None) -> Partition
     if spread is None:
         return narrow
     wide = replace(_chunk_partition(replace(question, options=spread), keeps), dealing=spread)
-    return _faster(narrow, wide, question)
+    return faster(narrow, wide, question)
 
 
 def _head_spread(question: Question) -> Options | None:
@@ -251,15 +251,15 @@ def choose_dealing(planned: Partition, question: Question, keeps: Keeps | None =
         # longer than the planner's own or two microbatches a worker: the host keeps the boundaries of a round.
         most = max(2 * question.num_workers, planned.microbatches_per_round or 0)
         wide = Partition(each[:-1], each[::-1], min(question.num_microbatches, most), dealing=spread)
-        return _faster(planned, wide, question) if keeps is None or keeps(wide) else planned
+        return faster(planned, wide, question) if keeps is None or keeps(wide) else planned
     if question.costs.equal_workers or not (question.auto_dealing and _leaves_open(question)):
         return planned
     free = Options(earliest_free=True)
     dealt = replace(dealt_partition(planned, replace(question, options=free), keeps), dealing=free)
-    return _faster(planned, dealt, replace(question, num_steps=min(question.num_steps, MAX_JUDGED_STEPS)))
+    return faster(planned, dealt, replace(question, num_steps=min(question.num_steps, MAX_JUDGED_STEPS)))
 
 
-def _faster(planned: Partition, other: Partition, question: Question) -> Partition:
+def faster(planned: Partition, other: Partition, question: Question) -> Partition:
     """The other one if it is faster by more than the simulator can be trusted with."""
     planned_s, other_s = (run("roundpipe", partition, question).step_s for partition in (planned, other))
     return other if other_s < planned_s * (1 - MIN_GAIN) else planned

@@ -36,7 +36,8 @@ from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 NUM_STAGING = 2
-"""Boundary tensors that may wait on a worker, per direction (DESIGN.md, section 5)."""
+"""Boundary tensors that may wait on a worker, per direction (DESIGN.md, section 5), and microbatches whose gradients
+may wait for their download."""
 
 WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
 """What a transfer carries. `GRADIENT` is that of a boundary."""
@@ -98,7 +99,8 @@ class Program:
     staleness: int
     host_folded: frozenset[StageRange] = frozenset()
     """Backward stages whose visits do not follow each other microbatch by microbatch, because several workers share
-    them: each microbatch's gradients go down by themselves and are added up on the host, in order."""
+    them, or share a round of them: each microbatch's gradients go down by themselves and are added up on the host, in
+    order."""
 
 
 def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Program:
@@ -368,12 +370,18 @@ class _Lowering:
     def find_host_folded(self) -> None:
         """Which stages' gradient sums cannot travel with the stage; see `Program.host_folded`."""
         spans: dict[tuple[StageRange, int], list[list[int]]] = {}
+        workers: dict[tuple[StageRange, int, int], set[int]] = {}
         for visit in self.visits:
             ops = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
             backwards = [self.schedule.backward_place(op.stage, op.microbatch) for op in ops]
             trained = any(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
             if backwards and trained:
                 spans.setdefault((visit.layers, visit.step), []).append(backwards)
+                for op in ops:
+                    turn = op.microbatch % self.schedule.num_microbatches // self.schedule.microbatches_per_round
+                    workers.setdefault((visit.layers, visit.step, turn), set()).add(visit.worker)
+        # Workers that share a stage's microbatches of one round would wait for each other's sums.
+        self.host_folded = {layers for (layers, _, _), sharing in workers.items() if len(sharing) > 1}
         for (layers, step), shares in spans.items():
             first = step * self.schedule.num_microbatches
             in_turn = [microbatch for share in sorted(shares) for microbatch in share]
@@ -393,6 +401,8 @@ class _Lowering:
                         Kind.DOWNLOAD, DOWN, visit.worker, op.stage, -1, step, WEIGHT_GRADIENT, num_bytes, index,
                         (LAST, op.id), [op.id],
                     )  # fmt: skip
+                    if len(visit.downloads) >= NUM_STAGING:  # gradients that wait for the lane take device memory
+                        self.ops[op.id].deps.append(visit.downloads[-NUM_STAGING])
                     visit.downloads.append(download)
                     landed.append(download)
                 visit.num_bytes += num_bytes

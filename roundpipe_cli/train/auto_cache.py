@@ -1,19 +1,34 @@
 """`pipeline.weight_cache: auto`: weights stay on the GPUs in memory that is spare once a run's stages are settled.
 
-Only frozen weights are worth it, which are uploaded once in a run. The first step with the stages that the run will
+Only frozen weights are worth it, which are uploaded once in a run. The first step with the stages that the run would
 keep shows what it takes; what the memory model says of longer microbatches counts where it is more. Up to
-`CACHE_SHARE` of the memory is then filled. If a device runs out of memory all the same, the cache is given up first.
+`CACHE_SHARE` of the memory is then filled. Where all weights fit, so that stages need no room for them, and other
+stages are faster then (`schedule/resident.py`), the run changes to those. If a device runs out of memory all the same,
+the cache is given up first, and such stages with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Notice
-from roundpipe_cli.plan.memory import CACHE_SHARE, largest_stage_bytes, spare_for_cache
-from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.plan.machine import num_machines
+from roundpipe_cli.plan.memory import (
+    CACHE_SHARE,
+    largest_stage_bytes,
+    spare_for_cache,
+    whole_cache_bytes,
+    with_cached_weights,
+)
+from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.compare import MIN_GAIN, Partition, Question, make_schedule
+from roundpipe_cli.schedule.resident import DEALING, resident_partition
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.setup import Setup, Tell
 from roundpipe_cli.units import format_bytes
@@ -22,19 +37,38 @@ from roundpipe_cli.units import format_bytes
 class AutoCache:
     """Grants the cache once."""
 
-    def __init__(self, cutter: Cutter, devices: Sequence[str], tell: Tell, *, is_open: bool) -> None:
+    def __init__(
+        self,
+        cutter: Cutter,
+        devices: Sequence[str],
+        tell: Tell,
+        *,
+        is_open: bool,
+        trained_bytes: int | None = None,
+        head_chunk_bytes: int = 0,
+    ) -> None:
         """
         Args:
             devices: of each worker; one that is listed twice counts the memory of both.
             is_open: whether there is anything to decide.
+            trained_bytes: of a trained weight; None: stages stay as they are, even if all weights fit.
+            head_chunk_bytes: logits and their gradient of the tokens that the head takes at once.
         """
-        self._cutter, self._tell = cutter, tell
+        self._head_chunk_bytes = head_chunk_bytes
+        self._cutter, self._tell, self._trained_bytes = cutter, tell, trained_bytes
         self._shares = [devices.count(name) for name in devices]
         self._is_open = is_open
         self._most = 0
         """Microbatches of the longest step so far."""
         self.num_bytes = 0
         """Granted to each worker."""
+        self.holds_all = False
+        """Whether stages are cut for devices that hold all weights."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be decided."""
+        return self._is_open
 
     def observe(self, engine: Engine, result: StepResult) -> None:
         """Learn from a finished step, before the cutter does. A short one at an epoch's end has stages of its own."""
@@ -48,8 +82,11 @@ class AutoCache:
         self._is_open = False
         schedule = self._cutter.schedule(count)
         taken = max(peak // share for peak, share in zip(result.device_peak_bytes, self._shares, strict=True))
-        layers = self._cutter.costs.layers
-        needed = max(taken, self.modelled_bytes(schedule))
+        costs = self._cutter.costs
+        modelled = modelled_bytes(costs, schedule.forward_stages, schedule.backward_stages)
+        if self._hold_all(engine, schedule, max(0, taken - modelled)):
+            return
+        layers, needed = costs.layers, max(taken, modelled)
         self.num_bytes = spare_for_cache(memory_bytes, needed, layers, share=CACHE_SHARE)
         if self.num_bytes:
             self._cutter.keep_stages(schedule)
@@ -59,23 +96,62 @@ class AutoCache:
             text = f"weight cache (auto): {kept} of {format_bytes(whole)} of weights stay on each GPU"
             self._tell(Notice(f"{text}; pipeline.weight_cache=0 uploads them every time"))
 
-    def modelled_bytes(self, schedule: Schedule) -> int:
-        """What a device needs for the schedule by the memory model."""
-        costs = self._cutter.costs
-        slot = largest_stage_bytes(costs.layers, schedule.forward_stages, schedule.backward_stages)
-        activations = (
-            sum(layer.activation_bytes for layer in costs.layers[first : last + 1])
-            for first, last in schedule.backward_stages
-        )
-        boundary = max(layer.boundary_bytes for layer in costs.layers)
-        return costs.slots * slot + max(activations, default=0) + 4 * boundary
+    def _hold_all(self, engine: Engine, streamed: Schedule, unexplained_bytes: int) -> bool:
+        """Change to stages for devices that hold all weights, if they have room for those and a step is faster so.
+
+        Args:
+            streamed: with the stages of devices that do not.
+            unexplained_bytes: what a step with those took beyond the memory model.
+        """
+        usual = self._cutter.costs
+        if self._trained_bytes is None or usual.layers[0].name != "embed":
+            return False
+        cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
+        costs = with_cached_weights(usual, cache_bytes, self._trained_bytes)
+        beside = max(unexplained_bytes, self._head_chunk_bytes)
+        room = int(CACHE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - beside
+
+        def keeps(partition: Partition) -> bool:
+            return modelled_bytes(costs, partition.forward_stages, partition.backward_stages) <= room
+
+        partition = resident_partition(costs, num_workers, keeps)
+        if partition is None:
+            return False
+        schedule = make_schedule("roundpipe", partition, Question(costs, num_workers, streamed.num_microbatches))
+        if makespan_s(simulate(schedule, costs)) >= (1 - MIN_GAIN) * makespan_s(simulate(streamed, usual)):
+            return False
+        self.num_bytes, self.holds_all = cache_bytes, True
+        self._cutter.keep_stages(schedule, costs, DEALING)
+        engine.grant_weight_cache(cache_bytes)
+        text = f"weight cache (auto): all {format_bytes(cache_bytes)} of weights stay on each GPU"
+        self._tell(Notice(f"{text}, and each microbatch on one; pipeline.weight_cache=0 uploads them every time"))
+        return True
 
     def give_up(self, engine: Engine) -> None:
-        """A device ran out of memory."""
-        self._is_open = False
+        """A device ran out of memory. A cache beside the usual stages may come later, if it was with others."""
+        self._is_open = self.holds_all
+        if self.holds_all:
+            self.keep_usual_stages()
+            self._cutter.release_stages()
         if self.num_bytes:
             self.num_bytes = 0
             engine.grant_weight_cache(0)
+
+    def keep_usual_stages(self) -> None:
+        """From now on no stages that count on all weights: a device has run out of memory, now or in an earlier run."""
+        self._trained_bytes, self.holds_all = None, False
+
+
+def modelled_bytes(
+    costs: CostModel, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
+) -> int:
+    """What a device needs for these stages by the memory model."""
+    slot = largest_stage_bytes(costs.layers, forward_stages, backward_stages)
+    activations = (
+        sum(layer.activation_bytes for layer in costs.layers[first : last + 1]) for first, last in backward_stages
+    )
+    boundary = max(layer.boundary_bytes for layer in costs.layers)
+    return costs.slots * slot + max(activations, default=0) + 4 * boundary
 
 
 def make_auto_cache(setup: Setup, cutter: Cutter, tell: Tell) -> AutoCache:
@@ -84,4 +160,13 @@ def make_auto_cache(setup: Setup, cutter: Cutter, tell: Tell) -> AutoCache:
     pipeline = setup.recipe.pipeline
     is_open = pipeline.weight_cache == "auto" and setup.recipe.method == "lora" and setup.devices[0] != "cpu"
     is_open = is_open and pipeline.num_chunks == 1
-    return AutoCache(cutter, setup.devices, tell, is_open=is_open)
+    may_hold_all = setup.recipe.may_hold_all_weights and num_machines() == 1  # no step can be run again on several
+    item_bytes = setup.store.layouts[0].trainable_dtype.itemsize if may_hold_all else None
+    config: Any = setup.model.config
+    tokens = min(setup.recipe.head_chunk_tokens, setup.recipe.micro_batch_size * setup.recipe.max_seq_length)
+    chunk_bytes = (
+        tokens * config.get_text_config().vocab_size * (2 * setup.store.layouts[0].trainable_dtype.itemsize + 8)
+    )
+    return AutoCache(
+        cutter, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes, head_chunk_bytes=chunk_bytes
+    )

@@ -8,7 +8,7 @@ start. Where stages are cut changes no bit of the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.engine.step import StepResult
@@ -27,9 +27,11 @@ from roundpipe_cli.schedule.compare import (
     choose_partition,
     chunk_partition,
     dealt_partition,
+    faster,
     make_schedule,
 )
 from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.resident import resident_partition
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, busy_s, makespan_s
 from roundpipe_cli.train.profile_cache import ProfileCache
@@ -60,6 +62,7 @@ def rough_costs(
     device: str,
     device_memory_bytes: int | None = None,
     link_bytes_per_s: float = SHARED_BYTES_PER_S,
+    experts_per_token: int = 1,
 ) -> CostModel:
     """Costs of the layers from their parameters alone.
 
@@ -72,6 +75,7 @@ def rough_costs(
         device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
         device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
         link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
+        experts_per_token: of a layer with experts, how many compute a token.
     """
     backward = 1.0 if method == "lora" else 2.0
     streams = device != "cpu"
@@ -79,7 +83,8 @@ def rough_costs(
     for index, (layout, active) in enumerate(zip(layouts, active_parameters, strict=True)):
         seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device] if index else 0.0
         item_bytes = layout.trainable_dtype.itemsize
-        width = sum(sum(place.shape[-2:]) for place in layout.places if len(place.shape) > 1)
+        matrices = [place.shape for place in layout.places if len(place.shape) > 1]
+        width = sum(sum(shape[-2:]) * (experts_per_token if len(shape) > 2 else 1) for shape in matrices)
         layers.append(
             LayerCost(
                 name=layout.name,
@@ -97,6 +102,16 @@ def rough_costs(
     )
 
 
+@dataclass(frozen=True)
+class _KeptStages:
+    """Stages that stay, whatever a step's microbatches."""
+
+    stages: tuple[tuple[StageRange, ...], tuple[StageRange, ...]]
+    """Forward and backward."""
+    costs: CostModel
+    options: Options
+
+
 class Cutter:
     """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
@@ -109,6 +124,7 @@ class Cutter:
         *,
         chained: bool = False,
         microbatches_per_round: int | None = None,
+        weights_stay: bool = False,
     ) -> None:
         """
         Args:
@@ -118,6 +134,7 @@ class Cutter:
             cache: of what an earlier run has measured.
             microbatches_per_round: at most. None: no limit.
             chained: steps may follow each other without a barrier, see `Recipe.overlaps_steps`.
+            weights_stay: workers have all weights, so that a microbatch may as well stay on one of them.
 
         Raises:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
@@ -129,7 +146,7 @@ class Cutter:
         self._pipeline = pipeline
         self._schedules: dict[int, Schedule] = {}
         self._profile: list[StepResult] = []
-        self._kept: tuple[tuple[StageRange, ...], tuple[StageRange, ...]] | None = None
+        self._kept: _KeptStages | None = None
         forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
         if pipeline.schedule == "roundpipe" and forward_auto != backward_auto:
             raise RefusedError(
@@ -148,6 +165,7 @@ class Cutter:
         self._chunks = pipeline.num_chunks
         self._planned = forward_auto
         self._chained = chained and num_workers > 1
+        self._weights_stay = weights_stay and num_workers > 1 and not chained
         self._most_per_round = microbatches_per_round
         self._chains: dict[int, tuple[Chain, float] | None] = {}
         """By microbatches of a step; with the seconds that one takes."""
@@ -228,16 +246,28 @@ class Cutter:
             return None
         found = self._timed_chain(num_microbatches)
         if found is None:
-            timeline = simulate(self.schedule(num_microbatches), self.costs)
+            costs = self.costs if self._kept is None else self._kept.costs
+            timeline = simulate(self.schedule(num_microbatches), costs)
             return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
         chain, step_s = found
         bubble = 1 - sum(busy_s(simulate(chain.first, self.costs))) / (self._num_workers * step_s)
         return {"step_s": step_s, "bubble_ratio": max(0.0, bubble)}
 
-    def keep_stages(self, schedule: Schedule) -> None:
-        """From now on only these stages: the devices' memory is filled up beside them."""
-        self._kept = schedule.forward_stages, schedule.backward_stages
+    def keep_stages(self, schedule: Schedule, costs: CostModel | None = None, options: Options | None = None) -> None:
+        """From now on only these stages: the devices' memory is filled up beside them.
+
+        Args:
+            costs: of the layers from now on; None: as they were.
+            options: how stages are dealt out from now on; None: as they were.
+        """
+        stages = schedule.forward_stages, schedule.backward_stages
+        self._kept = _KeptStages(stages, costs or self.costs, options or self._options)
         self._schedules = {schedule.num_microbatches // self._chunks: schedule}
+
+    def release_stages(self) -> None:
+        """From now on the stages that the planner would choose for devices that keep no weights."""
+        self._kept = None
+        self._schedules.clear()
 
     @property
     def is_settled(self) -> bool:
@@ -281,22 +311,20 @@ class Cutter:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
         if self._planned and self._pipeline.schedule == "roundpipe" and self._kept is None:
             return self._planned_roundpipe(num_microbatches)
-        forward, backward = self._stages(num_microbatches)
+        forward, backward = self._stages(num_microbatches) if self._kept is None else self._kept.stages
         return build_schedule(
             self._pipeline.schedule,
             forward_stages=forward,
             backward_stages=backward,
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
-            costs=self.costs,
-            options=self._options,
+            costs=self.costs if self._kept is None else self._kept.costs,
+            options=self._options if self._kept is None else self._kept.options,
             sequence_chunks=self._chunks,
         )
 
     def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
         pipeline = self._pipeline
-        if self._kept is not None:
-            return self._kept
         if not self._planned:
             backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
             return _ranges(pipeline.forward_stages), backward
@@ -334,7 +362,9 @@ class Cutter:
         planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
         if self._options.earliest_free:
             return make_schedule("roundpipe", dealt_partition(planned, question, keeps), question)
-        return make_schedule("roundpipe", choose_dealing(planned, question, keeps), question)
+        chosen = choose_dealing(planned, question, keeps)
+        whole = resident_partition(self.costs, self._num_workers, keeps) if self._weights_stay else None
+        return make_schedule("roundpipe", chosen if whole is None else faster(chosen, whole, question), question)
 
 
 def dealing_options(pipeline: PipelineConfig) -> Options:

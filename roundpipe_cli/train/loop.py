@@ -58,7 +58,7 @@ from roundpipe_cli.train.trackers import Trackers
 from roundpipe_cli.train.updater import Updater
 from roundpipe_cli.watchdog import watching
 
-Planned = Callable[[Schedule], Mapping[str, float]]
+Planned = Callable[[Schedule, bool], Mapping[str, float]]
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -173,12 +173,6 @@ class Trainer:
         )
         self.optimizer = make_optimizer(setup.store, recipe, shards.elsewhere if shards else ())
         self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores(), shards=shards)
-        needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
-        may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip"
-        self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
-            needs_norm or may_compute_again or self._nodes.count > 1
-        )
-        """Whether a layer is updated as soon as its gradient is complete."""
         self._fit = Fit.of(recipe)
         self._num_skipped = 0
         self._skipped_in_a_row = 0
@@ -189,6 +183,12 @@ class Trainer:
         self._cutter = make_cutter(setup, chained=overlaps)
         self._ahead = StepsAhead(setup, self._cutter, self.sampler, self._microbatches)
         self._auto_cache = make_auto_cache(setup, self._cutter, tell)
+        needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
+        may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self._auto_cache.is_open
+        self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
+            needs_norm or may_compute_again or self._nodes.count > 1
+        )
+        """Whether a layer is updated as soon as its gradient is complete."""
         self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
         self._saved_step = 0
@@ -273,7 +273,8 @@ class Trainer:
         figures = dict(self._cutter.predicted(num_microbatches) or {})
         if figures and self._rows:
             figures["tokens_per_s"] = statistics.median(row.tokens for row in self._rows) / figures["step_s"]
-        needs = [] if self._planned is None else [self._planned(schedule) for schedule in self._cutter.schedules]
+        planned, holds_all = self._planned, self._auto_cache.holds_all
+        needs = [] if planned is None else [planned(schedule, holds_all) for schedule in self._cutter.schedules]
         for need in needs:  # what the step that needs most does: a short one is cut in its own way
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
@@ -395,14 +396,19 @@ class Trainer:
                 microbatches, num_tokens = self._microbatches(step, batches)
                 return self._run_step(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
-                smaller = self._fit.smaller(step + 1)
-                if self.recipe.on_oom != "adapt" or smaller is None:
+                keeps_less = self._auto_cache.num_bytes > 0 and not self._updates_early and self._nodes.count == 1
+                smaller = self._fit.smaller(step + 1) if self.recipe.on_oom == "adapt" else None
+                if not keeps_less and smaller is None:
                     raise
                 problem = error.problems[0]
                 error.__cause__ = None  # its frames hold what was computed
-            self._fit = smaller
-            self._auto_cache.give_up(engine)
             gc.collect()
+            self._auto_cache.give_up(engine)
+            if keeps_less or smaller is None:  # what nobody asked for must not end a run
+                text = "computing it again without the weight cache; pipeline.weight_cache=0 never has one"
+                self._tell(Notice(f"step {step + 1}: {problem.what} ({problem.where}: {problem.found}); {text}"))
+                continue
+            self._fit = smaller
             engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
             self._tell(
@@ -528,6 +534,8 @@ class Trainer:
         self._earlier_s = float(meta["training_s"])
         self._num_skipped = int(meta.get("skipped_steps", 0))
         self._fit = resumed_fit(meta.get("fit"), self.recipe)
+        if self._fit.recipe_lines(self.recipe):
+            self._auto_cache.keep_usual_stages()
         self.sampler.seek(Position.from_json(meta["data_position"]))
         self._position = self.sampler.position
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))

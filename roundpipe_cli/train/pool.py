@@ -91,12 +91,16 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         memory = max(0, memory - weight_cache_bytes(recipe.pipeline))
     else:
         memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
+    rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
+    tokens = max(1, rows * _sequence_tokens(setup, longest=on_gpu) // recipe.pipeline.num_chunks)
+    text_config = config.get_text_config()
     costs = rough_costs(
         layouts,
         active_parameters(setup.model, list(layouts)),
         method=recipe.method,
-        tokens=max(1, recipe.micro_batch_size * _sequence_tokens(setup, longest=on_gpu) // recipe.pipeline.num_chunks),
-        hidden_size=config.get_text_config().hidden_size,
+        tokens=tokens,
+        hidden_size=text_config.hidden_size,
+        experts_per_token=getattr(text_config, "num_experts_per_tok", None) or 1,
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
         link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
@@ -109,6 +113,7 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         _profile_cache(setup, costs),
         chained=chained,
         microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
+        weights_stay=not on_gpu and recipe.may_hold_all_weights,
     )
 
 
