@@ -73,6 +73,9 @@ class Screen:
 
     def expect_clean(self, code: int) -> str:
         """The shell is back: main screen, cursor, terminal settings as before, and the exit code."""
+        if code == 137:  # the shell may have written its prompt before the terminal was put back: Enter has it again
+            self.wait(lambda text: "p pause" not in text)
+            self.key("Enter")
         text = self.wait(lambda text: text.rstrip().endswith("ready>"))
         assert self._run("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
         self.type('echo "code=$?" $(stty -a | md5sum | cmp - before && echo same)')
