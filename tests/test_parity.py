@@ -26,8 +26,10 @@ LOSS_TOLERANCE = 1e-6
 WEIGHT_DECAY = 0.01
 LEARNING_RATES = {"qwen3_next": 1e-4}
 """Its gated norm of near-zero values makes gradients of 100 and more, which amplify rounding. All others: 1e-3."""
-GRADIENT_TOLERANCES = {("qwen3_next", "lora"): 5e-5}
-"""Its experts' adapters, applied beside the base product, round otherwise than PEFT's (seen: 1.8e-5). Others: 1e-5."""
+GRADIENT_TOLERANCES = {("qwen3_next", "lora"): 1.5e-4}
+"""Its experts' adapters, applied beside the base product, round otherwise than PEFT's, by other digits on every
+processor (seen: 1.8e-5 and 5.5e-5). Plain PyTorch's gradients change by 1.4e-4 where its embeddings are off by 6e-8.
+Others: 1e-5."""
 DROPOUT = [
     ("gpt2", "full", 0.0, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     ("gpt2", "lora", 0.1, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),

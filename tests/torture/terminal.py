@@ -23,12 +23,17 @@ class Terminal:
         self.name = os.ttyname(self._slave)
         self._shown = bytearray()
         self._open = True
+        self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @property
     def text(self) -> str:
-        """What was shown so far."""
+        """What was shown so far, to the last byte that was written."""
+        with self._lock:  # what the thread has read, it has noted
+            pass
+        while self._read_some(0.0):
+            pass
         return self._shown.decode(errors="replace")
 
     def press_ctrl_c(self) -> None:
@@ -44,10 +49,17 @@ class Terminal:
 
     def _read(self) -> None:
         while self._open:
-            ready, _, _ = select.select([self._master], [], [], 0.02)
-            if ready:
-                with contextlib.suppress(OSError):
-                    self._shown += os.read(self._master, 65536)
+            self._read_some(0.02)
+
+    def _read_some(self, wait_s: float) -> bool:
+        """Whether anything new was read."""
+        if not select.select([self._master], [], [], wait_s)[0]:
+            return False
+        with self._lock, contextlib.suppress(OSError):
+            if select.select([self._master], [], [], 0)[0]:
+                self._shown += os.read(self._master, 65536)
+                return True
+        return False
 
 
 @contextlib.contextmanager
