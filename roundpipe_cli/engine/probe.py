@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.dropout import has_dropout
+from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 
@@ -25,12 +28,41 @@ def find_unread(
         RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `mlp_chunk_tokens` asks for them.
     """
     chunk_tokens = None if mlp_chunk_tokens is None else 16 // NUM_CHUNKS
-    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), chunk_tokens)
+    worker, bind = _on_the_host(model, split, store, chunk_tokens)
+    if mlp_chunk_tokens is not None:
+        worker.check_mlp_chunks(bind)
+    return worker.find_unread(bind, 0 if has_dropout(model) else None)
+
+
+def find_saved_bytes(
+    model: nn.Module,
+    split: Split,
+    store: WeightStore,
+    mlp_chunk_tokens: int | None = None,
+    *,
+    longest: int = 2 * PROBE_TOKENS,
+    packed: bool = False,
+) -> list[SavedBytes] | None:
+    """Per block, what autograd keeps of it for its backward; None where this processor cannot run the blocks.
+
+    Runs one block of each kind, with its own weights, forward on a sequence of 128 tokens and one of 256, or of half
+    and all of `longest`. A mask that only sequences longer than a sliding window have is not seen.
+    """
+    worker, bind = _on_the_host(model, split, store, mlp_chunk_tokens)
+    try:
+        return worker.saved_bytes(bind, 0 if has_dropout(model) else None, longest=longest, packed=packed)
+    except RuntimeError:
+        return None
+
+
+def _on_the_host(
+    model: nn.Module, split: Split, store: WeightStore, mlp_chunk_tokens: int | None
+) -> tuple[WorkerModel, Callable[[int], None]]:
+    """A worker on the processor, and what gives one of its blocks the host's weights."""
+    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), mlp_chunk_tokens)
 
     def bind(block: int) -> None:
         layer = block + 1
         worker.bind(layer, {place.name: place.parameter(store.buffers[layer]) for place in store.layouts[layer].places})
 
-    if mlp_chunk_tokens is not None:
-        worker.check_mlp_chunks(bind)
-    return worker.find_unread(bind, 0 if has_dropout(model) else None)
+    return worker, bind

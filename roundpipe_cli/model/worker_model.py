@@ -22,6 +22,7 @@ from roundpipe_cli.model.last_projection import LeftOut, block_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
+from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes, saved_bytes
 from roundpipe_cli.model.split import (
     BlockCall,
     PassThrough,
@@ -318,11 +319,11 @@ class WorkerModel:
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
         return Prologue(hidden, tuple(self._recorder.calls), tuple(leaves))
 
-    def _probe_ids(self) -> torch.Tensor:
-        """A few tokens to try blocks with, [2, 8]."""
+    def _probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
+        """A few tokens to try blocks with, [rows, tokens]."""
         config: Any = self._causal.config
         vocab_size: int = config.get_text_config().vocab_size
-        return torch.arange(1, 17).reshape(2, 8) % vocab_size
+        return torch.arange(1, 1 + rows * tokens).reshape(rows, tokens) % vocab_size
 
     def find_unread(self, bind: Callable[[int], None], dropout_seed: int | None) -> dict[int, tuple[str, ...]]:
         """Per block, the modules whose products a recompute may leave out; `bind` gives a block its weights."""
@@ -336,6 +337,43 @@ class WorkerModel:
 
         ready = lambda: self._ready(bound, dropout_seed)  # noqa: E731 - `bound` as it is when a block is called
         return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, ready)
+
+    def saved_bytes(
+        self, bind: Callable[[int], None], dropout_seed: int | None, *, longest: int, packed: bool
+    ) -> list[SavedBytes]:
+        """Per block, what autograd keeps of it; `bind` gives a block its weights, one block of each kind is tried.
+
+        Args:
+            longest: tokens of a sequence that the model can take.
+            packed: several rows to a sequence, which masks keep apart.
+
+        Raises:
+            RuntimeError: an operation that this processor does not have in this dtype.
+        """
+        prologues, probe_tokens = [], max(1, min(PROBE_TOKENS, longest // 2))
+        for tokens in (probe_tokens, 2 * probe_tokens):
+            positions = (torch.arange(tokens) % -(-tokens // 2))[None] if packed else None
+            prologues.append(self.prologue(self._probe_ids(1, tokens), dropout_seed, positions))
+        by_kind: dict[object, SavedBytes] = {}
+        found = []
+        for index, (block, call) in enumerate(zip(self.blocks, prologues[0].calls, strict=True)):
+            kind = block_kind(block, call)
+            if kind not in by_kind:
+                bind(index)
+                short, long = (self._saved_bytes(index, prologue, dropout_seed) for prologue in prologues)
+                by_kind[kind] = SavedBytes.of_lengths(short, long, probe_tokens)
+            found.append(by_kind[kind])
+        return found
+
+    def _saved_bytes(self, index: int, prologue: Prologue, dropout_seed: int | None) -> int:
+        block, call = self.blocks[index], prologue.calls[index]
+        leaf = prologue.hidden.detach().clone().requires_grad_()
+        if index in self._mlp_chunks:
+            self._mlp_chunks[index].dropout_seed = dropout_seed
+        with self._ready(index + 1, dropout_seed):
+            given = torch.utils._pytree.tree_leaves([call.args, call.kwargs])
+            known = [*block.parameters(), *(value for value in given if isinstance(value, torch.Tensor))]
+            return saved_bytes(lambda: call.run(block, leaf), known)
 
     def check_mlp_chunks(self, bind: Callable[[int], None]) -> None:
         """Try the feed-forward part of one block of each kind in chunks; `bind` gives a block its weights.

@@ -387,11 +387,20 @@ def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> i
 
 
 def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """The head's working memory: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens;
-    hidden states, their float32 copy in the norm and their gradient for all."""
-    tokens, size = settings.tokens_per_microbatch, settings.dtype_bytes
-    chunk = min(settings.head_chunk_tokens, tokens)
-    return int(chunk * architecture.vocab_size * (2 * size + 8) + tokens * architecture.hidden_size * (3 * size + 4))
+    """The head's working memory, see `head_bytes`."""
+    tokens, chunk = settings.tokens_per_microbatch, settings.head_chunk_tokens
+    return head_bytes(tokens, chunk, architecture.vocab_size, architecture.hidden_size, settings.dtype_bytes)
+
+
+def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, size: int) -> int:
+    """Of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden states, their
+    float32 copy in the norm and their gradient for all `tokens`.
+
+    Args:
+        size: bytes of a value.
+    """
+    chunk = min(chunk_tokens, tokens)
+    return int(chunk * vocab_size * (2 * size + 8) + tokens * hidden_size * (3 * size + 4))
 
 
 def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:

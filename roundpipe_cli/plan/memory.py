@@ -158,10 +158,12 @@ def fixed_device_need(
     costs: CostModel, architecture: Architecture, settings: TrainingSettings, hardware: Hardware
 ) -> Need:
     """The part of `device_need` that no cut of the stages changes."""
-    tokens, size = settings.tokens_per_microbatch, settings.dtype_bytes
+    tokens = settings.tokens_per_microbatch
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
-    workspace = int(size * (settings.tokens_per_mlp_call * 3 * wide + tokens * 2 * architecture.hidden_size))
+    workspace = backward_workspace_bytes(
+        tokens, settings.tokens_per_mlp_call, wide, architecture.hidden_size, settings.dtype_bytes
+    )
     if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
         workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
     parts = [
@@ -176,6 +178,17 @@ def fixed_device_need(
         if settings.weight_cache_bytes:
             parts.append(Part("weight cache", settings.weight_cache_bytes))
     return Need(tuple(parts))
+
+
+def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, size: int) -> int:
+    """Gradients of what a block's backward is at: of its feed-forward part, and of hidden states.
+
+    Args:
+        mlp_tokens: that the feed-forward part takes at once.
+        width: of the feed-forward part, of all experts that compute a token.
+        size: bytes of a value.
+    """
+    return int(size * (mlp_tokens * 3 * width + tokens * 2 * hidden_size))
 
 
 def one_layer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

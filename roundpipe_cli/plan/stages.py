@@ -81,6 +81,40 @@ def within_limits(
     return all(most is None or num_bytes <= most for num_bytes, most in held)
 
 
+def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | None = None) -> StageLimits:
+    """Limits under which every cut fits a device; the smallest stages may all the same be too large for it.
+
+    Stages of b blocks backward and f forward need slots x max(f weights, b (weights + gradients), head's) + b
+    activations <= `free_bytes`. The planner wants forward stages about three times as large, since backward does three
+    times the work, so b is the largest for which f = 3 b fits as well.
+
+    Args:
+        costs: of embedding, blocks and head.
+        free_bytes: of a device, without what all stages share: the head's activations, boundaries, workspace.
+        microbatches_per_round: at most.
+    """
+    blocks, head = costs.layers[1:-1], costs.layers[-1]
+    weights = max(layer.param_bytes for layer in blocks)
+    trained = weights + max(layer.grad_bytes for layer in blocks)
+    kept = max(layer.activation_bytes for layer in blocks)
+    head_bytes = head.param_bytes + head.grad_bytes
+    count = 1
+    while count < len(blocks):
+        larger = count + 1
+        widest = max(min(3 * larger, len(blocks)) * weights, larger * trained, head_bytes)
+        if costs.slots * widest + larger * kept > free_bytes:
+            break
+        count = larger
+    slot_bytes = max((free_bytes - count * kept) // costs.slots, weights, trained, head_bytes)
+    beside_head = min(count, max(0, slot_bytes - head_bytes) // max(1, trained))
+    return StageLimits(
+        forward_bytes=slot_bytes,
+        backward_bytes=count * (trained + kept),
+        head_bytes=head_bytes + head.activation_bytes + beside_head * (trained + kept),
+        microbatches_per_round=microbatches_per_round,
+    )
+
+
 def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> list[list[float]]:
     """`sums[first][stop]` over `layers[first:stop]`; 0 where the run is empty."""
     count = len(layers)

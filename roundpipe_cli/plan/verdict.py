@@ -18,7 +18,7 @@ from roundpipe_cli.plan.memory import (
     usable_host_bytes,
 )
 from roundpipe_cli.plan.models import Architecture
-from roundpipe_cli.plan.stages import StageLimits, StageRange
+from roundpipe_cli.plan.stages import StageLimits, StageRange, limits_for
 from roundpipe_cli.units import format_bytes
 
 
@@ -163,32 +163,7 @@ def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str |
 def stage_limits(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> StageLimits:
-    """Limits for the planner under which every cut fits the devices, and every round of it the host.
-
-    What all stages share (`fixed_device_need`) leaves F bytes. Stages of b blocks backward and f forward need slots x
-    max(f weights, b (weights + gradients), head's) + b activations <= F. The planner wants forward stages about three
-    times as large, since backward does three times the work, so b is the largest for which f = 3 b fits as well.
-    """
-    costs = analytic.costs
-    blocks, head = costs.layers[1:-1], costs.layers[-1]
-    weights = max(layer.param_bytes for layer in blocks)
-    trained = weights + max(layer.grad_bytes for layer in blocks)
-    kept = max(layer.activation_bytes for layer in blocks)
-    head_bytes = head.param_bytes + head.grad_bytes
+    """Limits for the planner under which every cut fits the devices, and every round of it the host."""
     free = worker_budget_bytes(architecture, settings, hardware, analytic)
-    free -= fixed_device_need(costs, architecture, settings, hardware).total_bytes
-    count = 1
-    while count < len(blocks):
-        larger = count + 1
-        widest = max(min(3 * larger, len(blocks)) * weights, larger * trained, head_bytes)
-        if costs.slots * widest + larger * kept > free:
-            break
-        count = larger
-    slot_bytes = max((free - count * kept) // costs.slots, weights, trained, head_bytes)
-    beside_head = min(count, max(0, slot_bytes - head_bytes) // max(1, trained))
-    return StageLimits(
-        forward_bytes=slot_bytes,
-        backward_bytes=count * (trained + kept),
-        head_bytes=head_bytes + head.activation_bytes + beside_head * (trained + kept),
-        microbatches_per_round=most_per_round(architecture, settings, hardware, analytic),
-    )
+    free -= fixed_device_need(analytic.costs, architecture, settings, hardware).total_bytes
+    return limits_for(analytic.costs, free, most_per_round(architecture, settings, hardware, analytic))

@@ -10,7 +10,6 @@ the cache is given up first, and such stages with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
@@ -45,16 +44,13 @@ class AutoCache:
         *,
         is_open: bool,
         trained_bytes: int | None = None,
-        head_chunk_bytes: int = 0,
     ) -> None:
         """
         Args:
             devices: of each worker; one that is listed twice counts the memory of both.
             is_open: whether there is anything to decide.
             trained_bytes: of a trained weight; None: stages stay as they are, even if all weights fit.
-            head_chunk_bytes: logits and their gradient of the tokens that the head takes at once.
         """
-        self._head_chunk_bytes = head_chunk_bytes
         self._cutter, self._tell, self._trained_bytes = cutter, tell, trained_bytes
         self._shares = [devices.count(name) for name in devices]
         self._is_open = is_open
@@ -108,8 +104,7 @@ class AutoCache:
             return False
         cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
         costs = with_cached_weights(usual, cache_bytes, self._trained_bytes)
-        beside = max(unexplained_bytes, self._head_chunk_bytes)
-        room = int(CACHE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - beside
+        room = int(CACHE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - unexplained_bytes
 
         def keeps(partition: Partition) -> bool:
             return modelled_bytes(costs, partition.forward_stages, partition.backward_stages) <= room
@@ -162,11 +157,4 @@ def make_auto_cache(setup: Setup, cutter: Cutter, tell: Tell) -> AutoCache:
     is_open = is_open and pipeline.num_chunks == 1
     may_hold_all = setup.recipe.may_hold_all_weights and num_machines() == 1  # no step can be run again on several
     item_bytes = setup.store.layouts[0].trainable_dtype.itemsize if may_hold_all else None
-    config: Any = setup.model.config
-    tokens = min(setup.recipe.head_chunk_tokens, setup.recipe.micro_batch_size * setup.recipe.max_seq_length)
-    chunk_bytes = (
-        tokens * config.get_text_config().vocab_size * (2 * setup.store.layouts[0].trainable_dtype.itemsize + 8)
-    )
-    return AutoCache(
-        cutter, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes, head_chunk_bytes=chunk_bytes
-    )
+    return AutoCache(cutter, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes)

@@ -16,7 +16,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.cost import CostModel, LayerCost, with_updates
 from roundpipe_cli.plan.partition import QUICK, plan_partition
-from roundpipe_cli.plan.stages import StageLimits, StageSums, within_limits
+from roundpipe_cli.plan.stages import StageLimits, StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import Chain, build_schedule
@@ -49,7 +49,7 @@ MAX_OFF = 1.3
 PREDICTED_STEPS = 16
 """Chained steps from which the time of one is predicted."""
 MEMORY_SHARE = 0.85
-"""Of a GPU's memory, for slots and activations."""
+"""Of a device's memory, for what is counted; the rest is for what no memory model knows."""
 
 
 def rough_costs(
@@ -63,6 +63,7 @@ def rough_costs(
     device_memory_bytes: int | None = None,
     link_bytes_per_s: float = SHARED_BYTES_PER_S,
     experts_per_token: int = 1,
+    activation_bytes: Sequence[int] | None = None,
 ) -> CostModel:
     """Costs of the layers from their parameters alone.
 
@@ -76,6 +77,7 @@ def rough_costs(
         device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
         link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
         experts_per_token: of a layer with experts, how many compute a token.
+        activation_bytes: of each layer, what a microbatch keeps on the device for its backward; None: as rough.
     """
     backward = 1.0 if method == "lora" else 2.0
     streams = device != "cpu"
@@ -85,6 +87,7 @@ def rough_costs(
         item_bytes = layout.trainable_dtype.itemsize
         matrices = [place.shape for place in layout.places if len(place.shape) > 1]
         width = sum(sum(shape[-2:]) * (experts_per_token if len(shape) > 2 else 1) for shape in matrices)
+        kept = width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0
         layers.append(
             LayerCost(
                 name=layout.name,
@@ -94,7 +97,7 @@ def rough_costs(
                 param_bytes=layout.num_bytes if streams and index else 0,
                 boundary_bytes=hidden_size * tokens * item_bytes,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
-                activation_bytes=width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0,
+                activation_bytes=kept if activation_bytes is None else activation_bytes[index],
             )
         )
     return CostModel(
@@ -125,6 +128,7 @@ class Cutter:
         chained: bool = False,
         microbatches_per_round: int | None = None,
         weights_stay: bool = False,
+        shared_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -135,6 +139,7 @@ class Cutter:
             microbatches_per_round: at most. None: no limit.
             chained: steps may follow each other without a barrier, see `Recipe.overlaps_steps`.
             weights_stay: workers have all weights, so that a microbatch may as well stay on one of them.
+            shared_bytes: of a device's memory, for what any stages need.
 
         Raises:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
@@ -167,6 +172,7 @@ class Cutter:
         self._chained = chained and num_workers > 1
         self._weights_stay = weights_stay and num_workers > 1 and not chained
         self._most_per_round = microbatches_per_round
+        self._shared_bytes = shared_bytes
         self._chains: dict[int, tuple[Chain, float] | None] = {}
         """By microbatches of a step; with the seconds that one takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
@@ -333,10 +339,12 @@ class Cutter:
         return chosen.forward_stages, None
 
     def _limits(self) -> StageLimits:
-        """How much one stage may take of a device: its share when every slot holds such a stage."""
+        """How much one stage may take of a device."""
         memory_bytes = self.costs.device_memory_bytes
-        share = None if memory_bytes is None else int(MEMORY_SHARE * memory_bytes / self.costs.slots)
-        return StageLimits(share, share, share, self._most_per_round)
+        if memory_bytes is None:
+            return StageLimits(microbatches_per_round=self._most_per_round)
+        free = int(MEMORY_SHARE * memory_bytes) - self._shared_bytes
+        return limits_for(self.costs, free, self._most_per_round)
 
     def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
         limits, sums = self._limits(), StageSums(self.costs)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.probe import find_unread
+from roundpipe_cli.engine.probe import find_saved_bytes, find_unread
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
+from roundpipe_cli.plan.analytic import head_bytes
 from roundpipe_cli.plan.cost import CostModel
 from roundpipe_cli.plan.machine import host_memory, num_cores, processor_name
+from roundpipe_cli.plan.memory import CONTEXT_BYTES, backward_workspace_bytes
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.cut import SHARED_BYTES_PER_S, Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
@@ -91,19 +93,20 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         memory = max(0, memory - weight_cache_bytes(recipe.pipeline))
     else:
         memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
-    rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
-    tokens = max(1, rows * _sequence_tokens(setup, longest=on_gpu) // recipe.pipeline.num_chunks)
+    form = _microbatch_form(setup, longest=on_gpu)
     text_config = config.get_text_config()
+    memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True))
     costs = rough_costs(
         layouts,
         active_parameters(setup.model, list(layouts)),
         method=recipe.method,
-        tokens=tokens,
+        tokens=form.tokens,
         hidden_size=text_config.hidden_size,
         experts_per_token=getattr(text_config, "num_experts_per_tok", None) or 1,
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
         link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
+        activation_bytes=memory_parts.activation_bytes,
     )
     room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
     return Cutter(
@@ -114,7 +117,72 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         chained=chained,
         microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
         weights_stay=not on_gpu and recipe.may_hold_all_weights,
+        shared_bytes=memory_parts.shared_bytes,
     )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Of a microbatch."""
+
+    rows: int
+    row_tokens: int
+    """Of a chunk, where sequences are cut."""
+    context: int
+    """Of the whole sequence."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+
+def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
+    """Of the longest microbatch, or of a usual one."""
+    recipe = setup.recipe
+    rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
+    context = _sequence_tokens(setup, longest=longest)
+    return _Form(rows, max(1, context // recipe.pipeline.num_chunks), context)
+
+
+@dataclass(frozen=True)
+class _MemoryParts:
+    """Of a device's memory."""
+
+    activation_bytes: list[int] | None
+    """Of each layer, for one microbatch; None: not known."""
+    shared_bytes: int
+    """For what any stages need beside them."""
+
+
+def _memory_parts(setup: Setup, form: _Form) -> _MemoryParts:
+    """Activations as a block of each kind has them, and what `plan` counts beside them."""
+    recipe, config = setup.recipe, setup.model.config
+    text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
+    size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
+    head = head_bytes(form.tokens, recipe.head_chunk_tokens, text_config.vocab_size, hidden, size)
+    widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
+    width = next(filter(None, widths), 4 * hidden)
+    width *= getattr(text_config, "num_experts_per_tok", None) or 1
+    mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
+    boundary = form.tokens * hidden * size
+    shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
+    if setup.devices[0] != "cpu":
+        shared += CONTEXT_BYTES
+    saved = find_saved_bytes(
+        setup.model,
+        setup.split,
+        setup.store,
+        recipe.mlp_chunk_tokens,
+        longest=form.context,
+        packed=recipe.packing,
+    )
+    if saved is None:
+        return _MemoryParts(None, shared)
+    blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
+    if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
+        shared += max(blocks)
+        blocks = [boundary] * len(blocks)
+    return _MemoryParts([0, *blocks, head], shared)
 
 
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
