@@ -14,6 +14,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
@@ -206,6 +207,9 @@ def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
     import copy
 
     plain = copy.deepcopy(skeleton)
+    config: Any = plain.config
+    if config._attn_implementation == sink_attention.NAME:
+        config._attn_implementation = "eager"  # transformers' own
     places = {place.name: place for layout in store.layouts for place in layout.places}
     real: dict[str, nn.Parameter] = {}
     names = {id(p): name for name, p in plain.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.converted import convert_once
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
@@ -94,10 +96,16 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     for key in ("output_router_logits", "use_cache"):
         if hasattr(config, key):
             setattr(config, key, False)
+    attention = {}
+    if config.model_type in sink_attention.MODEL_TYPES:
+        sink_attention.register()
+        config, attention = copy.deepcopy(config), {"attn_implementation": sink_attention.NAME}
     try:
         with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
             warnings.simplefilter("ignore")
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False, **attention
+            )
     except (ValueError, ImportError, KeyError) as error:
         raise RefusedError(
             "transformers cannot build this model",

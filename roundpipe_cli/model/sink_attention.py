@@ -1,0 +1,87 @@
+"""Attention with sinks (gpt-oss) by torch's fused kernels, which keep no scores.
+
+A sink is one number a head that takes part in the softmax and contributes no value. transformers computes that with
+scores of every pair of tokens: 2 bytes x heads x T^2 a layer in 16 bit, half a gigabyte at 2048 tokens of gpt-oss-20b,
+kept for backward. But a sink s is also a key that every query has the product s with, of value 0:
+
+    query  (q, 1)      keys  (k_1, 0) ... (k_T, 0), (0, s / scale)      values  v_1 ... v_T, 0
+
+so that `scaled_dot_product_attention` gives the same numbers, and gradients of the sinks too. Keys and widths are
+filled up to multiples of 8, which fused kernels want, with keys that are masked out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+NAME = "roundpipe_sinks"
+"""Of the implementation, in transformers' registry."""
+MODEL_TYPES = frozenset({"gpt_oss"})
+"""Whose attention has sinks, hands them over as `s_aux`, and has scores of its own in transformers."""
+STEP = 8
+
+
+def register() -> None:
+    """Make the implementation known to transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, sink_attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Always a mask, [B, 1, T, S], true where a query sees a key: that of the sink comes beside it."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask: torch.Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    return mask
+
+
+def sink_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        query: [B, heads, T, D].
+        key: [B, key-value heads, S, D].
+        value: the same shape.
+        attention_mask: [B, 1, T, S], true where a query sees a key; None: everywhere.
+        scaling: of the products; None: 1 / sqrt(D).
+        s_aux: the sinks, [heads].
+
+    Returns:
+        [B, T, heads, D], and no scores.
+    """
+    assert s_aux is not None, "this attention is for models with sinks"
+    batch, heads, length, width = query.shape
+    scale = width**-0.5 if scaling is None else scaling
+    seen = key.shape[2]
+    more_width, more_keys = STEP - width % STEP, STEP - seen % STEP
+    one = query.new_zeros(more_width)
+    one[0] = 1
+    query = torch.cat((query, one.expand(batch, heads, length, more_width)), dim=-1)
+    groups = heads // key.shape[1]
+    key, value = (
+        functional.pad(part.repeat_interleave(groups, dim=1), (0, more_width, 0, more_keys)) for part in (key, value)
+    )
+    sink = functional.pad((s_aux / scale).to(key.dtype)[:, None], (width, more_width - 1))
+    key = torch.cat((key[:, :, :seen], sink[:, None].expand(batch, -1, -1, -1), key[:, :, seen + 1 :]), dim=2)
+    if attention_mask is None:
+        attention_mask = query.new_ones((batch, 1, length, seen), dtype=torch.bool)
+    mask = functional.pad(functional.pad(attention_mask, (0, 1), value=True), (0, more_keys - 1), value=False)
+    result = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scale)
+    return result[..., :width].transpose(1, 2).contiguous(), None
