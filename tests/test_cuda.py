@@ -13,6 +13,7 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Event, Pair
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.model.sink_attention import sink_attention
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.resident import resident_partition
@@ -54,7 +55,7 @@ def gradients(rig: Rig) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "gpt_oss"])
 def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
     """Loss and gradient norm of a float32 step, GPU against the plain loop on the processor."""
     rig = make_rig(model_type, method)
@@ -228,3 +229,19 @@ def test_finetune_with_two_workers_on_one_gpu(tmp_path: Path) -> None:
         assert (folder / "out" / "adapter_model.safetensors").is_file()
         losses.append([row["loss"] for row in metrics(folder / "out")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_sinks_goes_through_a_kernel_that_keeps_no_scores(dtype: torch.dtype) -> None:
+    heads, length, place = 32, 2048, torch.device("cuda:0")
+    query, key, value = (torch.randn(1, n, length, 64, device=place, dtype=dtype) for n in (heads, 8, 8))
+    mask = torch.ones(length, length, dtype=torch.bool, device=place).tril()[None, None]
+    sinks = torch.randn(heads, device=place, dtype=dtype)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value, sinks)]
+    torch.cuda.reset_peak_memory_stats(place)
+    before = torch.cuda.memory_allocated(place)
+    made, _ = sink_attention(torch.nn.Module(), query, key, value, mask, 0.0, 0.125, s_aux=sinks)
+    made.backward(torch.ones_like(made))
+    taken = torch.cuda.max_memory_allocated(place) - before
+    assert taken < heads * length**2 * dtype.itemsize, "scores of all heads"
+    assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)

@@ -10,15 +10,17 @@ import torch
 
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_bytes
+from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.memory import largest_stage_bytes
+from roundpipe_cli.plan.models import parse_config
 from roundpipe_cli.plan.stages import StageRange, StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.auto_cache import modelled_bytes
 from roundpipe_cli.train.cut import MEMORY_SHARE, Cutter
 from tests.test_engine_memory import saved_bytes_per_block
-from tests.tiny import gpu_costs, make_rig, random_microbatches
+from tests.tiny import EXTRA, gpu_costs, make_rig, random_microbatches
 
 LONG = {"max_position_embeddings": 1024}
 """Tokens a sequence, of models whose window or scores count."""
@@ -178,3 +180,29 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
         assert needed + shared <= MEMORY_SHARE * memory
         sizes.append(schedule.backward_stages[0][1] - schedule.backward_stages[0][0])
     assert sizes == sorted(sizes) and sizes[0] < sizes[2] < sizes[-1], sizes
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+FORETOLD = [
+    *("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen3_moe"),
+    *("phi3", "smollm3", "olmo2", "granite", "glm4", "gpt_neox", "starcoder2", "hunyuan_v1_dense", "qwen2_moe"),
+]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("model_type", FORETOLD)
+def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
+    """Of widths and lengths where the rest is small beside what the model of memory knows."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **LONG}
+    rig = make_rig(
+        model_type, method, **wide, **({"sliding_window": 64} if "sliding_window" in EXTRA[model_type] else {})
+    )
+    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    assert found is not None
+    config: Any = rig.plain.config
+    architecture = parse_config(config.to_dict(), name="tiny", source="tests")
+    settings = TrainingSettings(max_seq_length=512, method=method, dtype="float32", lora_r=4)
+    for index, block in enumerate(architecture.blocks):
+        told, measured = activation_bytes(architecture, block, settings), found[index].of(1, 512, 512)
+        assert 0.85 * measured <= told <= 1.3 * measured, (index, told / measured)

@@ -12,8 +12,8 @@
     host                  the interpreter launches operators one after the other for all workers together: about 5 us
                           each (20 ms for 4,100 operators of one published expert layer), added to the step
 
-Activation bytes count what torch's autograd keeps for backward of the eager model of transformers, with flash
-attention (compare arXiv 2205.05198, section 4, which counts the layers of another model).
+Activation bytes count what torch's autograd keeps for backward of the eager model of transformers, with the attention
+that `finetune` has (compare arXiv 2205.05198, section 4, which counts the layers of another model).
 """
 
 from __future__ import annotations
@@ -364,6 +364,8 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
     total += size * (3 * query + 2 * key_value)
     width = architecture.intermediate_size
     tensors = 4 if architecture.gated_mlp else 2
+    if architecture.clamps_gates:  # gate and up as they come and as they are clamped, sigmoid, gated, product
+        tensors = 7
     if block.num_experts:
         mlp = architecture.num_experts_per_tok * size * (tensors * width + 2 * hidden) + 8 * block.num_experts
     else:
@@ -374,8 +376,29 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         total += 2 * size * (3 * hidden + query)
         mlp += 0 if block.num_experts else 2 * size * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
+    activations += _pair_bytes(architecture, block, settings)
     gradients = 4 / size  # float32, of keys and values
     return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
+
+
+def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
+    """What attention keeps for pairs of tokens: nothing where a fused kernel needs no mask beside the causal one.
+
+    With one (a sliding window that sequences exceed, sinks), it keeps the mask in the dtype, and keys and values
+    repeated for each head; with sinks all of them 8 wider. Without such a kernel, probabilities in float32, a copy of
+    them in 16 bit for the product, and in some models capped scores.
+    """
+    size, heads = settings.dtype_bytes, architecture.num_attention_heads
+    tokens = settings.tokens_per_microbatch
+    pairs = tokens * settings.max_seq_length
+    if architecture.keeps_scores:
+        each = 4 + (size if size < 4 else 0) + (size if architecture.caps_scores else 0)
+        return int(heads * pairs * each)
+    if not architecture.has_sinks and (block.window is None or block.window >= settings.max_seq_length):
+        return 0
+    repeated = 2 * (heads - architecture.num_key_value_heads) * architecture.head_dim
+    wider = 4 * heads * 8 if architecture.has_sinks else 0
+    return int(size * (pairs + tokens * (repeated + wider)))
 
 
 def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

@@ -32,6 +32,10 @@ _TWO_MATRIX_MLP = frozenset(
 )
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "hunyuan_v1_dense"})
 _FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
+_KEEPS_SCORES = frozenset({"gemma2", "bloom", "gptj", "mpt"})
+_SOFT_CAPPED = frozenset({"gemma2"})
+_SINKS = frozenset({"gpt_oss"})
+_CLAMPS_GATES = frozenset({"gpt_oss"})
 _ALL_BIASES = frozenset({"gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "phi"})
 _QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
@@ -95,6 +99,26 @@ class Architecture:
     def four_norms(self) -> bool:
         """Norms after attention and feed-forward part as well as before: they read what a block would only add."""
         return self.model_type in _FOUR_NORMS
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Attention is transformers' own, with scores of every pair of tokens: no fused kernel has what it needs."""
+        return self.model_type in _KEEPS_SCORES
+
+    @property
+    def caps_scores(self) -> bool:
+        """Scores go through a tanh, which keeps its result."""
+        return self.model_type in _SOFT_CAPPED
+
+    @property
+    def has_sinks(self) -> bool:
+        """A number a head takes part in the softmax: `model/sink_attention.py`."""
+        return self.model_type in _SINKS
+
+    @property
+    def clamps_gates(self) -> bool:
+        """Experts limit gate and up before they are multiplied."""
+        return self.model_type in _CLAMPS_GATES
 
     @property
     def head_params(self) -> int:
