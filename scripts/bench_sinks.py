@@ -42,17 +42,25 @@ def main() -> None:
     print("| tokens | window | transformers' own | fused | ratio | kept | kept, fused |\n|---|---|---|---|---|---|---|")
     for length in options.lengths:
         for window in (None, options.window):
-            ways = both(options, length, window)
-            taken: list[list[float]] = [[], []]
-            for turn in range(options.rounds + 1):
-                for own, (run, _) in zip(taken, ways, strict=True):
-                    seconds = timed(run, options.device)
-                    if turn:
-                        own.append(seconds)
-            theirs_s, ours_s = (statistics.median(own) for own in taken)
-            kept = [f"{saved_bytes(run, known) / 1e6:,.0f} MB" for run, known in ways]
-            cells = [f"{length:,}", f"{window or 'none'}", f"{theirs_s * 1e3:,.0f} ms", f"{ours_s * 1e3:,.0f} ms"]
-            print("| " + " | ".join([*cells, f"{theirs_s / ours_s:.2f}x", *kept]) + " |", flush=True)
+            try:
+                cells = compared(options, length, window)
+            except torch.OutOfMemoryError:
+                cells = ["out of memory"] * 5
+            print("| " + " | ".join([f"{length:,}", f"{window or 'none'}", *cells]) + " |", flush=True)
+
+
+def compared(options: argparse.Namespace, length: int, window: int | None) -> list[str]:
+    """The cells of a row."""
+    ways = both(options, length, window)
+    taken: list[list[float]] = [[], []]
+    for turn in range(options.rounds + 1):
+        for own, (run, _) in zip(taken, ways, strict=True):
+            seconds = timed(run, options.device)
+            if turn:
+                own.append(seconds)
+    theirs_s, ours_s = (statistics.median(own) for own in taken)
+    kept = [f"{saved_bytes(run, known) / 1e6:,.0f} MB" for run, known in ways]
+    return [f"{theirs_s * 1e3:,.0f} ms", f"{ours_s * 1e3:,.0f} ms", f"{theirs_s / ours_s:.2f}x", *kept]
 
 
 Way = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]
