@@ -25,10 +25,11 @@ from roundpipe_cli.plan.stages import StageRange, StageSums, even_sizes, forward
 from roundpipe_cli.plan.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.supported import NOT_YET
-from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
 from roundpipe_cli.schedule.compare import MIN_GAIN, Partition, chunk_partition
 from roundpipe_cli.schedule.compare import Question as Compared
 from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.forward import forward_stages
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.resident import resident_partition
 from roundpipe_cli.schedule.simulate import simulate_program
@@ -175,18 +176,25 @@ def _plan(question: Question) -> Plan:
         if held:
             kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
+    reference_s = _reference_s(question, cut)
+    reference = f"the base model's forward, which pairs are compared with: {format_seconds(reference_s)} of a step"
     return Plan(
         question=question,
         forward_stages=cut.forward_stages,
         backward_stages=cut.backward_stages,
         microbatches_per_round=cut.microbatches_per_round,
         verdict=verdict,
-        step_s=step.step_s + host_s,
+        step_s=step.step_s + host_s + reference_s,
         host_s=host_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
         timeline=step.timeline,
-        explanation=(*cut.explanation, *filter(None, [kept]), _what_binds(question, step, host_s)),
+        explanation=(
+            *cut.explanation,
+            *filter(None, [kept]),
+            _what_binds(question, step, host_s),
+            *([reference] if reference_s else []),
+        ),
         assumptions=_assumptions(question, cut),
     )
 
@@ -408,6 +416,24 @@ def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
         step_s, busy = step_s + growth_s, busy * wanted / full
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
     return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
+
+
+def _reference_s(question: Question, cut: _Cut) -> float:
+    """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
+    if question.loaded.recipe.objective != "dpo":
+        return 0.0
+    costs, workers, wanted = question.analytic.costs, question.num_workers, question.settings.num_microbatches
+    if question.settings.weight_cache_bytes:
+        costs = with_cached_weights(costs, question.settings.weight_cache_bytes, question.settings.dtype_bytes)
+    covered = max((last for _, last in cut.forward_stages), default=-1)
+    own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
+    once = min(wanted, SCORED_PER_WORKER * workers)
+    stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
+    schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
+    forward_s = makespan_s(simulate_program(lower(schedule, costs), costs))
+    passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
+    host_s = once * question.analytic.host_s_per_microbatch / passes
+    return (forward_s + host_s) * wanted / once
 
 
 def _what_binds(question: Question, step: _Step, host_s: float) -> str:

@@ -54,6 +54,8 @@ class TrainingSettings:
 
     max_seq_length: int
     micro_batch_size: float = 1
+    sequences_per_row: int = 1
+    """2 where rows are pairs of answers."""
     num_microbatches: int = 8
     """Per step."""
     method: Literal["lora", "full"] = "lora"
@@ -88,7 +90,7 @@ class TrainingSettings:
 
     @property
     def tokens_per_microbatch(self) -> float:
-        return self.micro_batch_size * self.max_seq_length / self.sequence_chunks
+        return self.micro_batch_size * self.sequences_per_row * self.max_seq_length / self.sequence_chunks
 
     @property
     def num_sequences(self) -> int:

@@ -176,8 +176,13 @@ def _actions(rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows))
 
 
+SCORED_PER_WORKER = 4
+"""Microbatches of one pass of forwards alone, which is as long as a step or so, since a signal waits for its end."""
+
+
 def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation: rounds of as many microbatches as workers, stages dealt out in turn.
+    """Forwards alone, for evaluation, stages dealt out in turn: in one round where each worker gets as many, else in
+    rounds of as many microbatches as workers, which deal on where the last one ended.
 
     Of one or two stages, which a worker's slots hold together, each microbatch goes through all on one worker, or some
     workers would get none.
@@ -187,9 +192,9 @@ def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microba
     """
     rows: list[Row] = [[] for _ in range(num_workers)]
     stays = len(stages) <= 2
-    rounds = range(0, num_microbatches, 1 if stays else num_workers)
-    for turn, start in enumerate(rounds):
-        dealt = range(start, min(start + rounds.step, num_microbatches))
+    size = 1 if stays else num_microbatches if len(stages) % num_workers == 0 else num_workers
+    for turn, start in enumerate(range(0, num_microbatches, size)):
+        dealt = range(start, min(start + size, num_microbatches))
         for stage in range(len(stages)):
             worker = turn if stays else turn * len(stages) + stage
             rows[worker % num_workers] += forward_run(stage, dealt)
@@ -201,7 +206,7 @@ def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microba
         backward_stages=(),
         fused_head=False,
         actions=_actions(rows),
-        microbatches_per_round=min(num_workers, num_microbatches),
+        microbatches_per_round=min(max(size, num_workers), num_microbatches),
     )
 
 

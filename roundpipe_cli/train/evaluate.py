@@ -29,7 +29,8 @@ from roundpipe_cli.events import EvaluationFinished, Notice
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.schedule.actions import Schedule, StageRange
-from roundpipe_cli.schedule.builders import build_forward, every_stage
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
+from roundpipe_cli.schedule.forward import forward_stages
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.durable import append_line, remove_tree
@@ -37,8 +38,6 @@ from roundpipe_cli.train.finish import write_result
 from roundpipe_cli.train.output_dir import EVAL_NAME
 from roundpipe_cli.train.setup import Setup, Tell
 
-MICROBATCHES_PER_WORKER = 4
-"""In one pass of the engine: as long as a step or so, since a signal waits for its end."""
 BEST_PREFIX = "best-"
 BEST_NOTE = "best.json"
 """In a folder of the best weights; a folder without it is not ours."""
@@ -63,7 +62,7 @@ class Scorer:
         Raises:
             InterruptedScoring: between two passes, because the run is asked to stop.
         """
-        size = MICROBATCHES_PER_WORKER * self._engine.num_workers
+        size = SCORED_PER_WORKER * self._engine.num_workers
         for start in range(0, len(microbatches), size):
             if self._stopping():
                 raise InterruptedScoring
@@ -71,12 +70,14 @@ class Scorer:
             yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        stages = every_stage(self._cutter.schedule(self._setup.recipe.gradient_accumulation_steps))
-        key = stages, num_microbatches
+        step = self._cutter.schedule(self._setup.recipe.gradient_accumulation_steps)
+        own, workers = every_stage(step), self._engine.num_workers
+        key = own, num_microbatches
         if key not in self._schedules:
-            self._schedules[key] = build_forward(
-                stages, num_workers=self._engine.num_workers, num_microbatches=num_microbatches
+            stages = forward_stages(
+                self._cutter.costs, own, step.backward_stages, num_workers=workers, num_microbatches=num_microbatches
             )
+            self._schedules[key] = build_forward(stages, num_workers=workers, num_microbatches=num_microbatches)
         return self._schedules[key]
 
 
