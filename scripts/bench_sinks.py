@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.model.saved_bytes import saved_bytes
+from roundpipe_cli.model.saved_bytes import saved_sizes
 from roundpipe_cli.model.sink_attention import sink_attention
 
 
@@ -59,7 +59,7 @@ def compared(options: argparse.Namespace, length: int, window: int | None) -> li
             if turn:
                 own.append(seconds)
     theirs_s, ours_s = (statistics.median(own) for own in taken)
-    kept = [f"{saved_bytes(run, known) / 1e6:,.0f} MB" for run, known in ways]
+    kept = [f"{sum(saved_sizes(run, known)) / 1e6:,.0f} MB" for run, known in ways]
     return [f"{theirs_s * 1e3:,.0f} ms", f"{ours_s * 1e3:,.0f} ms", f"{theirs_s / ours_s:.2f}x", *kept]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.probe import find_saved_bytes
-from roundpipe_cli.model.saved_bytes import SavedBytes, saved_bytes
+from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.plan.analytic import TrainingSettings, activation_bytes
 from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.plan.memory import largest_stage_bytes
@@ -54,16 +54,35 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
         assert (one.per_pair > 0) == keeps_scores
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_a_few_tokens_are_enough(model_type: str) -> None:
+    rig = make_rig(
+        model_type, "lora", **LONG, **({"sliding_window": 4096} if "sliding_window" in EXTRA[model_type] else {})
+    )
+    few, many = (find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=longest) for longest in (33, 512))
+    assert few is not None and many is not None
+    for one, other in zip(few, many, strict=True):
+        assert 0.95 <= one.of(1, 1000, 1000) / other.of(1, 1000, 1000) <= 1.1  # eight keys for a sink, beside 16
+
+
 def test_scores_are_told_from_the_rest() -> None:
-    def keeps(tokens: int) -> int:
-        return 700 * tokens + 5 * tokens**2
+    def keeps(tokens: int) -> list[int]:
+        return [700 * tokens, 5 * tokens**2, 12345]
 
     found = SavedBytes.of_lengths(keeps(128), keeps(256), 128)
+    assert (found.fixed, found.per_token, found.per_pair) == (12345, 700, 5)
+    assert found.of(1, 1000, 1000) == sum(keeps(1000))
+    assert found.of(1, 250, 1000) == 12345 + 250 * 700 + 5 * 250 * 1000, "a chunk attends to the whole sequence"
+
+
+def test_other_tensors_at_another_length() -> None:
+    """A loop over pieces of a sequence: only the sums are known, and what does not grow counts as if it did."""
+    found = SavedBytes.of_lengths([100 * 64], [100 * 64, 100 * 64], 64)
+    assert (found.fixed, found.per_token, found.per_pair) == (0, 100, 0)
+    found = SavedBytes.of_lengths([128 * 700 + 5 * 128**2], [256 * 700, 5 * 256**2], 128)
     assert (found.per_token, found.per_pair) == (700, 5)
-    assert found.of(3, 1000, 1000) == 3 * keeps(1000)
-    assert found.of(1, 250, 1000) == 250 * 700 + 5 * 250 * 1000, "a chunk attends to the whole sequence"
-    constant = SavedBytes.of_lengths(128 * 700 + 12800, 256 * 700 + 12800, 128)
-    assert (constant.per_token, constant.per_pair) == (800, 0), "counts as if it grew"
+    found = SavedBytes.of_lengths([128 * 700 + 12800], [256 * 700, 12800], 128)
+    assert (found.per_token, found.per_pair) == (800, 0)
 
 
 def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
@@ -74,8 +93,8 @@ def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
         made = leaf @ weight  # keeps its input and the weight
         return (made[:2] * made[2:]).sum() + (made * mask).sum()  # keeps two views of one result, and the mask
 
-    assert saved_bytes(run, [weight, mask]) == 2 * 4 * 8 * 4
-    assert saved_bytes(run, []) == 2 * 4 * 8 * 4 + 8 * 8 * 4 + 4 * 8 * 4
+    assert sum(saved_sizes(run, [weight, mask])) == 2 * 4 * 8 * 4
+    assert sum(saved_sizes(run, [])) == 2 * 4 * 8 * 4 + 8 * 8 * 4 + 4 * 8 * 4
 
 
 def test_packed_rows_have_masks() -> None:

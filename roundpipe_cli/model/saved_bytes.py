@@ -1,45 +1,57 @@
 """What autograd keeps of a block for its backward, measured on a few tokens.
 
-Most of it grows with the tokens. Where scores of attention or masks are kept, that part grows with the pairs of tokens
-of a sequence. Two lengths tell the two apart:
+Two lengths, T and 2T, tell how each tensor that is kept grows: not at all, with the tokens, or with the pairs of tokens
+of a sequence, as scores of attention and masks do. Where the longer one keeps other tensors, only the sums are told
+apart:
 
     s(T) = a T + b T^2        b = (s(2T) - 2 s(T)) / 2 T^2        a = s(T) / T - b T
-
-Whatever does not grow at all counts as if it did, which errs on the safe side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 PROBE_TOKENS = 128
 """The shorter length, at most: two of the pieces in which linear attention goes."""
+GROWS, GROWS_BY_PAIRS = 1.5, 3.0
+"""Factors, from one length to the other, from which on a tensor grows with the tokens or with their pairs."""
 
 
 @dataclass(frozen=True)
 class SavedBytes:
     """Of one block."""
 
+    fixed: float
     per_token: float
     per_pair: float
     """Of tokens of one sequence, each with each."""
 
     @staticmethod
-    def of_lengths(short: int, long: int, tokens: int) -> SavedBytes:
-        """From what sequences of `tokens` and of twice as many keep."""
-        per_pair = max(0.0, (long - 2 * short) / (2 * tokens**2))
-        return SavedBytes(max(0.0, short / tokens - per_pair * tokens), per_pair)
+    def of_lengths(short: Sequence[int], long: Sequence[int], tokens: int) -> SavedBytes:
+        """From the sizes of what sequences of `tokens` and of twice as many keep."""
+        if len(short) != len(long):
+            per_pair = max(0.0, (sum(long) - 2 * sum(short)) / (2 * tokens**2))
+            return SavedBytes(0.0, max(0.0, sum(short) / tokens - per_pair * tokens), per_pair)
+        fixed = per_token = per_pair = 0.0
+        for size, larger in zip(short, long, strict=True):
+            if larger > GROWS_BY_PAIRS * size:
+                per_pair += larger / (2 * tokens) ** 2
+            elif larger > GROWS * size:
+                per_token += larger / (2 * tokens)
+            else:
+                fixed += larger
+        return SavedBytes(fixed, per_token, per_pair)
 
     def of(self, rows: int, tokens: int, context: int) -> int:
         """Bytes of a microbatch of `rows` sequences (or chunks of them) of `tokens` each, which attend to `context`."""
-        return int(rows * tokens * (self.per_token + self.per_pair * context))
+        return int(self.fixed + rows * tokens * (self.per_token + self.per_pair * context))
 
 
-def saved_bytes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> int:
-    """Bytes that autograd keeps of what `run` computes and returns, whole storages.
+def saved_sizes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> list[int]:
+    """Bytes of each storage that autograd keeps of what `run` computes and returns, in the order of first use.
 
     Args:
         known: tensors that are there anyway: weights, and what all blocks are called with.
@@ -55,6 +67,5 @@ def saved_bytes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> int
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         kept = run()  # while it lives, no storage's address is given away again
-    total = sum(found.values())
     del kept
-    return total
+    return list(found.values())

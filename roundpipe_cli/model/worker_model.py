@@ -22,7 +22,7 @@ from roundpipe_cli.model.last_projection import LeftOut, block_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
-from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes, saved_bytes
+from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes, saved_sizes
 from roundpipe_cli.model.split import (
     BlockCall,
     PassThrough,
@@ -360,12 +360,12 @@ class WorkerModel:
             kind = block_kind(block, call)
             if kind not in by_kind:
                 bind(index)
-                short, long = (self._saved_bytes(index, prologue, dropout_seed) for prologue in prologues)
+                short, long = (self._saved_sizes(index, prologue, dropout_seed) for prologue in prologues)
                 by_kind[kind] = SavedBytes.of_lengths(short, long, probe_tokens)
             found.append(by_kind[kind])
         return found
 
-    def _saved_bytes(self, index: int, prologue: Prologue, dropout_seed: int | None) -> int:
+    def _saved_sizes(self, index: int, prologue: Prologue, dropout_seed: int | None) -> list[int]:
         block, call = self.blocks[index], prologue.calls[index]
         leaf = prologue.hidden.detach().clone().requires_grad_()
         if index in self._mlp_chunks:
@@ -373,7 +373,7 @@ class WorkerModel:
         with self._ready(index + 1, dropout_seed):
             given = torch.utils._pytree.tree_leaves([call.args, call.kwargs])
             known = [*block.parameters(), *(value for value in given if isinstance(value, torch.Tensor))]
-            return saved_bytes(lambda: call.run(block, leaf), known)
+            return saved_sizes(lambda: call.run(block, leaf), known)
 
     def check_mlp_chunks(self, bind: Callable[[int], None]) -> None:
         """Try the feed-forward part of one block of each kind in chunks; `bind` gives a block its weights.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +28,10 @@ ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
 INPUTS_SHARE = 0.05
 """Of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
+PROBE_PRODUCTS = 10**10
+"""Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
+processor, and ten for a slow one. Sequences of some tens of tokens will do."""
+MIN_PROBE_TOKENS = 32
 HOST_SHARE = 0.5
 """Of the host memory that is free, for the activations of all CPU workers together."""
 ROUND_SHARE = 0.25
@@ -95,10 +99,11 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
     form = _microbatch_form(setup, longest=on_gpu)
     text_config = config.get_text_config()
-    memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True))
+    active = active_parameters(setup.model, list(layouts))
+    memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
     costs = rough_costs(
         layouts,
-        active_parameters(setup.model, list(layouts)),
+        active,
         method=recipe.method,
         tokens=form.tokens,
         hidden_size=text_config.hidden_size,
@@ -154,8 +159,12 @@ class _MemoryParts:
     """For what any stages need beside them."""
 
 
-def _memory_parts(setup: Setup, form: _Form) -> _MemoryParts:
-    """Activations as a block of each kind has them, and what `plan` counts beside them."""
+def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryParts:
+    """Activations as a block of each kind has them, and what `plan` counts beside them.
+
+    Args:
+        active: of each block, weights that take part for one token.
+    """
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
@@ -173,7 +182,7 @@ def _memory_parts(setup: Setup, form: _Form) -> _MemoryParts:
         setup.split,
         setup.store,
         recipe.mlp_chunk_tokens,
-        longest=form.context,
+        longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
         packed=recipe.packing,
     )
     if saved is None:
