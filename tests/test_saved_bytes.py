@@ -105,6 +105,14 @@ def test_packed_rows_have_masks() -> None:
     assert plain[0].per_pair == 0 < packed[0].per_pair
 
 
+def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
+    rig = make_rig("llama", "lora", **LONG)
+    whole, chunked = (find_saved_bytes(rig.skeleton, rig.split, rig.store, in_chunks=flag) for flag in (False, True))
+    assert whole is not None and chunked is not None
+    products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
+    assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products
+
+
 def test_short_sequences_are_all_that_some_models_take() -> None:
     rig = make_rig("gpt2", "lora", max_position_embeddings=32)
     with pytest.raises(IndexError):

@@ -14,7 +14,7 @@ from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 
 NUM_CHUNKS = 3
-"""Of the 16 tokens, where feed-forward parts are computed in chunks."""
+"""Of the tokens of a probe, where feed-forward parts are computed in chunks."""
 
 
 def find_unread(
@@ -38,8 +38,8 @@ def find_saved_bytes(
     model: nn.Module,
     split: Split,
     store: WeightStore,
-    mlp_chunk_tokens: int | None = None,
     *,
+    in_chunks: bool = False,
     longest: int = 2 * PROBE_TOKENS,
     packed: bool = False,
 ) -> list[SavedBytes] | None:
@@ -47,10 +47,15 @@ def find_saved_bytes(
 
     Runs one block of each kind, with its own weights, forward on a sequence of 128 tokens and one of 256, or of half
     and all of `longest`. A mask that only sequences longer than a sliding window have is not seen.
+
+    Args:
+        in_chunks: feed-forward parts are computed in chunks of tokens.
+        packed: several rows to a sequence.
     """
-    worker, bind = _on_the_host(model, split, store, mlp_chunk_tokens)
+    tokens = max(1, min(PROBE_TOKENS, longest // 2))
+    worker, bind = _on_the_host(model, split, store, max(1, tokens // NUM_CHUNKS) if in_chunks else None)
     try:
-        return worker.saved_bytes(bind, 0 if has_dropout(model) else None, longest=longest, packed=packed)
+        return worker.saved_bytes(bind, 0 if has_dropout(model) else None, tokens=tokens, packed=packed)
     except RuntimeError:
         return None
 

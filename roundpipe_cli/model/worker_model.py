@@ -22,7 +22,7 @@ from roundpipe_cli.model.last_projection import LeftOut, block_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
-from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes, saved_sizes
+from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import (
     BlockCall,
     PassThrough,
@@ -339,21 +339,21 @@ class WorkerModel:
         return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, ready)
 
     def saved_bytes(
-        self, bind: Callable[[int], None], dropout_seed: int | None, *, longest: int, packed: bool
+        self, bind: Callable[[int], None], dropout_seed: int | None, *, tokens: int, packed: bool
     ) -> list[SavedBytes]:
         """Per block, what autograd keeps of it; `bind` gives a block its weights, one block of each kind is tried.
 
         Args:
-            longest: tokens of a sequence that the model can take.
+            tokens: of the shorter of two sequences; the other has twice as many.
             packed: several rows to a sequence, which masks keep apart.
 
         Raises:
             RuntimeError: an operation that this processor does not have in this dtype.
         """
-        prologues, probe_tokens = [], max(1, min(PROBE_TOKENS, longest // 2))
-        for tokens in (probe_tokens, 2 * probe_tokens):
-            positions = (torch.arange(tokens) % -(-tokens // 2))[None] if packed else None
-            prologues.append(self.prologue(self._probe_ids(1, tokens), dropout_seed, positions))
+        prologues = []
+        for length in (tokens, 2 * tokens):
+            positions = (torch.arange(length) % -(-length // 2))[None] if packed else None
+            prologues.append(self.prologue(self._probe_ids(1, length), dropout_seed, positions))
         by_kind: dict[object, SavedBytes] = {}
         found = []
         for index, (block, call) in enumerate(zip(self.blocks, prologues[0].calls, strict=True)):
@@ -361,7 +361,7 @@ class WorkerModel:
             if kind not in by_kind:
                 bind(index)
                 short, long = (self._saved_sizes(index, prologue, dropout_seed) for prologue in prologues)
-                by_kind[kind] = SavedBytes.of_lengths(short, long, probe_tokens)
+                by_kind[kind] = SavedBytes.of_lengths(short, long, tokens)
             found.append(by_kind[kind])
         return found
 

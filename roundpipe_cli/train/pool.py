@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -177,16 +178,21 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
-    saved = find_saved_bytes(
+    find = functools.partial(
+        find_saved_bytes,
         setup.model,
         setup.split,
         setup.store,
-        recipe.mlp_chunk_tokens,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
         packed=recipe.packing,
     )
-    if saved is None:
+    whole = find()
+    if whole is None:
         return _MemoryParts(None, shared)
+    saved = whole
+    if mlp_tokens < form.tokens:
+        saved = find(in_chunks=True) or whole
+        shared += max(int(mlp_tokens * (a.per_token - b.per_token)) for a, b in zip(whole, saved, strict=True))
     blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
     if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
         shared += max(blocks)
