@@ -422,9 +422,7 @@ def _reference_s(question: Question, cut: _Cut) -> float:
     """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
     if question.loaded.recipe.objective != "dpo":
         return 0.0
-    costs, workers, wanted = question.analytic.costs, question.num_workers, question.settings.num_microbatches
-    if question.settings.weight_cache_bytes:
-        costs = with_cached_weights(costs, question.settings.weight_cache_bytes, question.settings.dtype_bytes)
+    costs, workers, wanted = _costs_for_links(question), question.num_workers, question.settings.num_microbatches
     covered = max((last for _, last in cut.forward_stages), default=-1)
     own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
     once = min(wanted, SCORED_PER_WORKER * workers)
@@ -459,12 +457,18 @@ class _Simulated:
     links: LinkBytes
 
 
+def _costs_for_links(question: Question) -> CostModel:
+    """Of the layers, with only what is trained of those in the weight cache to upload."""
+    costs, settings = question.analytic.costs, question.settings
+    if not settings.weight_cache_bytes:
+        return costs
+    return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+
+
 def _simulated(
     question: Question, cut: _Cut, schedule_name: str, num_microbatches: int, *, num_steps: int
 ) -> _Simulated:
-    costs, staleness = question.analytic.costs, question.settings.staleness
-    if question.settings.weight_cache_bytes:
-        costs = with_cached_weights(costs, question.settings.weight_cache_bytes, question.settings.dtype_bytes)
+    costs, staleness = _costs_for_links(question), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
     options = cut.options or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)

@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
 from roundpipe_cli.model.split import BlockCall
 
 Parameters = Mapping[str, nn.Parameter]
+Found = TypeVar("Found")
 
 _aten = torch.ops.aten
 _SHAPES: dict[Any, Callable[..., tuple[int, ...]]] = {
@@ -218,6 +219,16 @@ def block_kind(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
     return modules, parameters, tuple(map(_form, call.args)), tuple((k, _form(v)) for k, v in call.kwargs.items())
 
 
+def by_kind(blocks: Sequence[nn.Module], calls: Sequence[BlockCall], find: Callable[[int], Found]) -> list[Found]:
+    """For each block what `find` finds for the first one of its kind, by index; it is asked once for each kind."""
+    found: dict[object, Found] = {}
+    kinds = [block_kind(block, call) for block, call in zip(blocks, calls, strict=True)]
+    for index, kind in enumerate(kinds):
+        if kind not in found:
+            found[kind] = find(index)
+    return [found[kind] for kind in kinds]
+
+
 def _form(value: Any) -> object:
     if isinstance(value, tuple):
         return tuple(map(_form, value))
@@ -240,12 +251,9 @@ def find_unread(
         bind: gives block `index` its weights; one block of each kind is tried.
         seeded: makes the dropout mode of a call.
     """
-    by_kind: dict[object, tuple[str, ...]] = {}
-    found = {}
-    for index, (block, call) in enumerate(zip(blocks, calls, strict=True)):
-        kind = block_kind(block, call)
-        if kind not in by_kind:
-            bind(index)
-            by_kind[kind] = BlockProbe(block, call, hidden, seeded).find()
-        found[index] = by_kind[kind]
-    return found
+
+    def find(index: int) -> tuple[str, ...]:
+        bind(index)
+        return BlockProbe(blocks[index], calls[index], hidden, seeded).find()
+
+    return dict(enumerate(by_kind(blocks, calls, find)))

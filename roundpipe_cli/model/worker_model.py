@@ -18,7 +18,7 @@ from torch import nn
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.last_projection import LeftOut, block_kind, find_unread
+from roundpipe_cli.model.last_projection import LeftOut, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
@@ -354,16 +354,13 @@ class WorkerModel:
         for length in (tokens, 2 * tokens):
             positions = (torch.arange(length) % -(-length // 2))[None] if packed else None
             prologues.append(self.prologue(self._probe_ids(1, length), dropout_seed, positions))
-        by_kind: dict[object, SavedBytes] = {}
-        found = []
-        for index, (block, call) in enumerate(zip(self.blocks, prologues[0].calls, strict=True)):
-            kind = block_kind(block, call)
-            if kind not in by_kind:
-                bind(index)
-                short, long = (self._saved_sizes(index, prologue, dropout_seed) for prologue in prologues)
-                by_kind[kind] = SavedBytes.of_lengths(short, long, tokens)
-            found.append(by_kind[kind])
-        return found
+
+        def find(index: int) -> SavedBytes:
+            bind(index)
+            short, long = (self._saved_sizes(index, prologue, dropout_seed) for prologue in prologues)
+            return SavedBytes.of_lengths(short, long, tokens)
+
+        return by_kind(self.blocks, prologues[0].calls, find)
 
     def _saved_sizes(self, index: int, prologue: Prologue, dropout_seed: int | None) -> list[int]:
         block, call = self.blocks[index], prologue.calls[index]
@@ -384,11 +381,13 @@ class WorkerModel:
         training, adapters = self._mode
         self.set_mode(training=False, adapters=True)
         prologue = self.prologue(self._probe_ids())
-        kinds = [block_kind(block, call) for block, call in zip(self.blocks, prologue.calls, strict=True)]
-        for index in sorted({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values()):
+
+        def check(index: int) -> None:
             bind(index)
             run = functools.partial(self.run_block, index, prologue.calls[index])
             check_chunks(self.blocks[index], prologue.hidden, run)
+
+        by_kind(self.blocks, prologue.calls, check)
         self.set_mode(training=training, adapters=adapters)
 
     def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:

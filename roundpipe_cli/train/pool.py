@@ -23,7 +23,7 @@ from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.cut import SHARED_BYTES_PER_S, Cutter, rough_costs
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.profile_cache import ProfileCache
-from roundpipe_cli.train.setup import Setup, Tell, active_parameters, packed_bits
+from roundpipe_cli.train.setup import Setup, Tell, active_parameters, experts_per_token, packed_bits
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
@@ -108,7 +108,7 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         method=recipe.method,
         tokens=form.tokens,
         hidden_size=text_config.hidden_size,
-        experts_per_token=getattr(text_config, "num_experts_per_tok", None) or 1,
+        experts_per_token=max(1, experts_per_token(text_config)),
         device="cuda" if on_gpu else "cpu",
         device_memory_bytes=memory,
         link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
@@ -171,8 +171,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
     head = head_bytes(form.tokens, recipe.head_chunk_tokens, text_config.vocab_size, hidden, size)
     widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
-    width = next(filter(None, widths), 4 * hidden)
-    width *= getattr(text_config, "num_experts_per_tok", None) or 1
+    width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
     boundary = form.tokens * hidden * size
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)

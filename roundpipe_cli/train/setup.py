@@ -411,6 +411,11 @@ def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, dev
     )
 
 
+def experts_per_token(text_config: Any) -> int:
+    """Experts that compute a token; 0 where there are none."""
+    return next((getattr(text_config, k) for k in ("num_experts_per_tok", "top_k_experts") if _has(text_config, k)), 0)
+
+
 def active_parameters(model: nn.Module, layouts: list[LayerLayout]) -> list[int]:
     """Per layer, the parameters that one token meets: of fused experts only the chosen share."""
     config: Any = model.config
@@ -418,8 +423,7 @@ def active_parameters(model: nn.Module, layouts: list[LayerLayout]) -> list[int]
     experts = next(
         (getattr(text, k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if _has(text, k)), 0
     )
-    chosen = next((getattr(text, k) for k in ("num_experts_per_tok", "top_k_experts") if _has(text, k)), 0)
-    share = chosen / experts if experts and chosen else 1.0
+    share = experts_per_token(text) / experts if experts and experts_per_token(text) else 1.0
     result = []
     for layout in layouts:
         count = 0.0
