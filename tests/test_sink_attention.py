@@ -13,9 +13,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.sink_attention import NAME, sink_attention
+from roundpipe_cli.model.sink_attention import MODEL_TYPES, NAME, sink_attention
+from roundpipe_cli.plan.models import parse_config
 from tests.e2e import finetune, make_model, make_workspace, metrics
-from tests.tiny import make_rig, tiny_config
+from tests.tiny import EXTRA, make_rig, tiny_config
 
 LENGTH = 21
 POSITIONS = [*range(9), *range(7), *range(5)]
@@ -88,6 +89,12 @@ def test_sixteen_bits_are_nearer_to_the_truth_than_transformers(length: int) -> 
     truth = eager(torch.float64)
     assert float((ours - truth).norm()) <= float((eager(torch.bfloat16) - truth).norm())
     assert float((ours - truth).norm()) <= 0.01 * float(truth.norm())
+
+
+def test_plan_knows_the_same_models() -> None:
+    for model_type in EXTRA:
+        architecture = parse_config(tiny_config(model_type).to_dict(), name="tiny", source="tests")
+        assert architecture.has_sinks == (model_type in MODEL_TYPES), model_type
 
 
 def test_no_scores_are_kept() -> None:
