@@ -124,7 +124,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     """A configuration of a few thousand parameters; no dropout unless asked for."""
     from transformers import CONFIG_MAPPING
 
-    values = {**BASE, **NO_DROPOUT, **EXTRA[model_type], **changes}
+    values = {**BASE, **NO_DROPOUT, **EXTRA.get(model_type, {}), **changes}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return CONFIG_MAPPING[model_type](**values)
@@ -279,7 +279,7 @@ class _Masks:
     def _enter_layer(self, layer: int) -> None:
         self._leave_layer()
         assert self._seed is not None
-        self._mode = SeededDropout(layer_seed(self._seed, self._step, self._microbatch, layer), torch.device("cpu"))
+        self._mode = SeededDropout(layer_seed(self._seed, self._step, self._microbatch, layer))
         self._mode.__enter__()
 
     def _leave_layer(self) -> None:

@@ -38,7 +38,6 @@ from roundpipe_cli.engine.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
@@ -107,7 +106,7 @@ class Engine:
             split: how it comes apart.
             store: the weights.
             backends: one per worker.
-            seed: of dropout masks.
+            seed: of dropout masks and whatever else a model draws in training.
             head_chunk_tokens: target tokens per chunk of the LM head; part of what fixes a run's bits.
             mlp_chunk_tokens: the same of the blocks' feed-forward part, which is computed again in backward; None:
                 whole.
@@ -126,7 +125,8 @@ class Engine:
         self.store = store
         self.split = split
         self.num_layers = len(store.layouts)
-        self._seed = seed if has_dropout(model) else None
+        self._seed = seed
+        self._seeds_blocks = True
         self._head_chunk_tokens = head_chunk_tokens
         self._label_smoothing = label_smoothing
         self._recompute_each_layer = recompute == "layer"
@@ -389,6 +389,7 @@ class Engine:
             num_units=num_units,
             gradient_scale=loss_scale / max(num_units, 1),
             dropout_seed=self._seed,
+            seeds_blocks=self._seeds_blocks,
             head_chunk_tokens=self._head_chunk_tokens,
             label_smoothing=self._label_smoothing,
             recompute_each_layer=self._recompute_each_layer,
@@ -456,6 +457,8 @@ class Engine:
 
     def _finish(self, done: StepUnderWay) -> StepResult:
         context, started_s = done.context, done.started_s
+        if context.microbatches:  # what no block did in the first step, none does: later steps need not watch for it
+            self._seeds_blocks &= any(worker.runner.model.blocks_draw for worker in self._workers)
         seconds = time.perf_counter() - started_s
         self._fold_embed_gradients(context)
         squares = [float(context.square_sums[layer]) for layer, fold in enumerate(context.folds) if fold is not None]

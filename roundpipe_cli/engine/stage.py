@@ -62,8 +62,10 @@ class StepContext:
     """What the step's loss is a mean over: its target tokens, or pairs."""
     gradient_scale: float
     """What each token's loss gradient is multiplied by: loss scale / units of the step."""
-    dropout_seed: int | None
-    """The run's seed, or None if the model drops nothing."""
+    dropout_seed: int
+    """The run's seed."""
+    seeds_blocks: bool
+    """Blocks are watched for random functions; False: they are known to call none."""
     head_chunk_tokens: int
     label_smoothing: float
     """Of the training loss."""
@@ -275,11 +277,15 @@ class StageRunner:
     ) -> torch.Tensor:
         self.layer = layer
         calls = self._calls(state)
-        seed = None
-        if context.dropout_seed is not None and context.scoring is None:
-            seed = layer_seed(context.dropout_seed, context.step, state.place, layer)
+        seed = self._seed(context, layer, state) if context.seeds_blocks else None
         block = self.model.run_block
         return block(layer - 1, calls[layer - 1], hidden, seed, output_is_read=output_is_read, cache=cache)
+
+    def _seed(self, context: StepContext, layer: int, state: MicrobatchState) -> int | None:
+        """Of what `layer` draws at random; None in a pass that draws nothing."""
+        if context.scoring is not None:
+            return None
+        return layer_seed(context.dropout_seed, context.step, state.place, layer)
 
     def _calls(self, state: MicrobatchState) -> tuple[BlockCall, ...]:
         """How blocks are called for this microbatch, with tensors on this worker's device, made once."""
@@ -311,9 +317,7 @@ class StageRunner:
 
     def _embed(self, context: StepContext, state: MicrobatchState) -> torch.Tensor:
         if state.prologue is None:
-            seed = None
-            if context.dropout_seed is not None and context.scoring is None:
-                seed = layer_seed(context.dropout_seed, context.step, state.place, 0)
+            seed = self._seed(context, 0, state)
             start = None if state.chunk is None else state.chunk.start
             state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids, start)
             if context.scoring is not None:  # keep no graph
@@ -423,7 +427,7 @@ class StageRunner:
         take, parts = self._taker(context, layer, state)
         with self.backend.compute():
             result = run_head(
-                self.model.logits,
+                partial(self.model.logits, dropout_seed=self._seed(context, layer, state)),
                 self._head_input.pop(state.index),
                 self.backend.receive(state.target_indices),
                 self.backend.receive(state.target_ids),

@@ -1,19 +1,28 @@
-"""Dropout that depends only on (seed, step, microbatch, layer), never on threads or on the global generator.
+"""Random numbers of a model's own code that depend only on (seed, step, microbatch, layer), on no thread or device.
 
-A layer's forward and its recompute must draw the same mask, on any worker, in any order. Each call of a layer runs
-under a function mode of its own thread that gives every dropout a generator seeded by a hash of where it is.
+A layer's forward and its recompute must draw the same, on any worker and in any order. Each call of a layer runs under
+a function mode of its own thread that answers every random function of torch from a counter (`counter_random.py`) whose
+key is a hash of where the layer is and of how many draws it made before, or refuses it by name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.counter_random import keep_mask, uniform
+
+NOISE_ATTRIBUTE = "neftune_noise_alpha"
+"""Of the input embedding; transformers' own name for it."""
+
+Function = Callable[..., Any]
 
 
 def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
@@ -22,8 +31,9 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-NOISE_ATTRIBUTE = "neftune_noise_alpha"
-"""Of the input embedding; transformers' own name for it."""
+def draw_key(seed: int, number: int) -> int:
+    """The 64-bit key of draw `number`, from 1, of a layer's call: a hash of both."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:8], "little")
 
 
 def embedding_noise(embedded: torch.Tensor, alpha: float, seed: int) -> torch.Tensor:
@@ -34,76 +44,198 @@ def embedding_noise(embedded: torch.Tensor, alpha: float, seed: int) -> torch.Te
     return noise.to(embedded)
 
 
-def has_dropout(model: torch.nn.Module) -> bool:
-    """Whether anything in `model` is random in training (so that models without pay nothing)."""
-    for module in model.modules():
-        if getattr(module, NOISE_ATTRIBUTE, 0.0):
-            return True
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float) and value > 0:
-                return True
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-    return False
-
-
 class SeededDropout(TorchFunctionMode):
-    """While active in a thread, every dropout draws from one generator seeded with `seed`."""
+    """While active in a thread, all that torch draws there follows from `seed`, generators handed over included.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    Raises:
+        RefusedError: in the call of a random function that has no answer here; it names the function.
+    """
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = torch.Generator(device=device)
-        self._generator.manual_seed(seed)
-
-    def _drop(self, tensor: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
-        keep = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-        keep.bernoulli_(1.0 - p, generator=self._generator)
-        mask = keep.div_(1.0 - p).to(tensor.dtype) if p < 1.0 else keep.to(tensor.dtype)
-        return tensor.mul_(mask) if inplace else tensor * mask
-
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        # The definition of scaled_dot_product_attention in torch's documentation, with our mask.
-        if enable_gqa:
-            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-        factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        scores = query @ key.transpose(-2, -1) * factor
-        if is_causal:
-            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-            scores = scores.masked_fill(visible.logical_not(), float("-inf"))
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
-            else:
-                scores = scores + attn_mask
-        return self._drop(torch.softmax(scores, dim=-1), dropout_p) @ value
+        self._seed = seed
+        self.num_draws = 0
+        """So far."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (functional.dropout, torch.dropout, torch.dropout_):
-            return self._dropout_call(func, args, kwargs)
-        if func is functional.scaled_dot_product_attention:
-            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if p > 0.0:
-                return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        answer = _ANSWERS.get(func)
+        return func(*args, **kwargs) if answer is None else answer(self, func, args, kwargs)
 
-    def _dropout_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
-        training = values.get("training", values.get("train", True))
-        p = float(values.get("p", 0.5))
-        if not training or p == 0.0:
-            return values["input"]
-        return self._drop(values["input"], p, bool(values.get("inplace", False)) or func is torch.dropout_)
+    def next_key(self) -> int:
+        """The key of the next draw."""
+        self.num_draws += 1
+        return draw_key(self._seed, self.num_draws)
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers in [0, 1) of the shape of `like`, float32."""
+        return uniform(like.shape, self.next_key(), like.device)
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers of mean 0 and variance 1 of the shape of `like`, float32, by the transform of Box and Muller.
+
+        Logarithm and cosine are taken in float64, so that what processors make of their last bit is rounded away.
+        """
+        radius = self.uniform(like).double().neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
+        return radius.mul_(self.uniform(like).double().mul_(2 * math.pi).cos_()).float()
+
+    def exponential(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers of the exponential distribution of rate 1, of the shape of `like`, float32, never 0."""
+        return self.uniform(like).double().add_(2.0**-25).log_().neg_().float()
+
+    def drop(self, tensor: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
+        """`tensor` with elements set to 0 with probability `p` and the rest scaled; backward keeps the mask as bool."""
+        mask = keep_mask(tensor.shape, 1.0 - p, self.next_key(), tensor.device)
+        scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+        return (tensor.mul_(mask) if inplace else tensor * mask).mul_(scale)
+
+
+def _attention(
+    mode: SeededDropout,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    # The definition of scaled_dot_product_attention in torch's documentation, with our mask.
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * factor
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(visible.logical_not(), float("-inf"))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+        else:
+            scores = scores + attn_mask
+    return mode.drop(torch.softmax(scores, dim=-1), dropout_p) @ value
+
+
+# What answers a random function: (mode, function, its arguments) -> its result.
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return kwargs.get(name, args[place] if len(args) > place else default)
+
+
+def _sdpa(mode: SeededDropout, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
+        return _attention(mode, *args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _dropout(mode: SeededDropout, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
+    training = values.get("training", values.get("train", True))
+    p = float(values.get("p", 0.5))
+    if not training or p == 0.0:
+        return values["input"]
+    return mode.drop(values["input"], p, bool(values.get("inplace", False)) or func is torch.dropout_)
+
+
+def _made_by(make: Function, numbers: Callable[[SeededDropout, torch.Tensor], torch.Tensor]) -> Function:
+    """Answers a function that makes a new tensor, as `make` makes an empty one."""
+
+    def answer(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = make(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
+        with torch.no_grad():
+            return result.copy_(numbers(mode, result))
+
+    return answer
+
+
+def _uniform_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    low = float(_argument(args, kwargs, 1, "from", 0.0))
+    high = float(_argument(args, kwargs, 2, "to", 1.0))
+    tensor: torch.Tensor = args[0]
+    return tensor.copy_(mode.uniform(tensor).mul_(high - low).add_(low))
+
+
+def _normal_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    mean = float(_argument(args, kwargs, 1, "mean", 0.0))
+    std = float(_argument(args, kwargs, 2, "std", 1.0))
+    tensor: torch.Tensor = args[0]
+    return tensor.copy_(mode.normal(tensor).mul_(std).add_(mean))
+
+
+def _exponential_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor: torch.Tensor = args[0]
+    return tensor.copy_(mode.exponential(tensor).div_(float(_argument(args, kwargs, 1, "lambd", 1.0))))
+
+
+def _bernoulli_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor: torch.Tensor = args[0]
+    return tensor.copy_(_ones_and_zeros(mode, tensor, _argument(args, kwargs, 1, "p", 0.5)))
+
+
+def _bernoulli(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor = _argument(args, kwargs, 0, "input", None)
+    return _ones_and_zeros(mode, tensor, _argument(args, kwargs, 1, "p", tensor)).to(tensor.dtype)
+
+
+def _ones_and_zeros(mode: SeededDropout, like: torch.Tensor, p: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(p, torch.Tensor):
+        return mode.uniform(like) < p.detach().float()
+    return keep_mask(like.shape, float(p), mode.next_key(), like.device)
+
+
+def _refuse(mode: SeededDropout, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls of functions that are random in training alone, or with a probability above 0, pass if they are not."""
+    share = kwargs.get("dropout_p", kwargs.get("p", kwargs.get("dropout", 1.0)))
+    floats = [value for value in args if isinstance(value, float)]  # recurrent layers and attention: their dropout
+    if kwargs.get("training", True) is False or share == 0.0 or (func in _BY_SHARE and not any(floats)):
+        return func(*args, **kwargs)
+    raise RefusedError(
+        "the model draws random numbers by a function whose draws could not be repeated when a layer is computed again",
+        where=f"torch function {getattr(func, '__qualname__', func)}",
+        expected=f"one of {', '.join(sorted({f.__name__ for f, a in _ANSWERS.items() if a is not _refuse}))}",
+        hint="switch off what draws them in the model's config.json, or choose another model",
+    )
+
+
+_BY_SHARE: frozenset[Function] = frozenset(
+    {functional.multi_head_attention_forward, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}  # type: ignore[attr-defined]
+)
+_REFUSED = """
+    alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_
+    dropout1d dropout2d dropout3d native_dropout _fused_dropout rrelu rrelu_ gumbel_softmax
+    fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices
+    randint randint_like randperm random_ normal multinomial poisson binomial cauchy_ log_normal_ geometric_
+    _standard_gamma _sample_dirichlet pca_lowrank svd_lowrank
+    _scaled_dot_product_attention_math _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
+    uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_
+"""
+"""Names in torch, its tensors, its functional module and its module of initial values."""
+
+
+def _answers() -> Iterator[tuple[Function, Function]]:
+    for name in _REFUSED.split():
+        for owner in (torch, torch.Tensor, functional, init):
+            if hasattr(owner, name):
+                yield getattr(owner, name), _refuse
+    yield from ((func, _refuse) for func in _BY_SHARE)
+    yield from ((func, _dropout) for func in (functional.dropout, torch.dropout, torch.dropout_))
+    yield functional.scaled_dot_product_attention, _sdpa
+    yield torch.rand, _made_by(torch.empty, SeededDropout.uniform)
+    yield torch.rand_like, _made_by(torch.empty_like, SeededDropout.uniform)
+    yield torch.randn, _made_by(torch.empty, SeededDropout.normal)
+    yield torch.randn_like, _made_by(torch.empty_like, SeededDropout.normal)
+    yield torch.Tensor.uniform_, _uniform_
+    yield torch.Tensor.normal_, _normal_
+    yield torch.Tensor.exponential_, _exponential_
+    yield torch.Tensor.bernoulli_, _bernoulli_
+    yield from ((func, _bernoulli) for func in (torch.bernoulli, torch.Tensor.bernoulli))
+
+
+_ANSWERS: dict[Function, Function] = dict(_answers())
+"""Of each random function that a mode sees; what comes later counts."""

@@ -14,7 +14,7 @@ import torch
 from roundpipe_cli.model.gradient_taps import GradientTaps, Take
 from roundpipe_cli.model.preference import Preference, Rewards, preference_loss, sequence_sums
 
-Logits = Callable[[torch.Tensor], torch.Tensor]
+Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @dataclass
@@ -97,7 +97,7 @@ def score_head(
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         with torch.no_grad():
-            log_probabilities = torch.log_softmax(logits_of(rows[part]).float(), dim=-1)
+            log_probabilities = torch.log_softmax(logits_of(rows[part], start).float(), dim=-1)
             picked = log_probabilities.gather(1, targets[part, None])
         scores.loss_sum += -float(picked.double().sum())
         scores.log_probabilities[part] = picked[:, 0].cpu()
@@ -126,7 +126,7 @@ def run_head(
     differs from the sum of tokens' losses by one factor for each sequence.
 
     Args:
-        logits_of: hidden states [N, H] -> logits [N, V], with a graph.
+        logits_of: hidden states [N, H], index of their first row -> logits [N, V], with a graph.
         hidden: output of the last block, [B, T, H].
         indices: positions of target tokens in [B * T], from `target_rows`.
         targets: their token ids.
@@ -153,7 +153,7 @@ def run_head(
         part = slice(start, start + chunk_tokens)
         chunk = rows[part].detach().requires_grad_(needs_hidden_grad)
         with torch.enable_grad():
-            logits = logits_of(chunk)
+            logits = logits_of(chunk, start)
         loss_sum, grad_logits = chunk_loss(logits, targets[part], label_smoothing)
         result.loss_sum += loss_sum
         if not logits.requires_grad:

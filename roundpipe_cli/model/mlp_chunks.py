@@ -53,6 +53,8 @@ class MlpChunks:
         self.fill: float | None = None
         """Where set, nobody reads the result: it holds this, and only the graph is made."""
         self.forward: Callable[..., Any] = module.forward
+        self.has_drawn = False
+        """Whether a call with a seed drew random numbers."""
         self._module = module
         self._num_others: int | None = None
         """Length of the rest of the module's result; -1: it is no tuple; None: not known yet."""
@@ -76,9 +78,10 @@ class MlpChunks:
 
     def call(self, rows: torch.Tensor, seed: int | None, first: int) -> torch.Tensor:
         """An ordinary call for the chunk `rows` [1, n, H] that begins at row `first`."""
-        mode = nullcontext() if seed is None else SeededDropout(layer_seed(seed, first, -2, -2), rows.device)
-        with mode:
+        mode = nullcontext() if seed is None else SeededDropout(layer_seed(seed, first, -2, -2))
+        with mode as draws:
             result = self.forward(rows)
+        self.has_drawn |= draws is not None and draws.num_draws > 0
         output: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return output
 

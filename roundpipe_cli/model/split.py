@@ -244,6 +244,7 @@ def split_model(model: nn.Module) -> Split:
     blocks_path = find_blocks(model)
     num_blocks = len(list(model.get_submodule(blocks_path).children()))
     _refuse_shared_parameters(model, blocks_path)
+    _refuse_layer_drop(model)
     for result_length in (0, 1, 2, 3, 4):
         recorder = Recorder(num_blocks, result_length)
         try:
@@ -266,6 +267,20 @@ def _refuse_shared_parameters(model: nn.Module, blocks_path: str) -> None:
             if owner.setdefault(id(parameter), here) != here:
                 raise SplitRefusedError(
                     "two blocks share a parameter", where=f"{owner[id(parameter)]} and {here}", found=name
+                )
+
+
+def _refuse_layer_drop(model: nn.Module) -> None:
+    """Raise if the model leaves blocks out at random in training, under the names that transformers has for it."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.replace("_", "").endswith("layerdrop") and isinstance(value, float) and value > 0:
+                raise SplitRefusedError(
+                    "the model leaves blocks out at random in training",
+                    where=f"{path}.{name}".lstrip("."),
+                    found=str(value),
+                    expected="0.0",
+                    hint=f'set "{name}": 0.0 in the model\'s config.json',
                 )
 
 

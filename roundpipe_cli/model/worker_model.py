@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.chunks import ChunkCache
-from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise
+from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise, layer_seed
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import LeftOut, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
@@ -185,6 +185,7 @@ class WorkerModel:
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._left_out: dict[int, LeftOut] = {}
+        self._blocks_draw = False
         self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
@@ -307,7 +308,7 @@ class WorkerModel:
             more = {"past_key_values": self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
-        with torch.set_grad_enabled(trainable), seeded(dropout_seed, torch.device("cpu")):
+        with torch.set_grad_enabled(trainable), seeded(dropout_seed):
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden
         assert hidden is not None
@@ -419,34 +420,38 @@ class WorkerModel:
     def _ready(self, layer: int, dropout_seed: int | None) -> Iterator[None]:
         """Around a call of a block: its dropout, and its weights unpacked where they lie in 4 bit."""
         packed = self._packed.get(layer)
-        with seeded(dropout_seed, self.device), whole_weights(packed) if packed else nullcontext():
+        with seeded(dropout_seed) as mode, whole_weights(packed) if packed else nullcontext():
             yield
+        self._blocks_draw |= mode is not None and mode.num_draws > 0
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Tail and LM head of the model's own forward: hidden states [N, H] -> logits [N, V]."""
+    @property
+    def blocks_draw(self) -> bool:
+        """Whether a block has drawn random numbers in a call with a seed."""
+        return self._blocks_draw or any(chunks.has_drawn for chunks in self._mlp_chunks.values())
+
+    def logits(self, hidden: torch.Tensor, first: int = 0, dropout_seed: int | None = None) -> torch.Tensor:
+        """Tail and LM head of the model's own forward: hidden states [N, H] -> logits [N, V].
+
+        Args:
+            hidden: a chunk of a microbatch's rows.
+            first: how many rows came before; chunks draw their own random numbers.
+        """
         rows = hidden[None]
-        for module in self._tail:
-            rows = module(rows)
-        self._backbone_stub.hidden = rows
-        try:
-            ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
-            logits: torch.Tensor = self._causal(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            self._backbone_stub.hidden = None
+        with seeded(None if dropout_seed is None else layer_seed(dropout_seed, first, -3, -3)):
+            for module in self._tail:
+                rows = module(rows)
+            self._backbone_stub.hidden = rows
+            try:
+                ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
+                logits: torch.Tensor = self._causal(input_ids=ids, use_cache=False).logits[0]
+            finally:
+                self._backbone_stub.hidden = None
         return logits
 
 
-class _NoSeed:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def seeded(dropout_seed: int | None, device: torch.device) -> SeededDropout | _NoSeed:
-    """The dropout mode of one layer call; nothing if the model drops nothing (`dropout_seed` is None)."""
-    return _NoSeed() if dropout_seed is None else SeededDropout(dropout_seed, device)
+def seeded(seed: int | None) -> AbstractContextManager[SeededDropout | None]:
+    """The dropout mode of one layer call; nothing without a seed."""
+    return nullcontext() if seed is None else SeededDropout(seed)
 
 
 def _bindings(modules: Sequence[nn.Module], names: Mapping[int, str]) -> Iterator[Binding]:

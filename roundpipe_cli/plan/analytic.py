@@ -374,9 +374,9 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp = size * tensors * width
     if settings.method == "lora":
         total += 7 * size * settings.lora_r
-    if settings.method == "lora" and settings.lora_dropout > 0:  # a mask and what it leaves, for each product
-        total += 2 * size * (3 * hidden + query)
-        mlp += 0 if block.num_experts else 2 * size * (2 * hidden + width)
+    if settings.method == "lora" and settings.lora_dropout > 0:  # a mask, bool, and what it leaves, for each product
+        total += (1 + size) * (3 * hidden + query)
+        mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
     activations += _pair_bytes(architecture, block, settings)
     gradients = 4 / size  # float32, of keys and values
