@@ -4,7 +4,7 @@
     PYTHONPATH=. python scripts/bench_dropout.py [--repeats 9]
 
 The ways take turns and medians are printed, so that a busy machine disturbs all alike. On a GPU nothing is measured
-here: without a kernel of its own a mask costs about 25 bytes of memory traffic an element, torch's fused dropout none.
+here: counted by hand, a mask and its use move about 26 bytes of memory an element in 16 bit, torch's fused dropout 5.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -50,12 +51,9 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
-        values = torch.ones(NUM_ELEMENTS, dtype=dtype)
-        drop = lambda values=values: functional.dropout(values, 0.1)
+        drop = partial(functional.dropout, torch.ones(NUM_ELEMENTS, dtype=dtype), 0.1)
         found = medians({"seeded": seeded(drop, 1), "torch": seeded(drop, None)}, repeats)
-        print(
-            str(dtype), *(f"{name} {s / NUM_ELEMENTS * 1e9:.1f} ns an element" for name, s in found.items()), sep=", "
-        )
+        print(dtype, *(f"{name} {s / NUM_ELEMENTS * 1e9:.1f} ns an element" for name, s in found.items()), sep=", ")
     changes = {"hidden_size": 512, "intermediate_size": 1408}
     rigs = {share: make_rig("llama", "lora", lora_dropout=share, **changes) for share in (0.0, 0.1)}
     microbatches = random_microbatches([(2, 128)])
