@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -54,7 +55,7 @@ def main() -> None:
         drop = partial(functional.dropout, torch.ones(NUM_ELEMENTS, dtype=dtype), 0.1)
         found = medians({"seeded": seeded(drop, 1), "torch": seeded(drop, None)}, repeats)
         print(dtype, *(f"{name} {s / NUM_ELEMENTS * 1e9:.1f} ns an element" for name, s in found.items()), sep=", ")
-    changes = {"hidden_size": 512, "intermediate_size": 1408}
+    changes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408}
     rigs = {share: make_rig("llama", "lora", lora_dropout=share, **changes) for share in (0.0, 0.1)}
     microbatches = random_microbatches([(2, 128)])
     steps = {
