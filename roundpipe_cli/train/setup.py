@@ -43,6 +43,7 @@ from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe
+from roundpipe_cli.train.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.durable import disk_error, require_free_bytes
@@ -76,6 +77,8 @@ class Setup:
     """PEFT's model around it, or None for full fine-tuning."""
     split: Split
     store: WeightStore
+    base_files: BaseFiles
+    """What a whole result keeps of the base model's files."""
     model_hash: str = ""
     """Of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
@@ -142,6 +145,7 @@ def prepare(
     if notice:
         tell(Notice(notice))
     config = load_config(source)
+    base_files = read_base_files(source, config)
     dtype = DTYPES[recipe.dtype]
     model = build_skeleton(config, dtype)
     split = split_model(model)
@@ -158,9 +162,10 @@ def prepare(
     else:
         dataset = build_dataset(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
-        tokenizer.chat_template = dataset.chat_template  # saved with the result
+        put_template(tokenizer, dataset.chat_template)  # saved with the result
     for text in dataset.notices:
         tell(Notice(text))
+    base_files = _ending_as_trained(base_files, tokenizer, recipe, tell)
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
     rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
@@ -195,9 +200,18 @@ def prepare(
         peft_model,
         split,
         store,
+        base_files,
         fingerprint.result(),
         config_fingerprint(source),
     )
+
+
+def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: Tell) -> BaseFiles:
+    """The base's files with the end tokens of training; a whole result that gets more of them is told of."""
+    files, added = files.ending_as_trained(tokenizer)
+    if added and recipe.method == "full":
+        tell(Notice(describe_added(added)))
+    return files
 
 
 def packed_bits(recipe: Recipe) -> int:
