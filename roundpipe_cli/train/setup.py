@@ -47,6 +47,7 @@ from roundpipe_cli.train.base_files import BaseFiles, describe_added, put_templa
 from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.durable import disk_error, require_free_bytes
+from roundpipe_cli.train.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -168,7 +169,9 @@ def prepare(
     base_files = _ending_as_trained(base_files, tokenizer, recipe, tell)
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
-    rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
+    sampler = rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
+    if recipe.lr_scheduler_kwargs:
+        schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
     packed = quantizable_names(model, split.blocks_path) if bits else frozenset()
