@@ -231,6 +231,17 @@ def test_finetune_with_two_workers_on_one_gpu(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+def test_generate_answers_on_the_gpu_as_on_the_processor(tmp_path: Path) -> None:
+    """The same tokens in float32; it always answered on the processor."""
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+    fresh(folder, "finetune", "recipe.yaml", "--offline", "--no-dashboard", "pipeline.devices=[cpu]").expect(0)
+    words = ("generate", "out", "Say x1: ", "--max-new-tokens", "12", "--dtype", "float32", "--offline")
+    done = fresh(folder, *words).expect(0)
+    assert "on cuda:0 in float32" in done.err
+    alone = fresh(folder, *words, environment={"CUDA_VISIBLE_DEVICES": ""}).expect(0)
+    assert "on the processor" in alone.err and alone.out == done.out
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_sinks_goes_through_a_kernel_that_keeps_no_scores(dtype: torch.dtype) -> None:
     heads, length, place = 32, 2048, torch.device("cuda:0")

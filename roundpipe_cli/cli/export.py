@@ -65,6 +65,7 @@ def export(
     quiet_libraries()
     import torch
 
+    from roundpipe_cli.train.base_files import describe_added
     from roundpipe_cli.train.export import Extras, copy_result, merge_result
 
     extras = Extras(_base_name(output_dir, base), f"./{GGUF_NAME}" if gguf else ".")
@@ -78,6 +79,8 @@ def export(
         if done.whole:
             say("note: the base model had to be loaded whole, since its files lay out experts in another way")
         shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
+        if extras.added_ends:
+            say(f"note: {describe_added(extras.added_ends)}")
         say(f"merged {done.num_modules} modules: {format_bytes(done.num_bytes)} in {shards}")
     if not extras.has_template and (merge or kind == "model"):
         say("note: the chat template cannot be written in Ollama's language, so the Modelfile has none")

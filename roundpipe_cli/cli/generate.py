@@ -23,7 +23,10 @@ def generate(
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
 ) -> None:
-    """Answer a prompt with the result of a run.
+    """Answer a prompt with the result of a run, on the GPU with the most free memory where it fits, else the processor.
+
+    The answer ends at any end token of the model's generation_config.json, whose other settings (top_p, a repetition
+    penalty) hold too, or at those of training.
 
     Example: roundpipe generate outputs/quickstart "How do I undo the last commit?"
     """
@@ -41,7 +44,9 @@ def generate(
         source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
     say("loading torch and transformers ...")
     quiet_libraries()
-    from roundpipe_cli.train.generate import answer, load_result
+    from roundpipe_cli.train.generate import answer, describe_answer, load_result, move_to_gpu
 
     model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
+    model = move_to_gpu(model, lambda text: say(f"note: {text}"))
+    say(describe_answer(model, tokenizer, temperature))
     answer(model, tokenizer, text, system=system, max_new_tokens=max_new_tokens, temperature=temperature)

@@ -31,9 +31,9 @@ from roundpipe_cli.recipe.convert_tables import (
     Tool,
 )
 from roundpipe_cli.recipe.load import load_text
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schedules import NEEDED_SCHEDULE_KEYS, SCHEDULE_KEYS
+from roundpipe_cli.recipe.schema import MAX_LEARNING_RATE, Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes, show
-from roundpipe_cli.recipe.together import NEEDED_SCHEDULE_KEYS, SCHEDULE_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +277,9 @@ def _together(target: str, value: Any) -> dict[str, Any]:
     """What a recipe needs beside a key so that this key makes sense."""
     if target == "lr_scheduler_kwargs" and isinstance(value, dict):
         fitting = [name for name, keys in SCHEDULE_KEYS.items() if set(value) <= set(keys)]
-        return {"lr_scheduler_type": fitting[-1]} if fitting else {}
+        return {"lr_scheduler_type": fitting[-1], "learning_rate": MAX_LEARNING_RATE} if fitting else {}
     if target == "lr_scheduler_type" and isinstance(value, str):
-        return {"lr_scheduler_kwargs": dict.fromkeys(NEEDED_SCHEDULE_KEYS.get(value, ())[:1], 1)}
+        return {"lr_scheduler_kwargs": dict.fromkeys(NEEDED_SCHEDULE_KEYS.get(value, ())[-1:], 1)}
     if target == "eval_steps":
         return {"val_set_size": 0.1}  # evaluation needs rows
     return {"optim": "sgd"} if target == "sgd_momentum" else {}

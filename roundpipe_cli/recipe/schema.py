@@ -78,6 +78,8 @@ Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpt
 Column = Literal[
     "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "chosen", "rejected"
 ]
+MAX_LEARNING_RATE = 10
+"""Higher ones are slips, such as 2e4 for 2e-4."""
 ScheduleKey = Literal[
     "num_cycles",
     "lr_end",
@@ -278,7 +280,7 @@ class Recipe:
     null leaves it to the epochs."""
     num_train_epochs: PositiveInt = 1
     """Passes over the training rows."""
-    learning_rate: Annotated[float, Range(0, 10, above=True)] = 2.0e-4
+    learning_rate: Annotated[float, Range(0, MAX_LEARNING_RATE, above=True)] = 2.0e-4
     """Peak learning rate, after warmup."""
     lr_scheduler_type: Literal[
         "cosine",
@@ -294,6 +296,9 @@ class Recipe:
     ..."""
     lr_scheduler_kwargs: Mapping[ScheduleKey, int | float | Words] = field(default_factory=dict)
     """Settings of the schedule, by transformers' names: {min_lr_rate: 0.1} for cosine_with_min_lr."""
+    lr_above_peak: bool = False
+    """Let `lr_scheduler_kwargs` take the learning rate above `learning_rate`, by a min_lr_rate over 1 say. Otherwise
+    that is refused, as is any step with a negative or infinite learning rate."""
     warmup_steps: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.03
     """Steps in which the learning rate rises from zero: a number of steps, or a fraction (below 1) of all steps."""
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"] = "adamw"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from roundpipe_cli.recipe.check import Findings
+from roundpipe_cli.recipe.schedules import find_schedule_problems
 from roundpipe_cli.recipe.schema import Recipe
 
 NEEDS_EVALUATION = (
@@ -16,25 +17,10 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
-SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
-    ),
-}
-"""Settings of each schedule in transformers."""
-NEEDED_SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
-"""Exactly one of these has to be there."""
-
-
 def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
     _find_preference_problems(recipe, findings)
-    _find_schedule_problems(recipe, findings)
+    find_schedule_problems(recipe, findings)
     _find_chunk_problems(recipe, findings)
     _find_optimizer_problems(recipe, findings)
     if recipe.load_in_4bit and recipe.load_in_8bit:
@@ -94,22 +80,6 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
         if clash:
             what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
             findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
-
-
-def _find_schedule_problems(recipe: Recipe, findings: Findings) -> None:
-    name, given = recipe.lr_scheduler_type, recipe.lr_scheduler_kwargs
-    for key in given:
-        if key not in SCHEDULE_KEYS.get(name, ()):
-            known = ", ".join(SCHEDULE_KEYS.get(name, ())) or "no settings"
-            path = ("lr_scheduler_kwargs", key)
-            findings.add(path, f"the schedule {name} has no setting {key}", expected=known)
-    needed = NEEDED_SCHEDULE_KEYS.get(name, ())
-    if needed and sum(key in given for key in needed) != 1:
-        findings.add(
-            ("lr_scheduler_kwargs",),
-            f"the schedule {name} needs {' or '.join(needed)}",
-            hint=f"add a line such as `lr_scheduler_kwargs: {{{needed[-1]}: {0.1 if len(needed) > 1 else 100}}}`",
-        )
 
 
 def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:

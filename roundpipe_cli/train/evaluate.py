@@ -31,6 +31,7 @@ from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
 from roundpipe_cli.schedule.forward import forward_stages
+from roundpipe_cli.train.base_files import end_tokens
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.durable import append_line, remove_tree
@@ -176,12 +177,13 @@ class Evaluator:
         prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
         if not prompts:
             return
+        base_ends = end_tokens(self._setup.base_files.generation)
         answers = greedy_answers(
             self._scorer,
             prompts,
             step=done,
             max_new_tokens=recipe.eval_max_new_tokens,
-            end_ids=end_token_ids(tokenizer, self._setup.eval_rows),
+            end_ids=end_token_ids(tokenizer, self._setup.eval_rows).union(base_ends),
         )
         for prompt, answer in zip(prompts, answers, strict=True):
             yield tokenizer.decode(prompt), tokenizer.decode(answer, skip_special_tokens=True)

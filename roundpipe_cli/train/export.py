@@ -13,7 +13,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.weights_io import base_name, is_adapter
+from roundpipe_cli.train.base_files import GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.durable import (
     TEMPORARY_PREFIX,
     disk_error,
@@ -85,8 +86,8 @@ class Destination:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
-                for path in self._temporary.iterdir():
-                    path.chmod(FILE_MODE)
+                for path in self._temporary.rglob("*"):
+                    path.chmod(RESULT_FOLDER_MODE if path.is_dir() else FILE_MODE)
                 self._temporary.chmod(RESULT_FOLDER_MODE)
                 sync_folder(self._temporary)
                 fault("export")
@@ -110,6 +111,8 @@ class Extras:
     """What the Modelfile loads."""
     has_template: bool = False
     """Whether Ollama's language could say the chat template; set when it is written."""
+    added_ends: list[str] = field(default_factory=list)
+    """End tokens that the base model's settings did not have; set when they are written."""
 
     def write(self, result: Path, folder: Path, tokenizer: Any, *, whole: bool) -> None:
         """Model card, and for whole weights a Modelfile."""
@@ -117,7 +120,9 @@ class Extras:
         card = model_card(result, base=self.base, merged=whole, usage=usage)
         write_new_file(folder / "README.md", [card.encode()], FILE_MODE)
         if whole:
-            text, self.has_template = modelfile(tokenizer, self.model_file)
+            settings = folder / GENERATION_CONFIG
+            generation = json.loads(settings.read_bytes()) if settings.exists() else {}
+            text, self.has_template = modelfile(tokenizer, self.model_file, generation)
             write_new_file(folder / "Modelfile", [text.encode()], FILE_MODE)
 
 
@@ -130,13 +135,13 @@ def copy_result(result: Path, folder: Path, extras: Extras) -> None:
     """
     with Destination(folder) as temporary:
         for path in sorted(result.iterdir()):
-            if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_JSON or _is_index(path)):
+            if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_NAMES or _is_index(path)):
                 write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
         is_whole = not (result / ADAPTER_CONFIG).is_file()
         extras.write(result, temporary, _save_tokenizer(result, temporary), whole=is_whole)
 
 
-RESULT_JSON = (ADAPTER_CONFIG, "config.json", "generation_config.json")
+RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
 
 
 def _is_index(path: Path) -> bool:
@@ -196,6 +201,7 @@ def merge_result(
     _return_freed_memory()
     with Destination(folder) as temporary:
         config = load_config(source)
+        base_files = read_base_files(source, config)
         model = build_skeleton(config, torch.float32)
         base = BaseWeights(source, model)
         merging = _Merging(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
@@ -205,9 +211,11 @@ def merge_result(
             stream = TensorStream(tuple(specs), merging.tensors(specs), {"format": "pt"})
             write_new_file(temporary / name, stream_file(stream), FILE_MODE)
         _write_index(temporary, shards)
-        _write_configs(model, merging.main_dtype, temporary)
         tokenizer = _save_tokenizer(result, temporary)
-        (extras or Extras(None)).write(result, temporary, tokenizer, whole=True)
+        extras = extras or Extras(None)
+        base_files, extras.added_ends = base_files.ending_as_trained(tokenizer)
+        _write_configs(model, merging.main_dtype, base_files, temporary)
+        extras.write(result, temporary, tokenizer, whole=True)
     total = sum(spec.num_bytes for spec in merging.specs)
     return Merged(merging.num_modules, total, len(shards), base.whole)
 
@@ -346,14 +354,11 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[TensorSpec]]) -> No
     write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
 
 
-def _write_configs(model: nn.Module, dtype: torch.dtype, folder: Path) -> None:
+def _write_configs(model: nn.Module, dtype: torch.dtype, base_files: BaseFiles, folder: Path) -> None:
     config: Any = model.config
-    config.use_cache = True
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     config.save_pretrained(str(folder))
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            generation.save_pretrained(str(folder))
+    for name, content in base_files.contents((folder / "config.json").read_bytes()).items():
+        (folder / name).unlink(missing_ok=True)
+        write_new_file(folder / name, [content], FILE_MODE)

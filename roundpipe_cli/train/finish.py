@@ -15,7 +15,7 @@ from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
 from roundpipe_cli.train.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
-from roundpipe_cli.train.output_dir import REPORT_NAME
+from roundpipe_cli.train.output_dir import REPORT_NAME, RESULT_FOLDER_MODE
 from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.watchdog import at_work
 
@@ -43,9 +43,15 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> Non
         for path in _synced(temporary):
             with at_work(f"writing {path.name}"):
                 fault("export")
-                path.rename(output_dir / path.name)
+                target = output_dir / path.relative_to(temporary)
+                if target.parent != output_dir:
+                    target.parent.mkdir(exist_ok=True)
+                    target.parent.chmod(RESULT_FOLDER_MODE)
+                path.rename(target)
+                if target.parent != output_dir:
+                    sync_folder(target.parent)
         sync_folder(output_dir)
-        temporary.rmdir()
+        shutil.rmtree(temporary)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(error, output_dir, "the result") from error
@@ -73,24 +79,33 @@ def write_result(setup: Setup, folder: Path, extra: Mapping[str, bytes]) -> None
 
 
 def _fill(setup: Setup, folder: Path) -> None:
-    """Make `folder` with the weights as they are now, and the tokenizer."""
+    """Make `folder` with the weights as they are now, what goes with them, and the tokenizer."""
     folder.mkdir()
     if setup.peft_model is not None:
         masters = {name: setup.store.master(name) for name in setup.store.trainable_names}
         save_adapter(setup.peft_model, masters, folder)
     else:
         save_model(setup.model, setup.store.views, folder)
+        for name, content in setup.base_files.contents((folder / "config.json").read_bytes()).items():
+            (folder / name).write_bytes(content)
     setup.tokenizer.save_pretrained(str(folder))
 
 
 def _synced(folder: Path) -> list[Path]:
     """The folder's files, durable and readable by all, in the order in which to rename them."""
-    files = sorted(folder.iterdir(), key=lambda path: (path.name in LAST_NAMES, path.name))
+    files = sorted(files_below(folder), key=lambda path: (path.name in LAST_NAMES, path.name))
     for path in files:
         path.chmod(0o644)
         with path.open("rb") as file:
             os.fsync(file.fileno())
+        if path.parent != folder:
+            sync_folder(path.parent)
     return files
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file of a result, those of `additional_chat_templates/` too."""
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.schema import Recipe
+
+MAX_CHECKED_STEPS = 100_000
+"""Every step of a run is checked up to here, in a fraction of a second; of a longer one evenly spaced ones, and those
+at the borders of the schedule's phases, within which it only rises, falls, or swings as cosines do."""
+ROUNDING = 1e-9
+"""Relative excess over the peak that rounding explains."""
+
+Schedule = Callable[[int], float]
+
+
+def num_steps_of(recipe: Recipe, sampler: BatchSampler) -> int:
+    """Updates of the whole run."""
+    return recipe.max_steps or sampler.num_steps(recipe.num_train_epochs)
+
+
+def schedule_of(recipe: Recipe, num_steps: int) -> Schedule:
+    """The learning rate of update k (from 0) of a run of `num_steps` updates.
+
+    Raises:
+        RefusedError: see `make_schedule`.
+    """
+    return make_schedule(
+        recipe.lr_scheduler_type,
+        peak=recipe.learning_rate,
+        warmup_steps=recipe.warmup_steps,
+        num_steps=num_steps,
+        settings={str(key): value for key, value in recipe.lr_scheduler_kwargs.items()},
+        above_peak=recipe.lr_above_peak,
+    )
 
 
 def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
@@ -24,7 +57,8 @@ def make_schedule(
     warmup_steps: float,
     num_steps: int,
     settings: Mapping[str, Any] | None = None,
-) -> Callable[[int], float]:
+    above_peak: bool = False,
+) -> Schedule:
     """The learning rate of update k (from 0).
 
     Args:
@@ -33,29 +67,76 @@ def make_schedule(
         warmup_steps: a number, or a fraction below 1 of `num_steps`.
         num_steps: updates of the whole run.
         settings: of the schedule, by transformers' names.
+        above_peak: whether the learning rate may exceed `peak`.
 
     Raises:
-        RefusedError: the schedule does not take these settings.
+        RefusedError: the schedule does not take these settings, or a step's learning rate is not finite, negative, or
+            above the peak.
     """
     from transformers import get_scheduler
 
     warmup = num_warmup_steps(warmup_steps, num_steps)
     kind = "constant_with_warmup" if name == "constant" else name
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
+    what = f"{dict(settings or {})} for {num_steps} steps, {warmup} of them warmup"
+    step: int | None = None
     try:
-        scheduler = get_scheduler(
-            kind,
-            optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs=dict(settings or {}),
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that num_stable_steps is used where it is given
+            scheduler = get_scheduler(
+                kind,
+                optimizer,
+                num_warmup_steps=warmup,
+                num_training_steps=num_steps,
+                scheduler_specific_kwargs=dict(settings or {}),
+            )
         factor = scheduler.lr_lambdas[0]
-        factor(num_steps)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+        for step in _steps_to_check(num_steps, warmup, settings or {}):
+            rate = peak * float(factor(step))
+            if not math.isfinite(rate) or rate < 0 or (rate > peak * (1 + ROUNDING) and not above_peak):
+                raise _out_of_bounds(name, step, rate, peak, what)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        at = "" if step is None else f" at step {step + 1}"
         raise RefusedError(
             f"the schedule {name} does not take these settings",
             where="lr_scheduler_kwargs",
-            found=f"{dict(settings or {})} for {num_steps} steps, {warmup} of them warmup: {error}",
+            found=f"{what}: {error}{at}",
         ) from error
     return lambda step: peak * float(factor(step))
+
+
+def _steps_to_check(num_steps: int, warmup: int, settings: Mapping[Any, Any]) -> Iterable[int]:
+    if num_steps <= MAX_CHECKED_STEPS:
+        return range(num_steps)
+    stable, decay = (int(settings.get(key, 0)) for key in ("num_stable_steps", "num_decay_steps"))
+    borders = (0, warmup, warmup + stable, warmup + stable + decay, num_steps - decay, num_steps)
+    around = {border + offset for border in borders for offset in (-1, 0, 1)}
+    spread = range(0, num_steps, -(-num_steps // MAX_CHECKED_STEPS))
+    return sorted({step for step in around if 0 <= step < num_steps}.union(spread))
+
+
+def _out_of_bounds(name: str, step: int, rate: float, peak: float, what: str) -> RefusedError:
+    return RefusedError(
+        f"the schedule {name} gives a learning rate that is out of bounds",
+        where="lr_scheduler_kwargs",
+        found=f"{rate:g} at step {step + 1}, by {what}",
+        expected=f"a number from 0 to learning_rate, {peak:g}, at every step",
+        hint="lr_above_peak: true, if it is meant to exceed it" if math.isfinite(rate) and rate > peak else None,
+    )
+
+
+def describe_schedule(schedule: Schedule, recipe: Recipe, num_steps: int) -> list[str]:
+    """What a user would not expect of a schedule, a line each: a peak that is not reached, steps that train nothing."""
+    warmup = num_warmup_steps(recipe.warmup_steps, num_steps)
+    steps = _steps_to_check(num_steps, warmup, recipe.lr_scheduler_kwargs)
+    rates = {step: schedule(step) for step in steps}
+    highest, lines = max(rates.values()), []
+    if highest < recipe.learning_rate * (1 - ROUNDING):
+        lines.append(
+            f"the learning rate is {highest:.3g} at most and never reaches {recipe.learning_rate:g} in this run of "
+            f"{num_steps} steps, {warmup} of them warmup"
+        )
+    last = next((step for step in reversed(rates) if rates[step] > 0), None)
+    if last is not None and last + 2 < num_steps:
+        lines.append(f"the learning rate is 0 from step {last + 2} to the end, step {num_steps}: they train nothing")
+    return lines

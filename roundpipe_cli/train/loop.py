@@ -37,7 +37,7 @@ from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
 from roundpipe_cli.train.durable import write_atomically
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finish import save_result, write_report, write_trace
-from roundpipe_cli.train.learning_rate import make_schedule
+from roundpipe_cli.train.learning_rate import describe_schedule, num_steps_of, schedule_of
 from roundpipe_cli.train.loss_scale import LossScale
 from roundpipe_cli.train.metrics import append_row, metrics_row, sync_rows
 from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of, was_restarted
@@ -163,14 +163,10 @@ class Trainer:
         self.sampler = make_sampler(setup)
         for text in describe_order(setup, self.sampler):
             tell(Notice(text))
-        self.num_steps = recipe.max_steps or self.sampler.num_steps(recipe.num_train_epochs)
-        self._learning_rate = make_schedule(
-            recipe.lr_scheduler_type,
-            peak=recipe.learning_rate,
-            warmup_steps=recipe.warmup_steps,
-            num_steps=self.num_steps,
-            settings={str(key): value for key, value in recipe.lr_scheduler_kwargs.items()},
-        )
+        self.num_steps = num_steps_of(recipe, self.sampler)
+        self._learning_rate = schedule_of(recipe, self.num_steps)
+        for text in describe_schedule(self._learning_rate, recipe, self.num_steps):
+            tell(Notice(text))
         self.optimizer = make_optimizer(setup.store, recipe, shards.elsewhere if shards else ())
         self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores(), shards=shards)
         self._fit = Fit.of(recipe)

@@ -8,8 +8,11 @@ itself makes of other conversations.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from roundpipe_cli.train.base_files import end_tokens
 
 Messages = list[dict[str, str]]
 
@@ -99,8 +102,22 @@ def _split(tokenizer: Any) -> Turns | None:
     return Turns(first.removesuffix(before_user), around, prompt)
 
 
-def modelfile(tokenizer: Any, model: str) -> tuple[str, bool]:
-    """The text of a Modelfile for the weights at `model`, and whether the template is in it."""
+OLLAMA_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+"""Sampling settings: transformers' name -> Ollama's, where both mean the same."""
+
+
+def modelfile(tokenizer: Any, model: str, generation: Mapping[str, Any] | None = None) -> tuple[str, bool]:
+    """The text of a Modelfile for the weights at `model`, and whether the template is in it.
+
+    Args:
+        generation: content of the model's generation_config.json, for end tokens and sampling.
+    """
     lines = [f"FROM {model}", ""]
     turns = find_turns(tokenizer)
     if turns is None:
@@ -108,11 +125,24 @@ def modelfile(tokenizer: Any, model: str) -> tuple[str, bool]:
             "# The chat template cannot be written in Ollama's language: the one in the weights' file is used.",
             "",
         ]
-        return "\n".join(lines), False
-    lines += [f'TEMPLATE """{_go_template(turns)}"""', ""]
-    stop = turns.around["assistant"][1].strip() or tokenizer.eos_token
-    lines += [f"PARAMETER stop {json.dumps(stop)}", ""]
-    return "\n".join(lines), True
+    else:
+        lines += [f'TEMPLATE """{_go_template(turns)}"""', ""]
+    generation = generation or {}
+    turn_end = turns.around["assistant"][1].strip() if turns is not None else ""
+    ends = [turn_end or tokenizer.eos_token]
+    ends += [tokenizer.convert_ids_to_tokens(token) for token in end_tokens(generation)]
+    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in dict.fromkeys(ends) if end]
+    lines += [f"PARAMETER {name} {value}" for name, value in _sampling(generation).items()]
+    return "\n".join([*lines, ""]), turns is not None
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Ollama's sampling settings, as far as the model's own say something; otherwise Ollama has its own defaults."""
+    asked = {name: generation.get(key) for key, name in OLLAMA_NAMES.items()}
+    found = {name: v for name, v in asked.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    if generation.get("do_sample") is False:  # the most probable token, whatever the others say
+        found = {name: value for name, value in found.items() if name == "repeat_penalty"} | {"temperature": 0}
+    return found
 
 
 def _go_template(turns: Turns) -> str:

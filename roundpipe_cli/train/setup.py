@@ -43,9 +43,11 @@ from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe
+from roundpipe_cli.train.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.durable import disk_error, require_free_bytes
+from roundpipe_cli.train.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -76,6 +78,8 @@ class Setup:
     """PEFT's model around it, or None for full fine-tuning."""
     split: Split
     store: WeightStore
+    base_files: BaseFiles
+    """What a whole result keeps of the base model's files."""
     model_hash: str = ""
     """Of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
@@ -142,6 +146,7 @@ def prepare(
     if notice:
         tell(Notice(notice))
     config = load_config(source)
+    base_files = read_base_files(source, config)
     dtype = DTYPES[recipe.dtype]
     model = build_skeleton(config, dtype)
     split = split_model(model)
@@ -158,12 +163,15 @@ def prepare(
     else:
         dataset = build_dataset(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
-        tokenizer.chat_template = dataset.chat_template  # saved with the result
+        put_template(tokenizer, dataset.chat_template)  # saved with the result
     for text in dataset.notices:
         tell(Notice(text))
+    base_files = _ending_as_trained(base_files, tokenizer, recipe, tell)
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
-    rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
+    sampler = rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
+    if recipe.lr_scheduler_kwargs:
+        schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
     packed = quantizable_names(model, split.blocks_path) if bits else frozenset()
@@ -195,9 +203,18 @@ def prepare(
         peft_model,
         split,
         store,
+        base_files,
         fingerprint.result(),
         config_fingerprint(source),
     )
+
+
+def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: Tell) -> BaseFiles:
+    """The base's files with the end tokens of training; a whole result that gets more of them is told of."""
+    files, added = files.ending_as_trained(tokenizer)
+    if added and recipe.method == "full":
+        tell(Notice(describe_added(added)))
+    return files
 
 
 def packed_bits(recipe: Recipe) -> int:
