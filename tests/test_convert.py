@@ -399,6 +399,10 @@ def test_command(tmp_path: Path) -> None:
     assert list(document) == ["tool", "recipe", "changes", "left_out", "without_effect", "notes"]
     shown = run(tmp_path, "convert", "axolotl.yaml").expect(0)
     assert load_text(shown.out, "a.yaml").recipe.lora.r == 32
+    (tmp_path / "chat.yaml").write_text("model_name_or_path: a/b\ntemplate: qwen3\ninfer_backend: huggingface\n")
+    refused = run(tmp_path, "convert", "chat.yaml", "--output", "chat-recipe.yaml").expect(2)
+    assert "inference" in refused.err and "expected: " in refused.err
+    assert refused.out == "" and not (tmp_path / "chat-recipe.yaml").exists()
     missing = run(tmp_path, "convert", "nope.yaml").expect(2)
     assert "cannot be read" in missing.err
     wrong = run(tmp_path, "convert", "axolotl.yaml", "--from", "axolot").expect(2)

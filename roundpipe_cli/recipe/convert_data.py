@@ -109,7 +109,8 @@ def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
 
 def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where: str) -> None:
     """Which keys a message of the rows has: `role` and `content`, or `from` and `value`; others are refused."""
-    mapping = item.pop("message_property_mappings", None) or {}
+    given = item.pop("message_property_mappings", None)
+    mapping = given if isinstance(given, dict) else {}
     role = mapping.get("role", item.get("message_field_role") or "role")
     content = mapping.get("content", item.get("message_field_content") or "content")
     entry["type"] = kind = message_type(role, content, where)
@@ -191,7 +192,8 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
     mixture = data.get("dataset_mixture")
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
-        for index, item in enumerate(mixture.get("datasets") or []):
+        items = mixture.get("datasets")
+        for index, item in enumerate(items if isinstance(items, list) else []):
             where = f"dataset_mixture.datasets[{index}]"
             if not isinstance(item, dict) or not isinstance(item.get("path"), str):
                 raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=show(item))

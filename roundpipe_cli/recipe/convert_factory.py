@@ -37,7 +37,7 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
         RefusedError: the table cannot be read or lacks a dataset, or one has rows that are not trained here.
     """
     names = data.get(key) or []
-    names = names if isinstance(names, list) else [part.strip() for part in str(names).split(",")]
+    names = [str(part).strip() for part in (names if isinstance(names, list) else str(names).split(","))]
     base = data.get("dataset_dir") or "data"
     if base == "ONLINE":
         return [_limited({"path": dataset, "type": "alpaca"}, data, {}, result) for dataset in names]
@@ -56,14 +56,14 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
     entries = []
     for dataset in names:
         if not isinstance(table.get(dataset), dict):
-            near = closest(str(dataset), list(table))
+            near = closest(dataset, list(table))
             raise RefusedError(
                 f"the dataset {dataset} is not in {_TABLE}",
                 where=f"{name}: {key}",
                 found=", ".join(list(table)[:8]),
                 hint=f"did you mean {near}?" if near else None,
             )
-        entry = _Dataset(str(dataset), table[dataset], name, result).entry(folder)
+        entry = _Dataset(dataset, table[dataset], name, result).entry(folder)
         entries.append(_limited(entry, data, table[dataset], result))
     return _with_weights(entries, data) if key == "dataset" else entries
 
@@ -89,7 +89,7 @@ def _table(folder: Path, base: str) -> dict[str, Any] | None:
     return None
 
 
-def _guesses(names: list[Any], folder: str, data: Mapping[str, Any], result: Conversion) -> list[Entry]:
+def _guesses(names: list[str], folder: str, data: Mapping[str, Any], result: Conversion) -> list[Entry]:
     """Entries where there is no table: LLaMA-Factory's own data sets lie in files of such names."""
     paths = [f"{folder}/{dataset}.json" for dataset in names]
     if paths:

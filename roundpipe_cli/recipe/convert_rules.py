@@ -66,7 +66,7 @@ def _accumulation_of_batch(value: Any, data: Data) -> Writes:
 
 
 def _optimizer(value: Any, data: Data) -> Writes:
-    if value in NEAR_OPTIMIZERS:
+    if isinstance(value, str) and value in NEAR_OPTIMIZERS:
         ours, change = NEAR_OPTIMIZERS[value]
         return Partly({"optim": ours}, change)
     return {"optim": value}
