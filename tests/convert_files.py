@@ -72,7 +72,7 @@ special_tokens:
             **{"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "dtype": "bfloat16", "optim": "adamw"},
             **{"datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}], "output_dir": "./outputs/lora-out"},
         },
-        {"evals_per_epoch", "saves_per_epoch", "special_tokens"},
+        {"evals_per_epoch", "saves_per_epoch"},
         num_gpus=4,
     ),
     "axolotl_full": Example(
@@ -110,7 +110,7 @@ seed: 7
             **{"lr_scheduler_type": "linear", "weight_decay": 0.01, "max_grad_norm": 0.5, "seed": 7},
             **{"learning_rate": 1e-5, "datasets": [{"path": "data/chats.jsonl", "type": "chat"}]},
         },
-        {"datasets[0].roles_to_train", "chat_template"},
+        {"chat_template"},
     ),
     "axolotl_sharegpt": Example(
         "axolotl",
@@ -140,12 +140,13 @@ trust_remote_code: true
         {
             **{"method": "lora", "lora.target_modules": ["q_proj", "v_proj"], "micro_batch_size": 4},
             **{"lora.modules_to_save": ["embed_tokens"], "neftune_noise_alpha": 5, "optim": "adamw_8bit"},
+            **{"load_in_4bit": True, "long_rows": "drop"},
             "datasets": [
                 {"path": "data/conversations.jsonl", "type": "sharegpt"},
                 {"path": "org/completions", "type": "text", "columns": {"text": "body"}},
             ],
         },
-        {"datasets[0].conversation", "lr_scheduler", "trust_remote_code", "adapter"},
+        {"lr_scheduler", "trust_remote_code"},
     ),
     "axolotl_columns": Example(
         "axolotl",
@@ -293,7 +294,7 @@ per_device_eval_batch_size: 1
             **{"method": "full", "packing": True, "max_seq_length": 4096, "gradient_accumulation_steps": 16},
             **{"warmup_steps": 20, "datasets": [{"path": "sets/my_rows.json", "type": "auto"}]},
         },
-        {"template", "eval_strategy"},
+        {"template"},
         num_gpus=8,
     ),
     "factory_qlora": Example(
@@ -321,9 +322,9 @@ train_on_prompt: false
         {
             **{"lora.target_modules": ["q_proj", "k_proj", "v_proj"], "lora.r": 64, "lora.alpha": 128},
             **{"lora.dropout": 0.1, "micro_batch_size": 8, "lr_scheduler_type": "linear", "num_train_epochs": 2},
-            **{"lora.use_rslora": True},
+            **{"lora.use_rslora": True, "load_in_4bit": True, "packing": True},
         },
-        {"quantization_bit", "template", "neat_packing"},
+        {"template"},
     ),
     "factory_defaults": Example(
         "llama-factory",
@@ -335,11 +336,11 @@ output_dir: saves/smol
 """,
         {
             **{"method": "lora", "lora.r": 8, "lora.alpha": 16, "learning_rate": 5e-5, "micro_batch_size": 8},
-            **{"num_train_epochs": 3, "max_seq_length": 2048},
+            **{"num_train_epochs": 3, "max_seq_length": 2048, "warmup_steps": 0, "save_steps": 500},
         },
         {"template"},
     ),
-    "factory_vision_leftovers": Example(
+    "factory_options": Example(
         "llama-factory",
         """
 model_name_or_path: google/gemma-3-4b-it
@@ -351,8 +352,6 @@ additional_target: embed_tokens
 dataset: [notes, mails]
 template: gemma3
 cutoff_len: 3000
-image_max_pixels: 262144
-freeze_vision_tower: true
 per_device_train_batch_size: 2
 gradient_accumulation_steps: 4
 learning_rate: 2e-4
@@ -371,7 +370,7 @@ seed: 1
             "lr_scheduler_type": "cosine_with_restarts",
             "datasets": [{"path": "data/notes.json", "type": "auto"}, {"path": "data/mails.json", "type": "auto"}],
         },
-        {"template", "image_max_pixels", "freeze_vision_tower", "save_strategy", "mix_strategy"},
+        {"template", "save_strategy"},
     ),
     "trl_lora": Example(
         "trl",
@@ -434,7 +433,7 @@ completion_only_loss: true
             **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
             "datasets": [{"path": "openai/gsm8k", "name": "main", "split": "train[:5000]"}],
         },
-        {"dataset_test_split"},
+        set(),
     ),
     "trl_mixture": Example(
         "trl",
@@ -462,13 +461,13 @@ eos_token: <|im_end|>
 """,
         {
             **{"max_seq_length": 16384, "train_on_inputs": False, "num_train_epochs": 5, "warmup_steps": 100},
+            **{"val_set_size": 1000, "report_to": []},
             "datasets": [
-                {"path": "org/chats", "name": "all", "split": "train"},
+                {"path": "org/chats", "name": "all", "split": "train", "type": "chat"},
                 {"path": "org/code", "split": "train[:10%]"},
             ],
         },
-        {"dataset_mixture.datasets[0].columns", "dataset_mixture.test_split_size", "dataset_mixture.seed"}
-        | {"hub_model_id", "eos_token", "report_to"},
+        {"dataset_mixture.seed", "hub_model_id", "eos_token"},
     ),
     "trl_text": Example(
         "trl",
@@ -493,10 +492,10 @@ neftune_noise_alpha: 5
 """,
         {
             **{"max_seq_length": 4096, "lora.r": 64, "lora.alpha": 32, "dtype": "float16", "max_steps": 2000},
-            **{"lora.modules_to_save": ["lm_head"], "neftune_noise_alpha": 5},
+            **{"lora.modules_to_save": ["lm_head"], "neftune_noise_alpha": 5, "load_in_4bit": True},
             "datasets": [{"path": "data/articles.parquet", "type": "text", "columns": {"text": "body"}}],
         },
-        {"load_in_4bit", "save_strategy"},
+        set(),
     ),
     "trl_defaults": Example(
         "trl",

@@ -51,6 +51,7 @@ def convert(
         document = {
             "tool": result.tool,
             "recipe": result.recipe,
+            "changes": result.changes,
             "left_out": [asdict(entry) for entry in result.left_out],
             "without_effect": result.without_effect,
             "notes": result.notes,
@@ -58,6 +59,8 @@ def convert(
         say_data(json.dumps(document, indent=1))
     elif output is None:
         say_data(text.rstrip("\n"))
+    for change in result.changes:
+        say(f"not the same training: {change}")
     for note in result.notes:
         say(f"note: {note}")
     for entry in result.left_out:

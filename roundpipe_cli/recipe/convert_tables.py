@@ -1,7 +1,7 @@
 """What the keys of axolotl, LLaMA-Factory and TRL mean here: the tables of `convert.py`.
 
-The spellings that a recipe accepts itself (`aliases.py`) are not repeated. A key that is in no table and is no recipe
-key either has no counterpart.
+The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what depends on the value is in
+`convert_rules.py`. A key that is in no table and is no recipe key either has no counterpart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNS: Mapping[Tool, tuple[str, ...]] = {
     ),
     "llama-factory": (
         *("finetuning_type", "template", "cutoff_len", "stage", "do_train", "dataset", "dataset_dir", "lora_target"),
-        *("lora_rank", "plot_loss", "overwrite_cache", "quantization_bit", "val_size"),
+        *("lora_rank", "plot_loss", "overwrite_cache", "quantization_bit", "val_size", "infer_backend", "export_dir"),
     ),
     "trl": (
         *("dataset_name", "dataset_mixture", "use_peft", "lora_r", "lora_target_modules", "max_length", "torch_dtype"),
@@ -30,15 +30,26 @@ SIGNS: Mapping[Tool, tuple[str, ...]] = {
 """Keys by which a tool's file is known; the tool with most of them it is."""
 
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    "axolotl": {"num_epochs": 1, "gradient_accumulation_steps": 1, "micro_batch_size": 1, "lr_scheduler": "cosine"},
+    "axolotl": {
+        "num_epochs": 1,
+        "gradient_accumulation_steps": 1,
+        "micro_batch_size": 1,
+        "lr_scheduler": "cosine",
+        "warmup_ratio": 0.03,
+        "sequence_len": 512,
+        "excess_length_strategy": "drop",
+        "save_total_limit": 4,
+    },
     "llama-factory": {
         "num_train_epochs": 3,
         "gradient_accumulation_steps": 1,
         "per_device_train_batch_size": 8,
         "learning_rate": 5.0e-5,
         "lr_scheduler_type": "linear",
+        "warmup_steps": 0,
         "cutoff_len": 2048,
-        "finetuning_type": "lora",
+        "logging_steps": 500,
+        "save_steps": 500,
     },
     "trl": {
         "num_train_epochs": 3,
@@ -46,101 +57,177 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "per_device_train_batch_size": 8,
         "learning_rate": 2.0e-5,
         "lr_scheduler_type": "linear",
+        "warmup_steps": 0,
         "max_length": 1024,
-        "use_peft": False,
+        "logging_steps": 10,
+        "save_steps": 500,
     },
 }
-"""What a tool does where its file says nothing and this one would do something else."""
+"""What a tool does where its file says nothing and this one would do something else: axolotl 0.19's schema and trainer
+builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
+
+PEFT_TARGETS = ("q_proj", "v_proj")
+"""The modules that PEFT adapts in most architectures where none are named."""
 
 ADAPTER_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    "axolotl": {"lora_dropout": 0.0},
-    "llama-factory": {"lora_rank": 8, "lora_dropout": 0.0},
-    "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+    "axolotl": {"lora_dropout": 0.0, "lora_target_modules": list(PEFT_TARGETS)},
+    "llama-factory": {"lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all"},
+    "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(PEFT_TARGETS)},
 }
 """The same, for training with LoRA."""
 
+REQUIRED: Mapping[Tool, tuple[str, ...]] = {
+    "axolotl": ("learning_rate", "lora.r", "lora.alpha"),
+    "llama-factory": (),
+    "trl": (),
+}
+"""Recipe keys for which a tool has no default: a file without them takes ours, and the first line says so."""
+
 _DECIDED_HERE = """
     model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_qwen_derived_model strict
+    is_falcon_derived_model
     flash_attention sdp_attention xformers_attention attn_implementation flash_attn use_fast_tokenizer
+    flex_attention flex_attn_compile_kwargs eager_attention sage_attention flash_optimum flash_attn_cross_entropy
+    flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_attn_d512 fused_attn_kernel scattermoe
+    gemma4_hybrid_attn_impl large_head_attention sdpa_varlen tokenizer_use_fast tokenizer_legacy
     dataset_prepared_path dataset_processes dataset_num_proc preprocessing_num_workers dataloader_num_workers
-    dataloader_pin_memory overwrite_cache overwrite_output_dir plot_loss do_train do_eval ddp_timeout
-    ddp_find_unused_parameters ddp_backend gradient_checkpointing_kwargs save_safetensors save_only_model
-    logging_first_step logging_strategy save_strategy_steps remove_unused_columns low_cpu_mem_usage
-    include_tokens_per_second include_num_input_tokens_seen eval_batch_size per_device_eval_batch_size
-    pad_to_sequence_len eval_sample_packing eval_packing group_by_length disable_tqdm tf32 local_rank debug
-    use_cache device_map deepspeed fsdp fsdp_config fsdp_version enable_liger_kernel use_liger_kernel plugins
-    liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy use_unsloth use_unsloth_gc
-    upcast_layernorm torch_compile shuffle_merged_datasets pretrain_multipack_attn lora_task_type lora_bias bias
-    gradient_checkpointing use_adapter trl_version bnb_4bit_quant_type use_bnb_nested_quant quantization_method
-    double_quantization quantization_type bnb_4bit_use_double_quant bnb_4bit_compute_dtype run_name
-    lora_mlp_kernel lora_qkv_kernel lora_o_kernel optim_target_modules eval_on_start average_tokens_across_devices
+    dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers overwrite_cache
+    overwrite_output_dir plot_loss do_train do_eval ddp_timeout dataset_keep_in_memory preprocessing_batch_size
+    data_shared_file_system skip_prepare_dataset streaming dataset_streaming buffer_size tokenized_path
+    streaming_multipack_buffer_size preprocess_shards use_v1_kernels use_kernels activation_offloading
+    layer_offloading offload_folder ple_cpu_offload experimental_skip_move_to_device lora_on_cpu
+    ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers gradient_checkpointing_kwargs
+    selective_checkpointing disable_gradient_checkpointing use_reentrant_gc save_safetensors save_only_model
+    logging_first_step logging_strategy logging_dir save_strategy_steps remove_unused_columns low_cpu_mem_usage
+    include_tokens_per_second include_num_input_tokens_seen include_tkps include_effective_tokens_per_second
+    print_param_status eval_batch_size per_device_eval_batch_size stage
+    pad_to_sequence_len pad_to_multiple_of padding_free eval_sample_packing eval_packing group_by_length disable_tqdm
+    sample_packing_sequentially sample_packing_group_size sample_packing_bin_size sample_packing_eff_est
+    total_num_tokens batch_flattening multipack_real_batches
+    tf32 local_rank debug use_cache use_kv_cache device_map max_memory gpu_memory_limit
+    deepspeed deepcompile fsdp fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_final_state_dict_type
+    dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree tensor_parallel_size
+    expert_parallel_size expert_parallel_num_nvl_bytes expert_parallel_token_capacity heads_k_stride ring_attn_func
+    tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel expert_model_parallel_size
+    overlap_param_gather overlap_grad_reduce bias_activation_fusion apply_rope_fusion use_distributed_optimizer
+    moe_grouped_gemm moe_token_dispatcher_type recompute_granularity use_mca use_hyper_parallel hyper_parallel_args
+    use_ray ray_num_workers ray_init_kwargs use_kt world_size accelerator_config
+    enable_liger_kernel use_liger_kernel liger_rope liger_rms_norm liger_rms_norm_gated liger_layer_norm
+    liger_glu_activation liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy
+    chunked_cross_entropy chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards
+    tiled_mlp_use_original_mlp use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels
+    dsv4_fp4_grouped_mode nvfp4_merge_aware experts_implementation quantize_moe_experts llama4_linearized_experts
+    use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output torch_compile torch_compile_mode
+    torch_compile_backend shuffle_merged_datasets shuffle_before_merging_datasets
+    pretrain_multipack_attn lora_task_type use_adapter trl_version
+    use_bnb_nested_quant double_quantization bnb_4bit_use_double_quant bnb_4bit_compute_dtype
+    bnb_4bit_quant_storage run_name gc_steps torch_empty_cache_steps
+    lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel optim_target_modules eval_on_start
+    average_tokens_across_devices pissa_iter pissa_convert asft_alpha eaft_alpha eaft_k
+    fp8_backend fp8_config fp8_enable_fsdp_float8_all_gather gradient_checkpointing infer_dtype hub_private_repo
+    generation_max_length generation_num_beams do_causal_lm_eval eval_causal_lm_metrics eval_table_size
+    media_dir greater_is_better ignore_data_skip create_new_adapter
 """
 WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
-"""How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here."""
+"""How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And
+settings of what `CHANGES` has left out already."""
+
+WITHOUT_EFFECT_PREFIXES = ("galore_", "apollo_", "badam_", "qgalore_", "dion_", "profiler_", "jagged_restart_")
+"""Beginnings of the names of such settings."""
+
+_LOSS = "the ordinary cross-entropy is trained in place of"
+_RATE = "; its learning rate was chosen for that"
+
+CHANGES: Mapping[str, str] = {
+    "use_galore": f"all weights are trained by the recipe's optim in place of GaLore{_RATE}",
+    "use_apollo": f"all weights are trained by the recipe's optim in place of APOLLO{_RATE}",
+    "use_badam": "every step trains all weights; BAdam trains one block at a time",
+    "use_adam_mini": "the recipe's optim is used in place of Adam-mini",
+    "use_muon": f"the recipe's optim is used in place of Muon{_RATE}",
+    "use_dft_loss": f"{_LOSS} the DFT loss",
+    "use_asft_loss": f"{_LOSS} the ASFT loss",
+    "use_eaft_loss": f"{_LOSS} the EAFT loss",
+    "use_eaft": f"{_LOSS} the EAFT loss",
+    "pissa_init": "the adapters start by lora.init in place of PiSSA",
+    "fp8": "products are computed in the recipe's dtype, not in fp8",
+    "shift_attn": "attention is whole, not shifted as in LongLoRA",
+    "mask_history": "every answer of a chat is trained, not only the last",
+    "default_system": "the chat template's own system message is used",
+    "default_system_message": "the chat template's own system message is used",
+    "chat_template_kwargs": "the chat template gets no settings",
+    "add_tokens": "no tokens are added",
+    "add_special_tokens": "no tokens are added",
+    "new_special_tokens_config": "no tokens are added",
+    "tokens": "no tokens are added",
+    "added_tokens_overrides": "the tokenizer's own tokens are used",
+    "eos_token": "the tokenizer's own end token is used",
+    "rope_scaling": "the model's own positions are used",
+    "moe_aux_loss_coef": "experts get no loss for their balance",
+    "router_aux_loss_coef": "experts get no loss for their balance",
+    "model_config": "the model's own configuration is used",
+    "overrides_of_model_config": "the model's own configuration is used",
+    "model_init_kwargs": "the model is loaded as its own configuration says",
+    "lora_rank_pattern": "all adapters have the rank lora.r",
+    "lora_alpha_pattern": "all adapters have the scale lora.alpha",
+    "lora_target_parameters": "adapters go into modules only: see lora.target_modules",
+    "peft_layers_to_transform": "adapters go into every layer",
+    "peft_trainable_token_indices": "no single rows of the embedding are trained",
+    "lr_groups": "all weights have one learning rate",
+    "embedding_lr": "all weights have one learning rate",
+    "embedding_lr_scale": "all weights have one learning rate",
+    "lr_quadratic_warmup": "the warmup is a line",
+    "cosine_constant_lr_ratio": "the schedule has no constant part",
+    "lr_div_factor": "the warmup starts at zero",
+    "min_sample_len": "short rows are trained too",
+    "dataset_exact_deduplication": "equal rows are all trained",
+    "optim_args": "the optimizer has its usual settings",
+    "gptq": "the weights are loaded as the model's own files say",
+    "scaling_softmax": "attention is not scaled by the length",
+    "auto_find_batch_size": "the batch is the one written",
+}
+"""Keys whose work is not done here, and what training does instead: said in the recipe's first line."""
+
+_UPLOAD = "upload the finished adapter with `hf upload`"
 
 NO_COUNTERPART: Mapping[str, str] = {
-    "template": "the tokenizer's own chat template is used; check that it is the one meant",
-    "resume_from_checkpoint": "checkpoints of other programs cannot be resumed from",
-    "auto_resume_from_checkpoints": "checkpoints of other programs cannot be resumed from",
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
-    "save_strategy": "give a number of steps in save_steps",
-    "eval_strategy": "give a number of steps in eval_steps",
-    "evaluation_strategy": "give a number of steps in eval_steps",
     "saves_per_epoch": "give a number of steps in save_steps",
     "evals_per_epoch": "give a number of steps in eval_steps",
     "do_sample": "nothing is generated while training",
-    "special_tokens": "the tokenizer's own special tokens are used",
-    "tokens": "the tokenizer's own tokens are used",
+    "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
     "resize_token_embeddings_to_32x": "the embedding keeps its size",
-    "freeze_trainable_layers": "what is to stay frozen goes into frozen_parameters",
-    "unfrozen_parameters": "what is to stay frozen goes into frozen_parameters",
     "wandb_project": "the project's name goes into the WANDB_PROJECT variable",
     "wandb_entity": "the entity goes into the WANDB_ENTITY variable",
     "wandb_name": "the name goes into the WANDB_NAME variable",
     "wandb_watch": "gradients are not sent to trackers",
     "wandb_log_model": "adapters are not sent to trackers",
-    "hub_model_id": "upload the finished adapter with `hf upload`",
-    "hub_strategy": "upload the finished adapter with `hf upload`",
-    "push_to_hub": "upload the finished adapter with `hf upload`",
-    "early_stopping_patience": "training goes on to the end; eval_steps shows when it stopped helping",
-    "load_best_model_at_end": "the last weights are the result; checkpoints are kept by save_total_limit",
-    "metric_for_best_model": "the last weights are the result",
-    "cosine_min_lr_ratio": "lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {min_lr_rate: ...}",
-    "chat_template": "the tokenizer's own chat template is used; check that it is the one meant",
-    "chat_template_jinja": "the tokenizer's own chat template is used; check that it is the one meant",
-    "default_system_message": "put the system message into the rows",
-    "neat_packing": "packed rows never see each other here; `packing` alone decides",
-    "dataset_test_split": "name it in eval_datasets, or set val_set_size",
-    "test_datasets": "name them in eval_datasets",
-    "eval_dataset": "name it in eval_datasets, or set val_set_size",
-    "streaming": "rows are read once and tokenised before training",
-    "interleave_probs": "shares of datasets go into datasets[].weight",
-    "mix_strategy": "shares of datasets go into datasets[].weight",
-    "rope_scaling": "the model's own positions are used",
-    "image_max_pixels": "only text is trained",
-    "video_max_pixels": "only text is trained",
-    "freeze_vision_tower": "only text is trained, so it stays as it is",
+    "hub_model_id": _UPLOAD,
+    "hub_strategy": _UPLOAD,
+    "push_to_hub": _UPLOAD,
+    "loss_watchdog_threshold": "on_nonfinite says what a loss that is no number does",
+    "loss_watchdog_patience": "on_nonfinite says what a loss that is no number does",
+    "model_quantization_config": "the weights are loaded as the model's own files say",
+    "model_quantization_config_kwargs": "the weights are loaded as the model's own files say",
+    "gptq_disable_exllama": "the weights are loaded as the model's own files say",
     "xpu_backend": "not a device of this program",
 }
-"""Keys without a key here, and what to do instead."""
+"""Keys without a key here, and what to do instead. Never one that a recipe has: a test holds that."""
 
-OTHER_JOBS: Mapping[str, str] = {
-    "rl": "preference training",
-    "reward_model": "training of a reward model",
-    "process_reward_model": "training of a reward model",
-    "pretraining_dataset": "pretraining from a stream",
-    "beta": "preference training",
-    "pref_loss": "preference training",
-    "pref_beta": "preference training",
-    "reward_funcs": "reinforcement learning",
-    "num_generations": "reinforcement learning",
+NEAR_OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    "adamw_torch_8bit": ("adamw_8bit", "torchao's 8-bit AdamW becomes bitsandbytes'"),
+    "ao_adamw_8bit": ("adamw_8bit", "torchao's 8-bit AdamW becomes bitsandbytes'"),
+    "adamw_apex_fused": ("adamw", "apex's AdamW becomes torch's"),
+    "adamw_torch_npu_fused": ("adamw", "AdamW of another device becomes torch's"),
 }
-"""Keys of jobs other than supervised fine-tuning: the file is refused where one is set."""
+"""Other tools' optimizers that do the same with other code: (ours, what changes)."""
+
+OTHER_TEMPLATES = ("alpaca", "chatml", "default", "empty", "fewshot", "inst", "metharme", "vicuna", "ziya")
+"""Chat templates that belong to no model: naming one overrides the tokenizer's own."""
 
 DATASET_TYPES: Mapping[str, str] = {
     **{"alpaca": "alpaca", "completion": "text", "chat_template": "chat", "sharegpt": "sharegpt", "text": "text"},
-    **{"chat": "chat", "pretrain": "text", "prompt_completion": "prompt_completion", "context_qa": "auto"},
+    **{"chat": "chat", "pretrain": "text", "prompt_completion": "prompt_completion"},
 }
 """axolotl's `type` of a dataset (its first word) -> ours."""
 
@@ -149,3 +236,17 @@ FIELD_COLUMNS: Mapping[str, str] = {
     **{"field_messages": "messages", "text_column": "text"},
 }
 """Names of columns in axolotl's datasets -> ours."""
+
+FACTORY_COLUMNS: Mapping[str, str] = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+}
+"""LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
+
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES: Mapping[str, str] = {
+    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"tool": "tool", "observation": "tool", "function_response": "tool"},
+}
+"""Names of roles that rows may have here, as in `data/formats.py`; a test holds the two together."""

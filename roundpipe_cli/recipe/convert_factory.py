@@ -1,0 +1,225 @@
+"""LLaMA-Factory's datasets: the names in a file, and what its table `dataset_info.json` says of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.recipe.aliases import is_off
+from roundpipe_cli.recipe.convert_data import Entry, check_role, message_type
+from roundpipe_cli.recipe.convert_result import Conversion
+from roundpipe_cli.recipe.convert_tables import FACTORY_COLUMNS
+from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, show
+
+_TABLE = "dataset_info.json"
+_MEDIA = ("images", "videos", "audios")
+_PAIRS = ("chosen", "rejected", "kto_tag")
+_TAGS = {
+    **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
+    **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},
+}
+"""LLaMA-Factory's own names, used where a dataset gives no `tags` at all."""
+_ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
+_READ = (
+    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "formatting", "ranking"),
+    *("subset", "split", "folder", "num_samples", "columns", "tags"),
+)
+"""Keys of a dataset in the table that are dealt with here."""
+
+
+def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conversion) -> list[Entry]:
+    """The entries of `dataset` or `eval_dataset`.
+
+    Raises:
+        RefusedError: the table cannot be read or lacks a dataset, or one has rows that are not trained here.
+    """
+    names = data.get(key) or []
+    names = [str(part).strip() for part in (names if isinstance(names, list) else str(names).split(","))]
+    base = data.get("dataset_dir") or "data"
+    if base == "ONLINE":
+        return [_limited({"path": dataset, "type": "alpaca"}, data, {}, result) for dataset in names]
+    if isinstance(base, str) and base.startswith("REMOTE:"):
+        raise RefusedError(
+            "the table of datasets lies on the hub and is not fetched",
+            where=f"{name}: dataset_dir",
+            found=base,
+            expected=f"a folder with {_TABLE}",
+            hint=f"download it with `hf download {base[7:]} --repo-type dataset` and name the folder",
+        )
+    table = base if isinstance(base, dict) else _table(Path(name).parent, str(base))
+    folder = base if isinstance(base, str) else "data"
+    if table is None:
+        return _guesses(names, folder, data, result)
+    entries = []
+    for dataset in names:
+        if not isinstance(table.get(dataset), dict):
+            near = closest(dataset, list(table))
+            raise RefusedError(
+                f"the dataset {dataset} is not in {_TABLE}",
+                where=f"{name}: {key}",
+                found=", ".join(list(table)[:8]),
+                hint=f"did you mean {near}?" if near else None,
+            )
+        entry = _Dataset(dataset, table[dataset], name, result).entry(folder)
+        entries.append(_limited(entry, data, table[dataset], result))
+    return _with_weights(entries, data) if key == "dataset" else entries
+
+
+def _table(folder: Path, base: str) -> dict[str, Any] | None:
+    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none.
+
+    Raises:
+        RefusedError: it is too large or cannot be read.
+    """
+    for path in (folder / base / _TABLE, Path(base) / _TABLE):
+        if not path.is_file():
+            continue
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+            table = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(table, dict):
+                raise ValueError("no JSON object")
+            return table
+        except (OSError, ValueError, RecursionError) as error:
+            raise RefusedError("the table of datasets cannot be read", where=str(path), found=str(error)) from None
+    return None
+
+
+def _guesses(names: list[str], folder: str, data: Mapping[str, Any], result: Conversion) -> list[Entry]:
+    """Entries where there is no table: LLaMA-Factory's own data sets lie in files of such names."""
+    paths = [f"{folder}/{dataset}.json" for dataset in names]
+    if paths:
+        result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
+    return [_limited({"path": path, "type": "auto"}, data, {}, result) for path in paths]
+
+
+def _limited(entry: Entry, data: Mapping[str, Any], known: Mapping[str, Any], result: Conversion) -> Entry:
+    """The entry with the first rows only, where the file or the table says how many."""
+    limits = [limit for limit in (data.get("max_samples"), known.get("num_samples")) if isinstance(limit, int)]
+    if limits:
+        entry["split"] = f"{entry.get('split', 'train')}[:{min(limits)}]"
+    if known.get("num_samples"):
+        result.change("num_samples", "the first rows are taken, not rows by chance")
+    return entry
+
+
+def _with_weights(entries: list[Entry], data: Mapping[str, Any]) -> list[Entry]:
+    """Shares of datasets that LLaMA-Factory interleaves."""
+    given = data.get("interleave_probs")
+    shares = given if isinstance(given, list) else str(given or "").split(",")
+    try:
+        weights = [float(share) for share in shares]
+    except ValueError:
+        return entries
+    if len(weights) != len(entries) or min(weights) <= 0:
+        return entries
+    return [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
+
+
+class _Dataset:
+    """One dataset of the table."""
+
+    def __init__(self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion) -> None:
+        self._dataset, self._known, self._result = dataset, known, result
+        self._where = f"{name}: dataset {dataset}"
+        columns, tags = known.get("columns"), known.get("tags")
+        self._columns: Mapping[str, Any] | None = columns if isinstance(columns, dict) else None
+        self._tags: Mapping[str, Any] = tags if isinstance(tags, dict) else _TAGS
+
+    def entry(self, folder: str) -> Entry:
+        """
+        Raises:
+            RefusedError: what the dataset is cannot be said in a recipe, or is not trained.
+        """
+        self._refuse_other_rows()
+        entry: Entry = {"path": self._path(folder)}
+        formatting = self._known.get("formatting") or "alpaca"
+        if formatting not in ("alpaca", "sharegpt", "openai"):
+            raise self._refusal("rows of this format cannot be read", "formatting", "alpaca, sharegpt or openai")
+        kind, columns = self._instructions() if formatting == "alpaca" else self._messages()
+        entry["type"] = kind
+        for key, target in (("subset", "name"), ("split", "split")):
+            if isinstance(self._known.get(key), str) and (key, self._known[key]) != ("split", "train"):
+                entry[target] = self._known[key]
+        renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+        if renamed:
+            entry["columns"] = renamed
+        for key, value in self._known.items():
+            if key not in _READ and not is_off(value):
+                self._result.leave_out(f"{self._dataset}.{key}", value, "no counterpart here")
+        return entry
+
+    def _refuse_other_rows(self) -> None:
+        columns = self._columns or {}
+        media = next((key for key in _MEDIA if not is_off(columns.get(key))), None)
+        if media is not None:
+            raise self._refusal("this dataset has images, video or sound", f"columns.{media}", "rows of text")
+        pair = next((f"columns.{key}" for key in _PAIRS if not is_off(columns.get(key))), None)
+        if self._known.get("ranking") or pair is not None:
+            raise self._refusal(
+                "this dataset has preferences, which supervised fine-tuning does not train",
+                "ranking" if self._known.get("ranking") else str(pair),
+                "rows with one answer; pairs need `objective: dpo` and `type: preference` in a recipe",
+            )
+
+    def _path(self, folder: str) -> str:
+        known = self._known
+        if known.get("hf_hub_url"):
+            if known.get("folder"):
+                raise self._refusal("a folder of a hub dataset cannot be named", "folder", "the whole dataset")
+            return str(known["hf_hub_url"])
+        for key in ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
+            if known.get(key):
+                raise self._refusal("this dataset cannot be fetched from there", key, "hf_hub_url or file_name")
+        if not isinstance(known.get("file_name"), str):
+            raise self._refusal("this dataset has no place", "file_name", "hf_hub_url or file_name")
+        return f"{folder}/{known['file_name']}"
+
+    def _instructions(self) -> tuple[str, dict[str, str]]:
+        """Type and columns of rows with an instruction and an answer."""
+        columns = self._columns
+        if columns is None:
+            return "alpaca", {}
+        if is_off(columns.get("prompt")) or is_off(columns.get("response")):
+            raise self._refusal("the rows of this dataset have no prompt or no answer", "columns", "prompt, response")
+        for key in ("system", "history", "tools"):
+            self._leave_out_column(key)
+        if is_off(columns.get("query")):  # LLaMA-Factory reads no column `input` then
+            return "prompt_completion", {"prompt": columns["prompt"], "completion": columns["response"]}
+        return "alpaca", {ours: columns[theirs] for theirs, ours in FACTORY_COLUMNS.items()}
+
+    def _messages(self) -> tuple[str, dict[str, str]]:
+        """Type and columns of rows with messages, as the tags name their keys and roles."""
+        kind = message_type(self._tags.get("role_tag"), self._tags.get("content_tag"), f"{self._where}: tags")
+        for tag, meant in _ROLES.items():
+            if not is_off(self._tags.get(tag)):
+                check_role(self._tags[tag], meant, kind, f"{self._where}: tags.{tag}")
+        if self._tags is not _TAGS and not is_off(self._tags.get("function_tag")):
+            self._result.leave_out(
+                f"{self._dataset}.tags.function_tag",
+                self._tags["function_tag"],
+                "calls are read from an assistant's tool_calls; rows with this role are refused when they are read",
+            )
+        columns = self._columns or {}
+        if columns.get("system") != "system" or kind == "chat":
+            self._leave_out_column("system")
+        if columns.get("tools") != "tools":
+            self._leave_out_column("tools")
+        messages = columns.get("messages") or "conversations"
+        return kind, {"conversations" if kind == "sharegpt" else "messages": messages}
+
+    def _leave_out_column(self, key: str) -> None:
+        value = (self._columns or {}).get(key)
+        if not is_off(value):
+            where = f"{self._dataset}.columns.{key}"
+            self._result.leave_out(where, value, "rows of this type have no such column", change="it is not read")
+
+    def _refusal(self, what: str, key: str, expected: str) -> RefusedError:
+        value: Any = self._known
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return RefusedError(what, where=self._where, found=f"{key}: {show(value)}", expected=expected)
