@@ -9,6 +9,9 @@ import torch
 
 from roundpipe_cli.errors import RefusedError
 
+Schedule = Callable[[int], float]
+"""The learning rate of update k (from 0)."""
+
 
 def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
     """Updates of warmup: `warmup_steps` itself, or that fraction (below 1) of all updates, rounded up."""
@@ -24,8 +27,8 @@ def make_schedule(
     warmup_steps: float,
     num_steps: int,
     settings: Mapping[str, Any] | None = None,
-) -> Callable[[int], float]:
-    """The learning rate of update k (from 0).
+) -> Schedule:
+    """The schedule of a run.
 
     Args:
         name: of transformers' schedule; `constant` is the one with warmup.
@@ -59,3 +62,15 @@ def make_schedule(
             found=f"{dict(settings or {})} for {num_steps} steps, {warmup} of them warmup: {error}",
         ) from error
     return lambda step: peak * float(factor(step))
+
+
+def describe_change(old: Schedule, new: Schedule, *, step: int, old_steps: int, num_steps: int) -> str:
+    """What another number of steps does to a run that continues after `step` updates: one line for the user."""
+    text = f"the run has {num_steps} steps instead of {old_steps}"
+    now, before = f"step {step + 1} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"
+    if all(old(k) == new(k) for k in range(step)):
+        return f"{text}: so far the learning rate is that of a run of {num_steps} steps; {before}, {now}"
+    return (
+        f"{text}: the learning rate follows the schedule of {num_steps} steps from here on; {before}, {now}. A run of "
+        f"{num_steps} steps from the start would have had other rates up to here; its rows come in the same order"
+    )
