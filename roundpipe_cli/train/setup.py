@@ -163,6 +163,7 @@ def prepare(
         tell(Notice(text))
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
+    _refuse_unknown_ids(model, tokenizer, [dataset.rows, *([rejected] if rejected else [])], eval_rows)
     rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
@@ -242,6 +243,27 @@ def _evaluation_rows(
     if rows:
         tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
     return dataset, rows
+
+
+def _refuse_unknown_ids(
+    model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
+) -> None:
+    """Refuse data with tokens that the model has no embedding for.
+
+    Raises:
+        RefusedError: the tokenizer is not the model's.
+    """
+    found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    num_rows = int(table.weight.shape[0])
+    if found >= num_rows:
+        raise RefusedError(
+            "the data has tokens that the model has no embedding for",
+            where="datasets",
+            found=f"token {found}, {tokenizer.convert_ids_to_tokens(found)!r}",
+            expected=f"ids below {num_rows}, the rows of the model's embedding",
+            hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
+        )
 
 
 def refuse_frozen_full(recipe: Recipe) -> None:
