@@ -73,34 +73,39 @@ def _set_later_aside(output_dir: Path, step: int, say: Say) -> None:
 def _set_result_aside(output_dir: Path, say: Say) -> None:
     """Move the result of a finished run into a folder of its own: the run goes on, so it is no longer its result.
 
-    The report goes first: without it the run is not finished, and the next resume writes the result again or comes
-    here again. Then the configuration, without which nobody takes the folder for a model.
+    The report goes first: without it the run is not finished, and the next resume writes the result again, or comes
+    here again and moves the rest.
     """
-    if not any((output_dir / name).is_file() for name in (REPORT_NAME, *LAST_NAMES)):
-        return
-    names = result_names(output_dir)
-    last = max((other for other, _ in list_checkpoints(output_dir)), default=0)
-    target = free_name(output_dir / f"result-{last:08d}")
-    target.mkdir()
-    for name in (REPORT_NAME, *LAST_NAMES, *names):
-        if (output_dir / name).is_file():
-            (output_dir / name).rename(target / name)
-    sync_folder(target)
-    sync_folder(output_dir)
-    say(f"the run goes on: its result after step {last} is kept in {target}")
+    if (output_dir / REPORT_NAME).is_file():
+        last = max((step for step, _ in list_checkpoints(output_dir)), default=0)
+        target = output_dir / f"result-{last:08d}"
+        if not target.is_dir() or any(target.iterdir()):
+            target = free_name(target)
+            target.mkdir()
+        (output_dir / REPORT_NAME).rename(target / REPORT_NAME)
+        say(f"the run goes on: its result after step {last} is kept in {target}")
+    for report in sorted(output_dir.glob(f"result-*/{REPORT_NAME}")):
+        names = [name for name in _result_names(output_dir, report) if (output_dir / name).is_file()]
+        for name in names:
+            if not (report.parent / name).exists():
+                (output_dir / name).rename(report.parent / name)
+        if names:
+            sync_folder(report.parent)
+            sync_folder(output_dir)
 
 
-def result_names(output_dir: Path) -> list[str]:
-    """Files of the result, as report.json lists them; of an older report, the weights."""
+def _result_names(output_dir: Path, report: Path) -> list[str]:
+    """Files of the result that has this report, the configuration first: without it nobody takes them for a model.
+
+    Reports of earlier releases do not list them: of those the weights.
+    """
     try:
-        files = json.loads((output_dir / REPORT_NAME).read_bytes())["files"]
-        names = [name for name in files if isinstance(name, str) and Path(name).name == name]
+        files = json.loads(report.read_bytes())["files"]
+        names = sorted(name for name in files if isinstance(name, str) and Path(name).name == name)
     except (OSError, ValueError, KeyError, TypeError):
-        names = []
-    weights = [
-        path.name for pattern in ("*.safetensors", "*.safetensors.index.json") for path in output_dir.glob(pattern)
-    ]
-    return sorted({*names, *weights})
+        kinds = ("*.safetensors", "*.safetensors.index.json")
+        names = sorted(path.name for kind in kinds for path in output_dir.glob(kind))
+    return list(dict.fromkeys([*LAST_NAMES, *names]))
 
 
 def _listed(folders: Sequence[Path]) -> str:
