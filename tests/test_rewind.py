@@ -207,6 +207,7 @@ def recipe_of(**values: Any) -> Any:
         ({"max_steps": 9}, {"max_steps": None}, True),
         ({"max_steps": None}, {"max_steps": 18}, True),
         ({"early_stopping_patience": 2}, {"early_stopping_patience": 4}, True),
+        ({"early_stopping_patience": 2}, {}, False),
         ({"learning_rate": 1e-4}, {"learning_rate": 2e-4}, False),
     ],
     ids=str,

@@ -117,9 +117,12 @@ def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
         except (OSError, ValueError, yaml.YAMLError):
             return False
     new = plain_data(recipe)
-    keys = (*GROWING_KEYS, "early_stopping_patience")
-    pairs = [(old[key], new[key]) for key in keys if isinstance(old, dict) and key in old]
-    return any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
+    if not isinstance(old, dict):
+        return False
+    pairs = [(old[key], new[key]) for key in GROWING_KEYS if key in old]
+    longer = any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
+    before, now = old.get("early_stopping_patience"), new["early_stopping_patience"]
+    return longer or (None not in (before, now) and now > before)  # null is what a command without the key has
 
 
 def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str | None:
