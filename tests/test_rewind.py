@@ -13,10 +13,17 @@ import pytest
 import torch
 
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train import checkpoint as store
 from roundpipe_cli.train.checkpoint import Checkpoint, list_checkpoints, load_newest, save_checkpoint
 from roundpipe_cli.train.output_dir import RunState, read_state
-from roundpipe_cli.train.resume import check_not_past_end, is_complete, may_ask_for_more, named_checkpoint
+from roundpipe_cli.train.resume import (
+    check_not_past_end,
+    check_unchanged,
+    is_complete,
+    may_ask_for_more,
+    named_checkpoint,
+)
 from roundpipe_cli.train.rewind import rewind
 from roundpipe_cli.train.step_folders import list_best
 
@@ -191,8 +198,6 @@ def test_rows_that_were_lost_are_said(tmp_path: Path) -> None:
 
 
 def recipe_of(**values: Any) -> Any:
-    from roundpipe_cli.recipe.schema import Recipe
-
     return Recipe(model="", datasets=(), output_dir="", **values)
 
 
@@ -217,7 +222,6 @@ def test_a_finished_run_is_continued_where_the_recipe_grew(
     tmp_path: Path, old: dict[str, Any], new: dict[str, Any], more: bool, where: str
 ) -> None:
     from roundpipe_cli.recipe.load import resolved_yaml
-    from roundpipe_cli.recipe.schema import plain_data
 
     if where == "checkpoint":
         save_checkpoint(tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, 2)
@@ -250,3 +254,21 @@ def test_a_checkpoint_of_another_folder_is_refused(tmp_path: Path) -> None:
         named_checkpoint(named, tmp_path / "b")
     for newest in (None, "auto"):
         assert named_checkpoint(SimpleNamespace(resume_from_checkpoint=newest), tmp_path) is None  # type: ignore[arg-type]
+
+
+def test_epochs_may_give_way_to_as_many_steps() -> None:
+    """`max_steps` beside a recipe that had epochs only: longer is free, shorter is refused."""
+    dataset = SimpleNamespace(content_hash="d")
+    tokenizer = SimpleNamespace(get_vocab=dict, special_tokens_map={})
+    saved = {"recipe": plain_data(recipe_of()), "num_steps": 9}
+
+    def check(max_steps: int) -> None:
+        setup: Any = SimpleNamespace(
+            recipe=recipe_of(max_steps=max_steps), dataset=dataset, tokenizer=tokenizer, model_hash="", config_hash=""
+        )
+        check_unchanged(saved, setup, [])
+
+    check(9)
+    check(18)
+    with pytest.raises(RefusedError, match="max_steps: changed"):
+        check(8)
