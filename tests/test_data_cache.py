@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -10,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
-from roundpipe_cli.data import keys
+from roundpipe_cli.data import block_sums, keys
+from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.shards import _content_sum
 from roundpipe_cli.errors import RefusedError
 from tests.e2e import launch, make_model, make_workspace
 from tests.test_data_dataset import CHATML, byte_tokenizer, write_rows
@@ -116,6 +121,53 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path, name: str, damage: str) -
     again = build(path)
     assert again.num_cached == 0 and tokens(again) == expected
     assert build(path).num_cached == 1
+
+
+@pytest.mark.parametrize("name", ["input_ids.bin", "trained.bin", "rows.bin", "lengths.bin", "shard.json"])
+def test_one_flipped_bit_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Story: sizes were compared, not contents, so a flipped bit of an id was another token to train on."""
+    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = tokens(build(path))
+    draw = random.Random(name)
+    for _ in range(8):
+        file = shards()[0] / name
+        data = bytearray(file.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+        again = build(path)
+        assert again.num_cached == 0 and tokens(again) == expected
+        assert "the cached tokens of" in again.notices[0] and "made again" in again.notices[0]
+        assert name in again.notices[0] or name == "shard.json"
+        whole = build(path)
+        assert whole.num_cached == 1 and not [text for text in whole.notices if "damaged" in text]
+
+
+def test_cached_ids_outside_the_vocabulary_are_made_again(tmp_path: Path) -> None:
+    """Also where the checksums vouch for them: a faulty writer, not a faulty disk."""
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = tokens(build(path))
+    for wrong in (259, -1):
+        folder = shards()[0]
+        ids = np.fromfile(folder / "input_ids.bin", dtype=np.int32)
+        ids[3] = wrong
+        ids.tofile(folder / "input_ids.bin")
+        content = json.loads((folder / "shard.json").read_text())["content"]
+        content["sums"]["input_ids.bin"] = [block_sums.checksum(ids.tobytes())]
+        document = {"content": content, "checksum": _content_sum(content)}
+        (folder / "shard.json").write_text(json.dumps(document))
+        again = build(path)
+        assert tokens(again) == expected and "a vocabulary of 259" in again.notices[0]
+
+
+def test_a_large_cache_is_checked_with_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(dataset_module, "TELL_EVERY_S", 0.0)
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    build(path)
+    told: list[str] = []
+    build_dataset(DataSettings((DatasetSpec(str(path)),), 1000), byte_tokenizer(), told.append)
+    assert len(told) > 3 and told[-1] == f"checking the cached tokens of {path}: 100 %"
 
 
 def test_a_killed_run_leaves_no_half_shard(tmp_path: Path) -> None:

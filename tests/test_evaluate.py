@@ -25,6 +25,10 @@ from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import build_forward
+from roundpipe_cli.train.checkpoint import peek
+from roundpipe_cli.train.finish import save_result, verify_best
+from roundpipe_cli.train.manifest import DamagedError
+from roundpipe_cli.train.step_folders import list_best, list_checkpoints
 from tests.e2e import finetune, fresh, launch, make_model, make_tokenizer, make_workspace, metrics, numbers, write_rows
 from tests.tiny import Rig, make_rig, plain_copy, random_microbatches, schedule_for
 
@@ -323,6 +327,41 @@ def test_best_weights_that_are_gone_are_told(folder: Path) -> None:
     for path in (folder / "out").glob("best-*"):
         shutil.rmtree(path)
     assert "are gone" in finetune(folder, *words, "--resume").expect(0).err
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_best_weights_that_are_damaged_are_not_the_result(folder: Path) -> None:
+    """Story: they were taken as they were, and a flipped bit of them was in the result. At a resume the search begins
+    anew; while the result is written, nothing of them is taken."""
+    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "warmup_steps=0")
+    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "export:kill"}).code == -9
+    out = folder / "out"
+    best = out / f"best-{evaluations(out)[-1]['step']:08d}"
+    assert verify_best(best)
+    flip_a_bit(best / "adapter_model.safetensors")
+    nothing: Any = None
+    with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):
+        save_result(nothing, out, best)
+    assert not (out / "adapter_model.safetensors").exists() and not (out / ".tmp-result").exists()
+    done = finetune(folder, *words, "--resume").expect(0)
+    assert f"the best weights so far, of step {int(best.name[5:])}, are damaged: " in done.err
+    assert "adapter_model.safetensors: found SHA-256" in done.err and "the search begins anew" in done.err
+    assert json.loads((out / "report.json").read_text())["evaluation"]["result_is_best"] is False
+
+
+def test_the_best_weights_of_each_checkpoint_are_kept(folder: Path, model: Path, tmp_path: Path) -> None:
+    """Story: only those of the newest were, so a run that went back to the one before it lost them."""
+    words = (*unlike_rows(folder), "eval_steps=1", "max_steps=6", "load_best_model_at_end=true", "save_steps=2")
+    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}).code == -9
+    out = folder / "out"
+    stated = [peek(path) for _, path in list_checkpoints(out)]
+    wanted = {meta["evaluation"]["best_step"] for meta in stated if meta is not None}
+    assert wanted and wanted <= {step for step, _ in list_best(out)}
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:

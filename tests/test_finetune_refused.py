@@ -216,6 +216,20 @@ def test_fewer_rows_than_a_step_takes(folder: Path) -> None:
 # --- recipe ---------------------------------------------------------------------------------------------------------
 
 
+def test_tokens_that_the_model_has_no_embedding_for(folder: Path) -> None:
+    """Story: words added to the tokenizer only; the run failed in the middle of a step, inside torch."""
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    words = [{"id": 259 + n, "content": f"<w{n}>", **dict.fromkeys(flags, False)} for n in range(60)]
+    path.write_text(json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], *words]}))
+    rows = [{"prompt": "Say: ", "completion": f"<w{n}>"} for n in range(0, 60, 6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = finetune(folder).expect(2)
+    assert "tokens that the model has no embedding for" in done.err and "found: token 313, '<w54>'" in done.err
+    assert "expected: ids below 300" in done.err
+
+
 def test_five_mistakes_at_once(folder: Path) -> None:
     text = (
         "modell: model\nmethod: lorra\nlora: {r: -1}\ndatasets: [{path: rows.jsonl}]\nlearning_rate: fast\nseed: 1.5\n"

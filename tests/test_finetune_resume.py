@@ -300,6 +300,47 @@ def test_a_named_checkpoint(folder: Path, whole: Path) -> None:
     assert_same_run(folder, whole)
 
 
+def test_killed_after_going_back(folder: Path, whole: Path) -> None:
+    """Story: resumed from step 4 of 8 and killed before the next save; `--resume` took step 8, and the metrics had
+    rows 1, 2, 3, 4, 9."""
+    assert finetune(folder, "save_total_limit=5", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=8"}).code < 0
+    words = ("--resume", "resume_from_checkpoint=out/step-00000004")
+    died = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=4"})
+    assert died.code < 0
+    assert "set-aside-step-00000006" in died.err and "move them elsewhere to keep them" in died.err
+    left = {path.name for path in (folder / "out").glob("*step-*")}
+    assert left == {"step-00000002", "step-00000004", "set-aside-step-00000006", "set-aside-step-00000008"}
+    finetune(folder, "--resume").expect(0)
+    assert_same_run(folder, whole)
+    assert not list((folder / "out").glob("set-aside-*"))
+
+
+def test_a_finished_run_goes_on_to_more_epochs(folder: Path, whole: Path) -> None:
+    """Story: it said that it was finished. The old result is kept; what becomes of the learning rate is said."""
+    shutil.copytree(whole / "out", folder / "out")
+    old = (folder / "out" / ADAPTER).read_bytes()
+    done = finetune(folder, "--resume", "num_train_epochs=4").expect(0)
+    assert "the run has 12 steps instead of 9: the learning rate follows the schedule of 12 steps from here" in done.err
+    rate = metrics(folder / "out")[9]["learning_rate"]
+    assert f"step 9 had {metrics(whole / 'out')[8]['learning_rate']:.4g}, step 10 has {rate:.4g}" in done.err
+    assert "A run of 12 steps from the start would have had other rates up to here" in done.err
+    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 13))
+    assert (folder / "out" / "result-00000009" / ADAPTER).read_bytes() == old
+    assert (folder / "out" / "result-00000009" / "report.json").exists()
+    assert (folder / "out" / ADAPTER).read_bytes() != old
+
+
+def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stopped(folder: Path) -> None:
+    """To the bit: the rows come in the same order, from the middle of an epoch too."""
+    constant = ("lr_scheduler_type=constant", "warmup_steps=0")
+    finetune(folder, *constant, "output_dir=longer", "max_steps=8").expect(0)
+    done = finetune(folder, *constant, "output_dir=longer", "max_steps=12", "--resume").expect(0)
+    assert "so far the learning rate is that of a run of 12 steps" in done.err
+    finetune(folder, *constant, "output_dir=at_once", "num_train_epochs=4").expect(0)
+    assert numbers(folder / "longer") == numbers(folder / "at_once")
+    assert (folder / "longer" / ADAPTER).read_bytes() == (folder / "at_once" / ADAPTER).read_bytes()
+
+
 def test_one_directory_serves_one_run(folder: Path) -> None:
     first = start(folder, environment=SLOW_STEPS)
     first.wait_for_steps(1)

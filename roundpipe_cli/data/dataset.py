@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import numpy.typing as npt
 
+from roundpipe_cli.data.block_sums import DamageError
 from roundpipe_cli.data.chat import TEMPLATE_DATE, find_template
 from roundpipe_cli.data.chunks import ChunkResult, TemplateFacts
 from roundpipe_cli.data.encode import IGNORED_LABEL
@@ -102,6 +103,11 @@ class TokenizedRows(Sequence[Row]):
     def select(self, positions: npt.NDArray[np.int64]) -> TokenizedRows:
         """The rows at these ascending positions, as rows of their own."""
         return TokenizedRows(self._shards, positions if self._positions is None else self._positions[positions])
+
+    @property
+    def max_id(self) -> int:
+        """Largest token id of the sources."""
+        return max(shard.max_id for shard in self._shards)
 
     def content_hash(self) -> str:
         """SHA-256 over the tokens and labels of every row: equal exactly if every batch would be."""
@@ -207,6 +213,8 @@ class _Builder:
         self._shards: list[Shard] = []
         self._num_cached = 0
         self._facts: TemplateFacts | None = None
+        self._vocabulary = max([len(tokenizer), *(token_id + 1 for token_id in tokenizer.get_vocab().values())])
+        self._cache_notices: list[str] = []
         self.rows_by_spec: list[int] = []
 
     @property
@@ -220,12 +228,24 @@ class _Builder:
         """
         self._sources.append(source)
         key = shard_key(source, self._settings, self._tokenizer_digest, self._template)
-        shard = load_shard(key) if key is not None else None
+        shard = self._cached(source, key) if key is not None else None
         if shard is not None:
             self._num_cached += 1
         else:
             shard = self._make_shard(source, key)
         self._shards.append(shard)
+
+    def _cached(self, source: Source, key: str) -> Shard | None:
+        """The source's shard from the cache, if it is there and as it was written."""
+
+        def progress(share: float) -> None:
+            self._tell_now_and_then(f"checking the cached tokens of {source.name}: {100 * share:.0f} %")
+
+        try:
+            return load_shard(key, self._vocabulary, progress)
+        except DamageError as damage:
+            self._cache_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
+            return None
 
     def _make_shard(self, source: Source, key: str | None) -> Shard:
         report = SourceReport(source.name)
@@ -342,12 +362,15 @@ class _Builder:
         report.longest_row_tokens = max(report.longest_row_tokens, int(result.full_lengths.max(initial=0)))
 
     def _tell_progress(self, source: Source, report: SourceReport) -> None:
+        share = source.progress.share()
+        percent = f", {100 * share:.0f} %" if share is not None else ""
+        self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
+
+    def _tell_now_and_then(self, text: str) -> None:
         now_s = time.monotonic()
         if self._tell is not None and now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
-            share = source.progress.share()
-            percent = f", {100 * share:.0f} %" if share is not None else ""
-            self._tell(f"tokenising {source.name}: {report.rows_read} rows{percent}")
+            self._tell(text)
 
     def finish(self) -> TokenizedDataset:
         """
@@ -367,7 +390,7 @@ class _Builder:
                 expected="at least one row with a trained token",
                 hint=self._empty_hint(report),
             )
-        notices = [text for shard in self._shards for text in shard.notices]
+        notices = [*self._cache_notices, *(text for shard in self._shards for text in shard.notices)]
         rows = TokenizedRows(self._shards)
         return TokenizedDataset(
             rows,

@@ -3,10 +3,11 @@
     <cache>/tokens/<key>/
       input_ids.bin   int32, all kept rows end to end        rows.bin      int64 [rows, 2]: place in the source, number
       trained.bin     one byte a token                       lengths.bin   int64 [rows]
-      shard.json      written last: sizes, digest, report
+      shard.json      written last: sizes, checksums, digest, report
 
 A shard is written in a folder of its own and renamed when it is complete and durable, so that neither a killed run nor
-two runs at once leave half of one behind. Whatever cannot be used is made again.
+two runs at once leave half of one behind. One from the cache is compared with its checksums, byte by byte, before any
+row of it is used. Whatever cannot be used is made again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.cache import cache_folder, new_folder, prune, sync
+from roundpipe_cli.data.block_sums import BlockSums, DamageError, Progress, checksum, num_blocks, verify_blocks
 from roundpipe_cli.data.chunks import ChunkResult
 from roundpipe_cli.data.report import SourceReport
 from roundpipe_cli.errors import ResourceError
 
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"
+IDS_NAME = "input_ids.bin"
 ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
 
 
@@ -43,6 +46,8 @@ class Shard:
     places: npt.NDArray[np.int64]
     """[rows, 2]: place among all rows of the source, from 0, ascending, and the row's number in there."""
     lengths: npt.NDArray[np.int64]
+    max_id: int
+    """Largest of `input_ids`; -1 without any."""
     digest: str
     """SHA-256 over lengths, ids and trained: equal exactly if every row is."""
     report: SourceReport
@@ -62,6 +67,8 @@ class ShardWriter:
         self._folder = _new_folder(key is not None)
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
         self._digests = {name: hashlib.sha256(name.encode()) for name in ARRAYS if name != "rows.bin"}
+        self._sums = {name: BlockSums() for name in ARRAYS}
+        self._max_id = -1
         self.num_rows = 0
 
     def __enter__(self) -> ShardWriter:
@@ -82,6 +89,7 @@ class ShardWriter:
         kept = chunk.lengths > 0
         places = chunk.places[kept]
         self.num_rows += len(places)
+        self._max_id = max(self._max_id, int(chunk.input_ids.max(initial=-1)))
         rows = np.stack([first_place + places, numbers[places]], axis=1)
         arrays = {
             "input_ids.bin": chunk.input_ids,
@@ -92,6 +100,7 @@ class ShardWriter:
         for name, array in arrays.items():
             data = np.ascontiguousarray(array, dtype=ARRAYS[name]).tobytes()
             self._write(name, data)
+            self._sums[name].update(data)
             if name in self._digests:
                 self._digests[name].update(data)
 
@@ -124,12 +133,15 @@ class ShardWriter:
             except OSError as error:
                 raise ResourceError(f"cannot write the tokens: {error.strerror}", where=str(self._folder)) from error
         digest = hashlib.sha256("".join(item.hexdigest() for item in self._digests.values()).encode()).hexdigest()
-        document = {
+        content = {
             "digest": digest,
+            "max_id": self._max_id,
             "sizes": {name: (self._folder / name).stat().st_size for name in ARRAYS},
+            "sums": {name: sums.finish() for name, sums in self._sums.items()},
             "report": report.to_json(),
             "notices": list(notices),
         }
+        document = {"content": content, "checksum": _content_sum(content)}
         (self._folder / SHARD_NAME).write_text(json.dumps(document), encoding="utf-8")
         shard = _open(self._folder)  # mapped: it outlives the folder's name, and the folder
         if self._key is not None:
@@ -141,17 +153,54 @@ class ShardWriter:
         return shard
 
 
-def load_shard(key: str) -> Shard | None:
-    """The shard of that key, or None if it is not there, or not whole."""
+def load_shard(key: str, vocabulary: int, progress: Progress) -> Shard | None:
+    """The shard of that key, every byte of it compared with its checksums; None if it is not there.
+
+    Args:
+        vocabulary: ids are below it.
+        progress: is told which share has been compared.
+
+    Raises:
+        DamageError: it is not as it was written; it is removed.
+    """
     folder = cache_folder(FOLDER) / key
-    try:
-        shard = _open(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        shutil.rmtree(folder, ignore_errors=True)  # what is not whole would stand in the way of its successor
+    if not folder.is_dir():
         return None
+
+    def look(name: str, data: bytes) -> None:
+        if name == IDS_NAME:
+            ids = np.frombuffer(data, dtype=np.int32)
+            if ids.min() < 0 or ids.max() >= vocabulary:
+                raise DamageError(f"{name}: ids {ids.min()} to {ids.max()}, a vocabulary of {vocabulary}")
+
+    try:
+        verify_blocks(folder, _content(folder)["sums"], look, progress)
+        shard = _open(folder)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
+        shutil.rmtree(folder, ignore_errors=True)  # what is not whole would stand in the way of its successor
+        raise DamageError(str(damage)) from damage
     with suppress(OSError):
         os.utime(folder)  # it was used
     return shard
+
+
+def _content_sum(content: dict[str, Any]) -> str:
+    return checksum(json.dumps(content, sort_keys=True).encode())
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """
+    Raises:
+        OSError, ValueError, KeyError, TypeError: not there, or not as it was written.
+    """
+    document: dict[str, Any] = json.loads((folder / SHARD_NAME).read_bytes())
+    content: dict[str, Any] = document["content"]
+    if _content_sum(content) != document["checksum"]:
+        raise ValueError(f"{SHARD_NAME} is not as it was written")
+    for name in ARRAYS:
+        if len(content["sums"][name]) != num_blocks(content["sizes"][name]):
+            raise ValueError(f"{SHARD_NAME}: not a checksum for each block of {name}")
+    return content
 
 
 def _open(folder: Path) -> Shard:
@@ -159,12 +208,12 @@ def _open(folder: Path) -> Shard:
     Raises:
         OSError, ValueError, KeyError, TypeError: not there, or not whole.
     """
-    document: dict[str, Any] = json.loads((folder / SHARD_NAME).read_bytes())
+    document = _content(folder)
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
         path = folder / name
         if path.stat().st_size != document["sizes"][name]:
-            raise ValueError(f"{path} has another size than when it was written")
+            raise ValueError(f"{name} has another size than when it was written")
         # As a plain array: slices of numpy's memmap class are slow.
         mapped = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, dtype)
         mapped.flags.writeable = False
@@ -172,7 +221,7 @@ def _open(folder: Path) -> Shard:
     lengths, rows = arrays["lengths.bin"], arrays["rows.bin"].reshape(-1, 2)
     num_tokens = len(arrays["input_ids.bin"])
     if len(lengths) != len(rows) or int(lengths.sum()) != num_tokens or len(arrays["trained.bin"]) != num_tokens:
-        raise ValueError(f"{folder}: arrays that do not fit each other")
+        raise ValueError("arrays that do not fit each other")
     report = SourceReport.from_json(document["report"])
     notices = tuple(str(text) for text in document["notices"])
     return Shard(
@@ -180,6 +229,7 @@ def _open(folder: Path) -> Shard:
         arrays["trained.bin"],
         rows,
         np.array(lengths),
+        int(document["max_id"]),
         str(document["digest"]),
         report,
         notices,

@@ -12,7 +12,6 @@ Loading nevertheless verifies every byte first: disks flip bits, people edit and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -33,13 +32,15 @@ from roundpipe_cli.train.durable import (
     NewFile,
     Warn,
     disk_error,
+    free_bytes,
     remove_tree,
     require_free_bytes,
     sync_folder,
     write_new_file,
 )
+from roundpipe_cli.train.manifest import DamagedError, FileRecord, read_json, read_records, verify_files
 from roundpipe_cli.train.safetensors_stream import FileSet, TensorGroup, encode_header
-from roundpipe_cli.train.step_folders import STEP_FOLDER, list_checkpoints, step_folder
+from roundpipe_cli.train.step_folders import STEP_FOLDER, free_name, list_checkpoints, list_set_aside, step_folder
 from roundpipe_cli.watchdog import at_work
 
 FORMAT_NAME = "roundpipe-checkpoint"
@@ -52,28 +53,8 @@ MIN_KEEP = 2
 """One checkpoint is too few: while the only one turns out to be damaged, there is nothing to fall back on."""
 
 _GROUP_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
-_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-_MAX_JSON_BYTES = 16 * 1024**2
 _FILE_SYSTEM_SLACK_BYTES = 64 * 1024
 """For folder entries and partly filled blocks, on top of the files' own bytes."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One line of the manifest."""
-
-    name: str
-    size: int
-    """In bytes."""
-    sha256: str
-    """Lower-case hexadecimal."""
-
-
-class DamagedError(Exception):
-    """Why one checkpoint cannot be used; the loader turns it into a warning and tries the one before."""
-
-    def __init__(self, path: Path, found: str, expected: str) -> None:
-        super().__init__(f"{path}: found {found}, expected {expected}")
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
@@ -151,6 +132,7 @@ def save_checkpoint(
     state = _encode_json({"format_version": FORMAT_VERSION, "step": step, "meta": dict(meta)})
     needed_bytes = sum(files.num_bytes(name) for name in files.specs) + len(state) + _FILE_SYSTEM_SLACK_BYTES
     target = step_folder(output_dir, step)
+    _make_room(output_dir, needed_bytes, warn)
     require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}")
     temporary = output_dir / f"{TEMPORARY_PREFIX}{target.name}"
     try:
@@ -249,13 +231,15 @@ def _commit(output_dir: Path, temporary: Path, step: int) -> None:
 
 
 def prune(output_dir: Path, step: int, keep: int, warn: Warn | None = None) -> None:
-    """Remove what `keep` leaves out, by step number (clocks jump). `step` was just made durable and stays.
+    """Remove what `keep` leaves out, by step number (clocks jump), and what was set aside of steps up to `step`.
 
-    What cannot be removed is reported and left: the checkpoint just written is good all the same.
+    `step` was just made durable and stays. What cannot be removed is reported and left: the checkpoint just written is
+    good all the same.
     """
     try:
         mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]
         doomed = [entry for entry in output_dir.iterdir() if entry.name.startswith(f"{DELETED_PREFIX}step-")]
+        doomed += [folder for other_step, folder in list_set_aside(output_dir) if other_step <= step]
     except OSError as error:
         _tell(warn, f"could not look for old checkpoints in {output_dir}: {error.strerror}")
         return
@@ -272,14 +256,21 @@ def prune(output_dir: Path, step: int, keep: int, warn: Warn | None = None) -> N
             _tell(warn, f"could not remove {folder}: {error.strerror}")
 
 
+def _make_room(output_dir: Path, needed_bytes: int, warn: Warn | None) -> None:
+    """Remove what was set aside, the newest first, as long as the disk has no room for a checkpoint."""
+    for _, folder in list_set_aside(output_dir):
+        if free_bytes(output_dir) >= needed_bytes:
+            return
+        try:
+            remove_tree(folder)
+            _tell(warn, f"{folder} was removed: the disk has no room for it and another checkpoint")
+        except OSError as error:
+            _tell(warn, f"could not remove {folder}: {error.strerror}")
+
+
 def _free_deleted_name(folder: Path) -> Path:
     """`.del-step-...`, with a number where an earlier removal was cut short."""
-    name = folder.with_name(f"{DELETED_PREFIX}{folder.name}")
-    attempt = 1
-    while os.path.lexists(name):
-        attempt += 1
-        name = folder.with_name(f"{DELETED_PREFIX}{folder.name}-{attempt}")
-    return name
+    return free_name(folder.with_name(f"{DELETED_PREFIX}{folder.name}"))
 
 
 def _discard(temporary: Path) -> None:
@@ -332,6 +323,15 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Warn | None = 
     raise error
 
 
+def peek(folder: Path) -> dict[str, Any] | None:
+    """The `meta` of a checkpoint without any look at its other files; None where it cannot be read."""
+    try:
+        meta = read_json(folder / STATE_NAME).get("meta")
+    except DamagedError:
+        return None
+    return meta if isinstance(meta, dict) else None
+
+
 def _load(folder: Path, step: int) -> Checkpoint:
     records = _verify(folder, step)
     groups = []
@@ -339,7 +339,7 @@ def _load(folder: Path, step: int) -> Checkpoint:
         if record.name.endswith(".safetensors"):
             groups.append(record.name.removesuffix(".safetensors"))
             _check_readable(folder / record.name)
-    state = _read_json(folder / STATE_NAME)
+    state = read_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
     return Checkpoint(folder, step, state["meta"], tuple(groups))
@@ -355,26 +355,13 @@ def _verify(folder: Path, step: int) -> list[FileRecord]:
     if folder.is_symlink() or not folder.is_dir():
         raise DamagedError(folder, "not a folder of its own", "a folder")
     records = _read_manifest(folder, step)
-    extra = sorted({entry.name for entry in folder.iterdir()} - {record.name for record in records} - {MANIFEST_NAME})
-    if extra:
-        raise DamagedError(folder / extra[0], "a file that is not in the manifest", "only the files saved")
-    for record in records:  # sizes first: cheap, and the usual damage is a cut
-        path = folder / record.name
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise DamagedError(path, "a link or special file", "a regular file")
-        size = path.stat().st_size if path.exists() else None
-        if size != record.size:
-            raise DamagedError(path, "no file" if size is None else f"{size} bytes", f"{record.size} bytes")
-    for record in records:
-        found = _file_sha256(folder / record.name)
-        if found != record.sha256:
-            raise DamagedError(folder / record.name, f"SHA-256 {found}", record.sha256)
+    verify_files(folder, records, MANIFEST_NAME)
     return records
 
 
 def _read_manifest(folder: Path, step: int) -> list[FileRecord]:
     path = folder / MANIFEST_NAME
-    manifest = _read_json(path)
+    manifest = read_json(path)
     version = manifest.get("format_version")
     if manifest.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
         raise DamagedError(path, "no manifest of a checkpoint", f"format {FORMAT_NAME!r}, version {FORMAT_VERSION}")
@@ -388,48 +375,11 @@ def _read_manifest(folder: Path, step: int) -> list[FileRecord]:
         )
     if manifest.get("step") != step:
         raise DamagedError(path, f"step {manifest.get('step')!r}", f"step {step}")
-    lines = manifest.get("files")
-    if not isinstance(lines, list) or not lines:
-        raise DamagedError(path, "no list of files", "name, size and SHA-256 of each file")
-    records = [_read_record(path, line) for line in lines]
+    records = read_records(path, manifest.get("files"))
     names = [record.name for record in records]
-    if len(set(names)) != len(names) or STATE_NAME not in names:
-        raise DamagedError(path, f"files {', '.join(names)}", f"each file once, {STATE_NAME} among them")
+    if STATE_NAME not in names:
+        raise DamagedError(path, f"files {', '.join(names)}", f"{STATE_NAME} among them")
     return records
-
-
-def _read_record(path: Path, line: object) -> FileRecord:
-    if not isinstance(line, dict) or set(line) != {"name", "size", "sha256"}:
-        raise DamagedError(path, "a line without name, size and sha256", "all three")
-    name, size, sha256 = line["name"], line["size"], line["sha256"]
-    if not isinstance(name, str) or not _FILE_NAME.match(name) or name == MANIFEST_NAME:
-        raise DamagedError(path, f"the file name {str(name)[:80]!r}", "a plain name inside the checkpoint's folder")
-    if type(size) is not int or size < 0 or not isinstance(sha256, str):
-        raise DamagedError(path, f"size {size!r} for {name}", "a number of bytes and a SHA-256")
-    return FileRecord(name, size, sha256)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a small file that must be our own.
-
-    Raises:
-        DamagedError: missing, a link, too large, or not a JSON object.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise DamagedError(path, error.strerror or "an error", "a file") from error
-    if len(data) > _MAX_JSON_BYTES:
-        raise DamagedError(path, f"over {_MAX_JSON_BYTES} bytes", "a small file")
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(path, f"{len(data)} bytes that are not JSON", "JSON") from error
-    if not isinstance(value, dict):
-        raise DamagedError(path, "JSON that is not an object", "an object")
-    return value
 
 
 def _check_readable(path: Path) -> None:
@@ -438,19 +388,6 @@ def _check_readable(path: Path) -> None:
         LazyTensors(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedError(path, f"no safetensors file ({error})", "a safetensors file") from error
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(1024**2))
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            while num_read := file.readinto(buffer):
-                digest.update(buffer[:num_read])
-    except OSError as error:
-        raise DamagedError(path, error.strerror or "an error", "a readable file") from error
-    return digest.hexdigest()
 
 
 def _encode_json(value: Mapping[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ if asked, keeps its weights in `best-STEP/` as a result in the usual format), an
 
     OUTPUT_DIR/
       eval.jsonl         {"step", "loss", "loss_hex", "perplexity", "tokens", "seconds", "best", "samples"}
-      best-00000012/     adapter or model of the best evaluation so far, with best.json
+      best-00000012/     adapter or model of the best evaluation so far, with best.json: SHA-256 of each file
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, ev
 from roundpipe_cli.schedule.forward import forward_stages
 from roundpipe_cli.train.base_files import end_tokens
 from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.checkpoint import peek
 from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.durable import append_line, remove_tree
-from roundpipe_cli.train.finish import write_result
+from roundpipe_cli.train.finish import save_result, verify_best, write_best
+from roundpipe_cli.train.manifest import DamagedError
 from roundpipe_cli.train.output_dir import EVAL_NAME
 from roundpipe_cli.train.setup import Setup, Tell
-
-BEST_PREFIX = "best-"
-BEST_NOTE = "best.json"
-"""In a folder of the best weights; a folder without it is not ours."""
+from roundpipe_cli.train.step_folders import best_folder, list_best, list_checkpoints
 
 
 class InterruptedScoring(Exception):
@@ -97,8 +96,8 @@ class Evaluator:
         """Of the last evaluation."""
         self._num_worse = 0
         """Evaluations since the best one."""
-        self._saved_best: int | None = None
-        """What the newest checkpoint calls the best step."""
+        self._stated_best: int | None = None
+        """What the newest checkpoint, which may still be on its way to the disk, calls the best step."""
 
     @property
     def exhausted(self) -> bool:
@@ -194,15 +193,40 @@ class Evaluator:
         target = best_folder(self._output_dir, done)
         if target.exists():
             remove_tree(target)
-        note = json.dumps({"step": done, "loss": loss}).encode() + b"\n"
-        write_result(self._setup, target, extra={BEST_NOTE: note})
+        write_best(self._setup, target, {"step": done, "loss": loss})
         self._prune()
 
     def _prune(self) -> None:
-        keep = {best_folder(self._output_dir, step) for step in (self.best_step, self._saved_best) if step is not None}
-        for folder in self._output_dir.glob(f"{BEST_PREFIX}*"):
-            if folder not in keep and (folder / BEST_NOTE).is_file():
+        """Remove best weights that no checkpoint needs any more: the run may have to go back to each of them."""
+        keep = {self.best_step, self._stated_best}
+        for _, folder in list_checkpoints(self._output_dir):
+            keep.add(((peek(folder) or {}).get("evaluation") or {}).get("best_step"))
+        for step, folder in list_best(self._output_dir):
+            if step not in keep:
                 remove_tree(folder)
+
+    def save_result(self) -> list[str]:
+        """Write the result of the run, from the best weights where they are kept; the names of its files.
+
+        Raises:
+            ResourceError: disk full or failing.
+        """
+        best = self.best_folder
+        try:
+            names = save_result(self._setup, self._output_dir, best)
+        except DamagedError as damage:
+            self._tell(
+                Notice(
+                    f"the best weights, of step {self.best_step}, are damaged ({damage}): the result is the weights "
+                    "after the last step"
+                )
+            )
+            self.best_step, self.best_loss = None, math.inf
+            return save_result(self._setup, self._output_dir)
+        for step, folder in list_best(self._output_dir):
+            if step != self.best_step:  # no checkpoint is gone back to now
+                remove_tree(folder)
+        return names
 
     def report(self) -> dict[str, Any] | None:
         """For report.json; None without evaluation rows."""
@@ -219,32 +243,40 @@ class Evaluator:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; plain JSON values."""
+        self._stated_best = self.best_step
         best = None if self.best_step is None else self.best_loss
         counts = {"last_step": self._last_step, "last_loss": self.last_loss, "num_worse": self._num_worse}
         return {"best_step": self.best_step, "best_loss": best, **counts}
 
-    def saved(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint with `state`, from `state()`, is durable: older best weights can go."""
-        self._saved_best = state["best_step"]
+    def saved(self) -> None:
+        """A checkpoint is durable: best weights that only older ones needed can go."""
         self._prune()
 
     def start(self, state: Mapping[str, Any] | None) -> None:
         """Take up the state of a checkpoint, or begin afresh."""
-        if state and state.get("best_step") is not None:
+        if state and state.get("last_step") is not None:
             self._last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
+        if state and state.get("best_step") is not None:
             self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
             self._num_worse = int(state["num_worse"])
-            folder = self.best_folder
-            if folder is not None and not (folder / BEST_NOTE).is_file():
-                self._tell(
-                    Notice(f"the best weights so far, of step {self.best_step}, are gone; the search begins anew")
-                )
+            if self.best_folder is not None and not self.agree(self._is_whole(self.best_folder)):
                 self.best_step, self.best_loss, self._num_worse = None, math.inf, 0
-        self.saved(self.state())
+        self._stated_best = self.best_step
+        self._prune()
 
-
-def best_folder(output_dir: Path, step: int) -> Path:
-    return output_dir / f"{BEST_PREFIX}{step:08d}"
+    def _is_whole(self, folder: Path) -> bool:
+        """Whether the best weights so far are as they were written; tells where they are not, or cannot be compared."""
+        what = f"the best weights so far, of step {self.best_step},"
+        if not folder.is_dir():
+            self._tell(Notice(f"{what} are gone; the search begins anew"))
+            return False
+        try:
+            if not verify_best(folder):
+                self._tell(Notice(f"{what} are of an earlier release, which wrote no checksums: they are taken as is"))
+        except (DamagedError, OSError) as damage:
+            self._tell(Notice(f"{what} are damaged: {damage}; the search begins anew"))
+            return False
+        return True
 
 
 def perplexity(loss: float) -> float:

@@ -15,8 +15,10 @@ from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
 from roundpipe_cli.train.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
+from roundpipe_cli.train.manifest import DamagedError, read_json, read_records, verify_files, write_manifest
 from roundpipe_cli.train.output_dir import REPORT_NAME, RESULT_FOLDER_MODE
 from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.train.step_folders import BEST_NOTE
 from roundpipe_cli.watchdog import at_work
 
 RESULT_FOLDER = ".tmp-result"
@@ -24,14 +26,18 @@ LAST_NAMES = ("config.json", "adapter_config.json")
 """Renamed into place last: without them nobody takes the folder for a model."""
 
 
-def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> None:
+def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> list[str]:
     """Write adapter or model and tokenizer into `output_dir`: complete files only, the configuration last.
 
     Args:
-        best: a folder of `write_result` whose files are the result, in place of the weights as they are now.
+        best: a folder of `write_best` whose files are the result, in place of the weights as they are now.
+
+    Returns:
+        the names of the files.
 
     Raises:
         ResourceError: disk full or failing; the checkpoints are as they were.
+        DamagedError: the files of `best` are not as they were written; nothing of them was taken.
     """
     temporary = output_dir / RESULT_FOLDER
     try:
@@ -39,8 +45,14 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> Non
         if best is None:
             _fill(setup, temporary)
         else:
+            if not best.is_dir():
+                raise DamagedError(best, "no such folder", "the best weights")
             shutil.copytree(best, temporary)
-        for path in _synced(temporary):
+            verify_best(temporary)  # the copy: what was read is what is taken
+        paths = _synced(temporary)
+        for name in LAST_NAMES:  # of an earlier result: old and new weights must not make one model
+            (output_dir / name).unlink(missing_ok=True)
+        for path in paths:
             with at_work(f"writing {path.name}"):
                 fault("export")
                 target = output_dir / path.relative_to(temporary)
@@ -52,13 +64,18 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> Non
                     sync_folder(target.parent)
         sync_folder(output_dir)
         shutil.rmtree(temporary)
+        return [path.relative_to(temporary).as_posix() for path in paths]
+    except DamagedError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(error, output_dir, "the result") from error
 
 
-def write_result(setup: Setup, folder: Path, extra: Mapping[str, bytes]) -> None:
-    """Write adapter or model, tokenizer and `extra` files as the new folder `folder`: wholly or not at all.
+def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
+    """Write adapter or model and tokenizer as the new folder `folder`, wholly or not at all, with a note that holds
+    `note` and what `verify_best` needs.
 
     Raises:
         ResourceError: disk full or failing.
@@ -67,8 +84,7 @@ def write_result(setup: Setup, folder: Path, extra: Mapping[str, bytes]) -> None
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         _fill(setup, temporary)
-        for name, content in extra.items():
-            (temporary / name).write_bytes(content)
+        write_manifest(temporary, BEST_NOTE, note)
         _synced(temporary)
         sync_folder(temporary)
         temporary.rename(folder)
@@ -76,6 +92,20 @@ def write_result(setup: Setup, folder: Path, extra: Mapping[str, bytes]) -> None
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(error, folder, "the best weights") from error
+
+
+def verify_best(folder: Path) -> bool:
+    """Compare every byte of a folder of `write_best` with its note; False where an earlier release wrote it, whose
+    notes do not list the files.
+
+    Raises:
+        DamagedError: the first difference.
+    """
+    note = read_json(folder / BEST_NOTE)
+    if "files" not in note:
+        return False
+    verify_files(folder, read_records(folder / BEST_NOTE, note["files"]), BEST_NOTE)
+    return True
 
 
 def _fill(setup: Setup, folder: Path) -> None:

@@ -20,6 +20,7 @@ ROUNDING = 1e-9
 """Relative excess over the peak that rounding explains."""
 
 Schedule = Callable[[int], float]
+"""The learning rate of update k (from 0)."""
 
 
 def num_steps_of(recipe: Recipe, sampler: BatchSampler) -> int:
@@ -59,7 +60,7 @@ def make_schedule(
     settings: Mapping[str, Any] | None = None,
     above_peak: bool = False,
 ) -> Schedule:
-    """The learning rate of update k (from 0).
+    """The schedule of a run.
 
     Args:
         name: of transformers' schedule; `constant` is the one with warmup.
@@ -140,3 +141,15 @@ def describe_schedule(schedule: Schedule, recipe: Recipe, num_steps: int) -> lis
     if last is not None and last + 2 < num_steps:
         lines.append(f"the learning rate is 0 from step {last + 2} to the end, step {num_steps}: they train nothing")
     return lines
+
+
+def describe_change(old: Schedule, new: Schedule, *, step: int, old_steps: int, num_steps: int) -> str:
+    """What another number of steps does to a run that continues after `step` updates: one line for the user."""
+    text = f"the run has {num_steps} steps instead of {old_steps}"
+    now, before = f"step {step + 1} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"
+    if all(old(k) == new(k) for k in range(step)):
+        return f"{text}: so far the learning rate is that of a run of {num_steps} steps; {before}, {now}"
+    return (
+        f"{text}: the learning rate follows the schedule of {num_steps} steps from here on; {before}, {now}. A run of "
+        f"{num_steps} steps from the start would have had other rates up to here; its rows come in the same order"
+    )

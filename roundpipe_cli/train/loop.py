@@ -36,17 +36,27 @@ from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatc
 from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
 from roundpipe_cli.train.durable import write_atomically
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
-from roundpipe_cli.train.finish import save_result, write_report, write_trace
-from roundpipe_cli.train.learning_rate import describe_schedule, num_steps_of, schedule_of
+from roundpipe_cli.train.finish import write_report, write_trace
+from roundpipe_cli.train.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
 from roundpipe_cli.train.loss_scale import LossScale
 from roundpipe_cli.train.metrics import append_row, metrics_row, sync_rows
 from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of, was_restarted
 from roundpipe_cli.train.optimizer import make_optimizer
-from roundpipe_cli.train.output_dir import EVAL_NAME, METRICS_NAME, OutputDir, RunState, truncate_metrics
+from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.report import make_report
-from roundpipe_cli.train.resume import check_state, check_unchanged, run_state, shared_facts
+from roundpipe_cli.train.resume import (
+    check_not_past_end,
+    check_state,
+    check_unchanged,
+    is_complete,
+    may_ask_for_more,
+    named_checkpoint,
+    run_state,
+    shared_facts,
+)
+from roundpipe_cli.train.rewind import rewind
 from roundpipe_cli.train.saver import Saver, Snapshot
 from roundpipe_cli.train.setup import Setup, Tell, prepare
 from roundpipe_cli.train.shard import Shards, make_shards
@@ -106,13 +116,13 @@ def finetune(
         if not nodes.is_first:  # what it writes, nobody reads
             output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
         held = stack.enter_context(OutputDir(output_dir, resume))
-        if nodes.from_first(held.state is RunState.FINISHED):
+        finished = nodes.from_first(held.state is RunState.FINISHED)
+        if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return
         checkpoint = None
         if resume:
-            named = recipe.resume_from_checkpoint
-            folder = None if named in (None, "auto") else Path(str(named)).expanduser()
+            folder = named_checkpoint(recipe, output_dir)
             checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
@@ -128,6 +138,11 @@ def finetune(
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, allow_changed)
             trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned, nodes, *shards)
+            if checkpoint is not None:
+                if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
+                    tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
+                    return
+                check_not_past_end(checkpoint, trainer.num_steps)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
             trainer.run(checkpoint)
 
@@ -197,8 +212,9 @@ class Trainer:
         """Train from the start or from `checkpoint` to the end, or to the next signal."""
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
-        truncate_metrics(metrics_path, first_step + 1)
-        truncate_metrics(self.output_dir / EVAL_NAME, first_step + 1)
+        if self._nodes.is_first:
+            say = partial(_say, self._tell)
+            rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
         told = self.recipe if self._nodes.is_first else replace(self.recipe, report_to=())
         with (
             Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
@@ -220,9 +236,7 @@ class Trainer:
         evaluator.agree = self._nodes.from_first
         evaluator.start(evaluation)
         self._started_s = time.monotonic()
-        self._saver = Saver(
-            self.output_dir, self.recipe.save_total_limit, self._tell, lambda meta: evaluator.saved(meta["evaluation"])
-        )
+        self._saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
         self._updater.before_layer = self._saver.before_layer
         with (
             page_locked(setup, self._tell),
@@ -255,11 +269,10 @@ class Trainer:
         self._tell(Phase("writing the result"))
         if self._timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
-        if self._nodes.is_first:
-            save_result(setup, self.output_dir, evaluator.best_folder)
+        files = evaluator.save_result() if self._nodes.is_first else []
         seconds = self._seconds()
         report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s, self.optimizer.num_bytes)
-        report |= {"skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
+        report |= {"files": files, "skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": evaluator.report()})
         self._tell(RunFinished(str(self.output_dir), done, seconds))
 
@@ -500,6 +513,7 @@ class Trainer:
         self._saved_step = step
         meta = {
             **run_state(self.setup, self._loss_scale.value, self._seconds()),
+            "num_steps": self.num_steps,
             "num_updates": self.optimizer.num_updates,
             "steps_since_overflow": self._loss_scale.num_updates,
             "data_position": self._position.to_json(),
@@ -535,7 +549,18 @@ class Trainer:
         self.sampler.seek(Position.from_json(meta["data_position"]))
         self._position = self.sampler.position
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
+        was = meta["recipe"]
+        epochs = int(was.get("num_train_epochs", 1))
+        old_steps = int(meta.get("num_steps") or was.get("max_steps") or self.sampler.num_steps(epochs))
+        if old_steps != self.num_steps:
+            old, new = schedule_of(self.recipe, old_steps), self._learning_rate
+            text = describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps)
+            self._tell(Notice(text))
         return checkpoint.step
+
+
+def _say(tell: Tell, text: str) -> None:
+    tell(Notice(text))
 
 
 def _poisoned(result: StepResult, poison: float | None) -> StepResult:

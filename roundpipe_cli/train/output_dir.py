@@ -4,7 +4,7 @@ OUTPUT_DIR/
   .roundpipe          marker: made by us, so our left-overs may be removed
   .roundpipe.lock     held with flock by the run; names its process
   recipe.yaml  metrics.jsonl
-  step-00000020/ ...  checkpoints
+  step-00000020/ ...  checkpoints (other folders with a step: `step_folders.py`)
   report.json         written last of all: the run is finished
 """
 
@@ -65,8 +65,8 @@ def read_state(folder: Path) -> RunState:
 def check_start(folder: Path, resume: bool) -> RunState:
     """Whether a run may start here; called before the model loads and again under the lock. Changes nothing.
 
-    With `resume`, FINISHED means that there is nothing to do. Without it the answer is always FRESH; what a run left
-    that was killed before its first checkpoint is then overwritten.
+    With `resume`, FINISHED means that there is nothing to do, unless the recipe asks for more steps. Without it the
+    answer is always FRESH; what a run left that was killed before its first checkpoint is then overwritten.
 
     Raises:
         RefusedError: without `resume`, where there is a checkpoint or a result, or somebody else's model.

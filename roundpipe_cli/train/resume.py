@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from roundpipe_cli import __version__
-from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError
+from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.train.checkpoint import STATE_NAME, Checkpoint
+from roundpipe_cli.train.checkpoint import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.train.step_folders import list_checkpoints
 
 FREE_KEYS = (
     "output_dir",
@@ -80,6 +84,71 @@ def shared_facts(setup: Setup) -> dict[str, Any]:
     state = run_state(setup, 0.0, 0.0)
     recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
     return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
+
+
+def named_checkpoint(recipe: Recipe, output_dir: Path) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; None for the newest one.
+
+    Raises:
+        RefusedError: it belongs to another output directory, whose metrics and results are not in this one.
+    """
+    named = recipe.resume_from_checkpoint
+    if named in (None, "auto"):
+        return None
+    folder = Path(str(named)).expanduser()
+    if folder.exists() and not folder.parent.samefile(output_dir):
+        raise RefusedError(
+            "the checkpoint to resume from is of another run",
+            where="resume_from_checkpoint",
+            found=str(folder),
+            expected=f"a checkpoint in the output directory, {output_dir}",
+            hint=f"output_dir={folder.parent}, or copy that whole folder and name a checkpoint in the copy",
+        )
+    return folder
+
+
+def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
+    """Whether the recipe may have more steps than the finished run in `output_dir`; a look at small files only."""
+    metas = [peek(folder) for _, folder in list_checkpoints(output_dir)]
+    old: Any = next((meta["recipe"] for meta in metas if meta and isinstance(meta.get("recipe"), dict)), None)
+    if old is None:
+        try:
+            old = yaml.safe_load((output_dir / "recipe.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return False
+    new = plain_data(recipe)
+    if not isinstance(old, dict):
+        return False
+    pairs = [(old[key], new[key]) for key in GROWING_KEYS if key in old]
+    longer = any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
+    before, now = old.get("early_stopping_patience"), new["early_stopping_patience"]
+    return longer or (None not in (before, now) and now > before)  # null is what a command without the key has
+
+
+def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str | None:
+    """Why nothing is left to train after `checkpoint` in a run of `num_steps`; None where something is."""
+    if checkpoint.step >= num_steps:
+        return f"all {num_steps} steps are done"
+    patience = recipe.early_stopping_patience
+    num_worse = (checkpoint.meta.get("evaluation") or {}).get("num_worse", 0)
+    if patience is not None and num_worse >= patience:
+        return "it stopped early; a larger early_stopping_patience continues it"
+    return None
+
+
+def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
+    """
+    Raises:
+        RefusedError: the checkpoint is of a step that the run, as the recipe is now, does not have.
+    """
+    if checkpoint.step > num_steps:
+        raise RefusedError(
+            "the checkpoint is past the end of the run",
+            where=str(checkpoint.folder),
+            found=f"step {checkpoint.step}",
+            expected=f"at most {num_steps}, the number of steps of this recipe and its data",
+            hint="raise max_steps or num_train_epochs, or name an earlier checkpoint: resume_from_checkpoint=",
+        )
 
 
 def check_state(checkpoint: Checkpoint) -> None:
@@ -154,6 +223,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     ):
         if name in saved and saved.get(name) != now:
             changes.append((key, saved.get(name), now))
+    changes = [change for change in changes if not _is_longer(saved, *change)]
     if _as_advised(saved, setup.recipe):
         changes = [change for change in changes if change[0] not in ("micro_batch_size", "gradient_accumulation_steps")]
     for key, old, new in changes:
@@ -169,6 +239,11 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
             )
     if problems:
         raise RecipeError(problems)
+
+
+def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
+    """Whether epochs gave way to a number of steps that is not smaller."""
+    return key == "max_steps" and old is None and new >= saved.get("num_steps", math.inf)
 
 
 def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:

@@ -169,6 +169,7 @@ def prepare(
     base_files = _ending_as_trained(base_files, tokenizer, recipe, tell)
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     dataset, eval_rows = _evaluation_rows(loaded, dataset, tokenizer, offline, tell)
+    _refuse_unknown_ids(model, tokenizer, [dataset.rows, *([rejected] if rejected else [])], eval_rows)
     sampler = rows_of_steps(recipe, dataset)  # too few for a step: said before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
@@ -259,6 +260,27 @@ def _evaluation_rows(
     if rows:
         tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
     return dataset, rows
+
+
+def _refuse_unknown_ids(
+    model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
+) -> None:
+    """Refuse data with tokens that the model has no embedding for.
+
+    Raises:
+        RefusedError: the tokenizer is not the model's.
+    """
+    found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    num_rows = int(table.weight.shape[0])
+    if found >= num_rows:
+        raise RefusedError(
+            "the data has tokens that the model has no embedding for",
+            where="datasets",
+            found=f"token {found}, {tokenizer.convert_ids_to_tokens(found)!r}",
+            expected=f"ids below {num_rows}, the rows of the model's embedding",
+            hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
+        )
 
 
 def refuse_frozen_full(recipe: Recipe) -> None:

@@ -1,11 +1,23 @@
-"""Names of checkpoint folders, `step-00000020`. Apart from `checkpoint.py` since finding them needs no torch."""
+"""Names of a run's folders with a step number in them. Apart from `checkpoint.py` since finding them needs no torch.
+
+step-00000020               a checkpoint
+best-00000012               weights of the best evaluation
+set-aside-step-00000020     either of them, of a future that the run has left (see `rewind.py`)
+result-00000020             the result of a finished run that was continued
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
+BEST_FOLDER = re.compile(r"^best-(\d{8,})$")
+SET_ASIDE_PREFIX = "set-aside-"
+SET_ASIDE_FOLDER = re.compile(rf"^{SET_ASIDE_PREFIX}(?:step|best)-(\d{{8,}})(?:-\d+)?$")
+BEST_NOTE = "best.json"
+"""In a folder of the best weights; a folder without it is not ours."""
 
 
 def step_folder(output_dir: Path, step: int) -> Path:
@@ -13,11 +25,39 @@ def step_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"step-{step:08d}"
 
 
+def best_folder(output_dir: Path, step: int) -> Path:
+    """`best_folder(Path("out"), 12)` is `out/best-00000012`."""
+    return output_dir / f"best-{step:08d}"
+
+
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Steps and folders named `step-...`, valid or not, newest first."""
+    return _list(output_dir, STEP_FOLDER)
+
+
+def list_best(output_dir: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the best weights, newest first."""
+    return [(step, folder) for step, folder in _list(output_dir, BEST_FOLDER) if (folder / BEST_NOTE).is_file()]
+
+
+def list_set_aside(output_dir: Path) -> list[tuple[int, Path]]:
+    """Steps and folders that were set aside, newest first."""
+    return _list(output_dir, SET_ASIDE_FOLDER)
+
+
+def free_name(path: Path) -> Path:
+    """`path`, with a number at its end where something has this name already."""
+    name, attempt = path, 1
+    while os.path.lexists(name):
+        attempt += 1
+        name = path.with_name(f"{path.name}-{attempt}")
+    return name
+
+
+def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     try:
         entries = list(output_dir.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = ((STEP_FOLDER.match(entry.name), entry) for entry in entries)
+    matches = ((pattern.match(entry.name), entry) for entry in entries)
     return sorted(((int(match.group(1)), entry) for match, entry in matches if match), reverse=True)
