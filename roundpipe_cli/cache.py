@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from roundpipe_cli.errors import RefusedError
+
 CACHE_VARIABLE = "ROUNDPIPE_CACHE"
 TEMPORARY = ".tmp-"
 KEPT_S = 30 * 24 * 3600.0
@@ -20,15 +22,37 @@ ABANDONED_S = 24 * 3600.0
 
 
 def cache_folder(name: str) -> Path:
-    """The cache's folder `name`; it need not exist. `$ROUNDPIPE_CACHE`, else roundpipe in the user's cache folder."""
+    """The cache's folder `name`; it need not exist. `$ROUNDPIPE_CACHE`, else roundpipe in the user's cache folder.
+
+    Raises:
+        RefusedError: `$ROUNDPIPE_CACHE` is a file, or lies below one.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser() / name
+        return _chosen_folder(chosen) / name
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path("~/.cache").expanduser()) / "roundpipe" / name
     except RuntimeError:  # a user without a home, as in containers: nothing can be read or written there
         return Path(os.devnull) / name
+
+
+def _chosen_folder(chosen: str) -> Path:
+    try:
+        folder = Path(chosen).expanduser()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        found = f"{existing} is no folder" if not existing.is_dir() else ""
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long; `~` of nobody
+        folder, found = Path(os.devnull), str(error)
+    if found:
+        raise RefusedError(
+            "the cache cannot be kept where the environment says",
+            where=CACHE_VARIABLE,
+            found=found,
+            expected="a folder; it is made where it does not exist",
+            hint=f"unset {CACHE_VARIABLE}",
+        )
+    return folder
 
 
 def new_folder(name: str) -> Path | None:

@@ -262,7 +262,8 @@ NOT_OF_PEERS = {
     "resume_from_checkpoint",
     "lr_above_peak",
 }
-"""Sections, a key that no other tool has, what every file has, and the checkpoint, whose value decides: another program's is not read."""
+"""Sections, a key that no other tool has, what every file has, and the checkpoint, whose value decides: another
+program's is not read."""
 
 
 def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:

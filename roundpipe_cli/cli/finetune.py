@@ -53,14 +53,15 @@ def finetune(
     """
     _refuse_loose_equals(overrides or ())
     from roundpipe_cli.cli.display import Display, show_end, training_keys
+    from roundpipe_cli.cli.environment import check_environment
     from roundpipe_cli.cli.planned import planned_bytes
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    is_first = int(os.environ.get("RANK", "0")) == 0
-    """Of the machines that torchrun started: the others only say what stops them."""
     with StopSignals() as signals:
         loaded = load_recipe(recipe, overrides or ())
+        is_first = check_environment(loaded.recipe).is_first
+        """Of the machines that torchrun started: the others only say what stops them."""
         for text in loaded.notices if is_first else ():
             say(f"note: {text}")
         if offline:

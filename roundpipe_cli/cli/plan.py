@@ -147,7 +147,10 @@ def _verdict_lines(answer: Plan) -> list[str]:
     from roundpipe_cli.units import format_count, format_seconds
 
     question, settings = answer.question, answer.question.settings
-    what = f"{question.loaded.recipe.model} ({format_count(question.architecture.parameters)} parameters)"
+    count = f"{format_count(question.architecture.parameters)} parameters"
+    if question.architecture.is_guess:
+        count = f"a guess: {count}"
+    what = f"{question.loaded.recipe.model} ({count})"
     how = f"{settings.method}, {settings.dtype}, {question.num_workers} workers on {question.hardware.description}"
     if answer.verdict.fits:
         lines = [f"It fits: {what}, {how}."]
@@ -156,6 +159,7 @@ def _verdict_lines(answer: Plan) -> list[str]:
         fitting = _fitting_name(answer)
         if fitting is not None:
             lines.append(f"The nearest recipe of the tool that fits: {fitting}")
+    lines += [f"  {note}" for note in question.architecture.notes]
     tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
     would = "" if answer.verdict.fits else "If it did fit: "
     lines.append(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from roundpipe_cli.cli.admission import unproven
 from roundpipe_cli.cli.auto_cache import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.cli.question import Question, ask, choose_tier
 from roundpipe_cli.cli.quick_cut import enough_per_round, quick_cut
@@ -95,12 +96,14 @@ def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = Non
 def check_fits(loaded: LoadedRecipe) -> None:
     """Refuse a run that cannot fit on this machine, before anything is loaded.
 
-    Counts host memory that is available now, under a container's limit.
+    Counts host memory that is available now, under a container's limit. A model whose parameters are a guess passes.
 
     Raises:
         ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
     """
     question = ask(loaded, here=True)
+    if question.architecture.is_guess:
+        return  # a guess is no reason to refuse a run
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
     memory = host_memory()
@@ -509,7 +512,12 @@ def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
 def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
     """What was measured, what given and what assumed, one line each."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
-    lines = [f"model: {architecture.source}", *hardware.notes]
+    lines = [
+        f"model: {architecture.source}",
+        *architecture.notes,
+        *unproven(architecture, question.loaded.recipe),
+        *hardware.notes,
+    ]
     if any(not device.is_cpu for device in hardware.devices):
         lines.append(
             "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "

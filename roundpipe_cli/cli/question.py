@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from roundpipe_cli.cli.admission import check_model
+from roundpipe_cli.cli.counting import counted
 from roundpipe_cli.plan.analytic import AnalyticCosts, TrainingSettings, analytic_costs
-from roundpipe_cli.plan.find_model import find_architecture
+from roundpipe_cli.plan.find_model import find_config
 from roundpipe_cli.plan.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.plan.machine import cpu_devices, this_machine, visible_gpus
 from roundpipe_cli.plan.memory import frozen_bytes, host_need, usable_host_bytes
@@ -77,7 +79,9 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
         RefusedError: no such model or hardware.
     """
     recipe = loaded.recipe
-    architecture = find_architecture(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+    found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+    check_model(found, recipe)
+    architecture = counted(found)
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
     elif isinstance(hardware, str):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.architectures import chunk_refusal
 from roundpipe_cli.model.packing import scaled_positions, stateful_modules
 from roundpipe_cli.model.split import CACHE, BlockCall, Recorder, Split, install_stubs, materialised_copy
 
@@ -30,7 +30,6 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 PROBE_TOKENS, PROBE_START = 9, 5
 """Of the probe's sequence: all, and those before its second chunk."""
-HINT = "pipeline.sequence_chunks=1"
 
 
 @dataclass(eq=False)
@@ -82,17 +81,7 @@ class ChunkCache:
         """
         if len(self.own) == 1 and all(tensor.dim() == 4 for tensor in self.own[0]):
             return self.own[0]
-        raise _refusal(block, f"a block that hands keys and values to its cache {len(self.own)} times", "once")
-
-
-def _refusal(where: str, found: str, expected: str) -> RefusedError:
-    return RefusedError(
-        "this model cannot train on sequences in chunks",
-        where=f"pipeline.sequence_chunks: {where}",
-        found=found,
-        expected=expected,
-        hint=HINT,
-    )
+        raise chunk_refusal(block, f"a block that hands keys and values to its cache {len(self.own)} times", "once")
 
 
 def check_chunks(model: nn.Module, split: Split, *, max_seq_length: int) -> None:
@@ -102,13 +91,13 @@ def check_chunks(model: nn.Module, split: Split, *, max_seq_length: int) -> None
         RefusedError: it does not, or a block carries more from token to token than keys and values.
     """
     for where, kind in stateful_modules(model, split):
-        raise _refusal(where, f"{kind}, which carries state from token to token", "blocks of attention")
+        raise chunk_refusal(where, f"{kind}, which carries state from token to token", "blocks of attention")
     for where, found in scaled_positions(model, max_seq_length):
-        raise _refusal(where, found, "positions that do not depend on the length of the sequence")
+        raise chunk_refusal(where, found, "positions that do not depend on the length of the sequence")
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
     if "past_key_values" not in inspect.signature(backbone.forward).parameters:
-        raise _refusal(split.backbone_path, f"{type(backbone).__name__} takes no past_key_values", "a cache")
+        raise chunk_refusal(split.backbone_path, f"{type(backbone).__name__} takes no past_key_values", "a cache")
     recorder = Recorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     ids = torch.ones(2, PROBE_TOKENS, dtype=torch.long)
@@ -125,7 +114,7 @@ def check_chunks(model: nn.Module, split: Split, *, max_seq_length: int) -> None
 def _check_call(block: str, whole: BlockCall, chunk: BlockCall) -> None:
     """Refuse a block whose call for the second chunk is not made of the rows of that for the whole sequence."""
     if CACHE not in (*chunk.args, *chunk.kwargs.values()):
-        raise _refusal(block, "a block that is given no cache", "the keys and values of earlier tokens")
+        raise chunk_refusal(block, "a block that is given no cache", "the keys and values of earlier tokens")
     pairs = [(f"argument {place}", *values) for place, values in enumerate(zip(whole.args, chunk.args, strict=False))]
     pairs += [(name, whole.kwargs.get(name), value) for name, value in chunk.kwargs.items()]
     masks = 0
@@ -139,9 +128,11 @@ def _check_call(block: str, whole: BlockCall, chunk: BlockCall) -> None:
                 row_of = torch.ones(PROBE_TOKENS, PROBE_TOKENS, dtype=torch.bool).tril().expand(*row.shape[:2], -1, -1)
                 row = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
             if not isinstance(row_of, torch.Tensor) or not _is_part(row_of, row):
-                raise _refusal(f"{block}, {name}", "other values for a chunk than for the whole", "the same rows")
+                raise chunk_refusal(f"{block}, {name}", "other values for a chunk than for the whole", "the same rows")
     if not masks:
-        raise _refusal(block, "a block that is given no mask for a chunk", "a mask of its tokens by all before them")
+        raise chunk_refusal(
+            block, "a block that is given no mask for a chunk", "a mask of its tokens by all before them"
+        )
 
 
 def _is_part(whole: torch.Tensor, chunk: torch.Tensor) -> bool:

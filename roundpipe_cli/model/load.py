@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.architectures import check_architecture, no_decoder, unknown_architecture
 from roundpipe_cli.model.converted import convert_once
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
@@ -41,18 +42,11 @@ def _load_config(source: ModelSource) -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if source.gguf_file is None:
-        model_type = str(read_config(source.folder).get("model_type", ""))
+        raw, file = read_config(source.folder), str(source.folder / "config.json")
+        check_architecture(raw, name=source.name, where=file)
+        model_type = str(raw.get("model_type", ""))
         if model_type not in CONFIG_MAPPING:
-            nearest = closest(model_type, list(CONFIG_MAPPING)) if model_type else None
-            raise RefusedError(
-                "unknown architecture",
-                where=f"{source.folder / 'config.json'}: model_type",
-                found=repr(model_type),
-                expected="a model type of the installed transformers",
-                hint=f"did you mean {nearest}? else: pip install -U transformers"
-                if nearest
-                else "pip install -U transformers",
-            )
+            raise unknown_architecture(model_type, file, list(CONFIG_MAPPING))
     try:
         config = AutoConfig.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -65,12 +59,7 @@ def _load_config(source: ModelSource) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
-        raise RefusedError(
-            "not a decoder-only language model",
-            where="model",
-            found=f"{source.name}: {config.model_type}, {', '.join(config.architectures or ['no architecture named'])}",
-            expected="a causal language model, for instance Qwen3, Llama, Mistral, Gemma, GPT-OSS",
-        )
+        raise no_decoder(source.name, config.model_type, config.architectures)
     return config
 
 

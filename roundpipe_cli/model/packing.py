@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.architectures import check_mask_bytes, packing_refusal, scaled_by_length
 from roundpipe_cli.model.split import BlockCall, Recorder, Split, install_stubs, materialised_copy
 
 PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
 STATEFUL = re.compile(r"Mamba|SSM|Recurrent|R(wkv|WKV)|DeltaNet|LinearAttention|Lightning|Retention|ShortConv|LSTM")
 """Classes of blocks, in transformers' names."""
-MAX_MASK_BYTES = 512 * 1024**2
-"""Of one mask of one microbatch, a byte for each pair of tokens: 23,170 tokens in one sequence."""
-HINT = "packing=false"
 
 
 def check_packing(model: nn.Module, split: Split, *, max_seq_length: int, micro_batch_size: int) -> None:
@@ -37,31 +34,13 @@ def check_packing(model: nn.Module, split: Split, *, max_seq_length: int, micro_
     Raises:
         RefusedError: it does not, or its masks would be too large.
     """
-    mask_bytes = micro_batch_size * max_seq_length**2
-    if mask_bytes > MAX_MASK_BYTES:
-        raise RefusedError(
-            "packed sequences of this length need attention masks that are too large",
-            where="packing",
-            found=f"max_seq_length {max_seq_length}, micro_batch_size {micro_batch_size}: {mask_bytes} bytes a mask",
-            expected=f"at most {MAX_MASK_BYTES} bytes",
-            hint=f"max_seq_length={int((MAX_MASK_BYTES / micro_batch_size) ** 0.5)} or {HINT}",
-        )
+    check_mask_bytes(max_seq_length=max_seq_length, micro_batch_size=micro_batch_size)
     for where, kind in stateful_modules(model, split):
-        raise _refusal(where, f"{kind}, which carries state from token to token")
+        raise packing_refusal(where, f"{kind}, which carries state from token to token")
     for where, found in scaled_positions(model, max_seq_length):
-        raise _refusal(where, found)
+        raise packing_refusal(where, found)
     for index, call in enumerate(_probe_calls(model, split)):
         _check_masks(index, call)
-
-
-def _refusal(where: str, found: str) -> RefusedError:
-    return RefusedError(
-        "this model cannot train on packed rows: they would see each other",
-        where=f"packing: {where}",
-        found=found,
-        expected="blocks whose attention masks keep the rows apart",
-        hint=HINT,
-    )
 
 
 def stateful_modules(model: nn.Module, split: Split) -> Iterator[tuple[str, str]]:
@@ -78,9 +57,9 @@ def scaled_positions(model: nn.Module, max_seq_length: int) -> Iterator[tuple[st
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", "")
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-        limit = getattr(module, "original_max_seq_len", None) or max_seq_length
-        if kinds & {"dynamic", "longrope"} and max_seq_length > limit:
-            yield name, f"position scaling by length ({', '.join(sorted(map(str, kinds)))}) above {limit} tokens"
+        found = scaled_by_length(set(map(str, kinds)), getattr(module, "original_max_seq_len", None), max_seq_length)
+        if found:
+            yield name, found
 
 
 def _probe_calls(model: nn.Module, split: Split) -> list[BlockCall]:
@@ -88,7 +67,7 @@ def _probe_calls(model: nn.Module, split: Split) -> list[BlockCall]:
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
-        raise _refusal(split.backbone_path, f"{type(backbone).__name__} takes no position ids")
+        raise packing_refusal(split.backbone_path, f"{type(backbone).__name__} takes no position ids")
     recorder = Recorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
@@ -103,11 +82,11 @@ def _check_masks(index: int, call: BlockCall) -> None:
     visible = (rows[:, None] == rows[None]).tril()
     masks = [tensor for tensor in _tensors([*call.args, *call.kwargs.values()]) if _is_mask(tensor)]
     if not masks:
-        raise _refusal(f"block.{index}", "a block that is given no mask for packed rows")
+        raise packing_refusal(f"block.{index}", "a block that is given no mask for packed rows")
     for mask in masks:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if bool((allowed & ~visible).any()):
-            raise _refusal(f"block.{index}", "a mask that lets a row see the row before it")
+            raise packing_refusal(f"block.{index}", "a mask that lets a row see the row before it")
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:

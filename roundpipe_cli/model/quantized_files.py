@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.architectures import WHAT_WORKS, is_stored_in_4bit, quantization_settings
 from roundpipe_cli.model.nf4 import WEIGHTS_PER_SCALE, dequantize, import_bitsandbytes, packed_bytes, put_packed
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
@@ -29,16 +30,11 @@ from roundpipe_cli.model.untrusted import read_config
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
 """Suffixes beside a weight's name."""
-WHAT_WORKS = (
-    "the unquantised model (load_in_4bit: true or load_in_8bit: true packs it while loading), a checkpoint in "
-    "bitsandbytes' NF4, or a .gguf file"
-)
 
 
 def quantization_of(source: ModelSource) -> dict[str, Any]:
     """What the model's configuration says of how its files are quantised; empty where they are not."""
-    found = None if source.gguf_file else read_config(source.folder).get("quantization_config")
-    return found if isinstance(found, dict) else {"quant_method": str(found)} if found else {}
+    return {} if source.gguf_file else quantization_settings(read_config(source.folder))
 
 
 def stored_in_4bit(source: ModelSource) -> bool:
@@ -47,24 +43,9 @@ def stored_in_4bit(source: ModelSource) -> bool:
     Raises:
         RefusedError: they are quantised in a way that cannot be read here.
     """
-    settings = quantization_of(source)
-    if not settings:
+    if source.gguf_file:
         return False
-    in_4bit = bool(settings.get("load_in_4bit"))
-    method = str(settings.get("quant_method") or ("bitsandbytes" if in_4bit else "of an unknown kind"))
-    if method == "mxfp4":  # transformers unpacks it while loading
-        return False
-    kind = settings.get("bnb_4bit_quant_type", "fp4")
-    if method == "bitsandbytes" and in_4bit and kind == "nf4":
-        return True
-    if method == "bitsandbytes":
-        method = f"bitsandbytes, {kind} in 4 bit" if in_4bit else "bitsandbytes, LLM.int8"
-    raise RefusedError(
-        "the model's weights are quantised in a form that cannot be read",
-        where=f"{source.folder / 'config.json'}: quantization_config",
-        found=method[:80],
-        expected=WHAT_WORKS,
-    )
+    return is_stored_in_4bit(read_config(source.folder), str(source.folder / "config.json"))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -284,6 +285,18 @@ def tensor_bytes(path: Path) -> int:
     """Of all tensors in a safetensors file that was checked."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def num_elements(path: Path, *, without: str | None = None) -> int:
+    """Of all tensors in a safetensors file that was checked.
+
+    Args:
+        without: end of the name of a tensor that is left out.
+    """
+    with path.open("rb") as file:
+        entries = _parse_header(path, file.read(int.from_bytes(file.read(8), "little")))
+    names = [name for name in entries if name != "__metadata__" and not (without and name.endswith(without))]
+    return sum(math.prod(entries[name]["shape"]) for name in names)
 
 
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.architectures import WHAT_WORKS
 from roundpipe_cli.model.quantized_files import (
     PARTS,
     STATE,
-    WHAT_WORKS,
     PackedWeight,
     quantization_of,
     read_packed,

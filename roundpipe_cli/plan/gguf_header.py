@@ -7,6 +7,7 @@ length is kept. Every length is checked against the file's size, so a damaged fi
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,16 +56,20 @@ class _Header:
         for _ in range(num_pairs):
             key = self._string()
             pairs[key] = self._value(self._number("<I"))
-        pairs["has_output_matrix"] = any(self._tensor_name() == "output.weight" for _ in range(num_tensors))
+        tensors = [self._tensor() for _ in range(num_tensors)]
+        pairs["has_output_matrix"] = any(name == "output.weight" for name, _ in tensors)
+        pairs["num_elements"] = sum(count for _, count in tensors)
         return pairs
 
-    def _tensor_name(self) -> str:
+    def _tensor(self) -> tuple[str, int]:
+        """Name and number of elements."""
         name = self._string()
         dimensions = self._number("<I")
         if dimensions > 8:
             raise ValueError(f"tensor {name} has {dimensions} dimensions")
-        self._take(8 * dimensions + 4 + 8)
-        return name
+        shape = [self._number("<Q") for _ in range(dimensions)]
+        self._take(4 + 8)
+        return name, math.prod(shape)
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -124,6 +129,7 @@ def _as_config(metadata: dict[str, Any]) -> dict[str, Any]:
     }
     config: dict[str, Any] = {ours: metadata.get(f"{model_type}.{theirs}") for ours, theirs in names.items()}
     config["vocab_size"] = metadata.get("tokenizer.ggml.tokens") or metadata.get(f"{model_type}.vocab_size")
+    config["stored_parameters"] = metadata["num_elements"] or None
     config["tie_word_embeddings"] = not metadata["has_output_matrix"]
     config["model_type"] = {"qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "gemma3": "gemma3_text"}.get(
         model_type, model_type.replace("-", "_")

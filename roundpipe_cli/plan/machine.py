@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.plan.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
+from roundpipe_cli.plan.processes import this_process
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CPU_FLOAT32_FLOPS_PER_S_PER_CORE = 60e9
@@ -96,8 +97,12 @@ def _inactive_file_bytes(path: Path) -> int:
 
 
 def num_machines() -> int:
-    """Processes of this run, one on each machine, as torchrun's environment says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of this run, one on each machine, as torchrun's environment says.
+
+    Raises:
+        RefusedError: it says nonsense.
+    """
+    return this_process().count
 
 
 def num_cores() -> int:

@@ -1,8 +1,8 @@
 """A model's architecture in numbers, from its config.json: enough to count parameters, bytes and operations.
 
 `parse_config` reads any decoder-only Hugging Face configuration as plain JSON; nothing is imported from transformers.
-What it cannot know (extra norms or biases of a model type that it was not taught) is small; for the shipped models the
-parameter count is exact, and a test holds it. The figures of the shipped recipes' models come with the tool
+Types in `COUNTED_TYPES` are counted within 2 %, the shipped models exactly, and a test holds both; any other type may
+be counted wrong by a multiple, and is said to be a guess. The figures of the shipped recipes' models come with the tool
 (models.json), so that planning them needs no network.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_count
 
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -28,7 +29,11 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
 }
 _TWO_MATRIX_MLP = frozenset(
-    {"gpt2", "gptj", "gpt_neox", "gpt_neo", "opt", "bloom", "mpt", "falcon", "phi", "nemotron", "starcoder2", "codegen"}
+    {
+        *("gpt2", "gptj", "gpt_neox", "gpt_neo", "opt", "bloom", "mpt", "falcon", "phi", "nemotron", "starcoder2"),
+        *("codegen", "arcee", "apertus", "jais2", "nanochat", "persimmon", "biogpt", "bert-generation"),
+        *("gpt_bigcode", "gpt_neox_japanese", "openai-gpt", "gpt-sw3"),
+    }
 )
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "hunyuan_v1_dense"})
 _FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
@@ -39,6 +44,23 @@ _CLAMPS_GATES = frozenset({"gpt_oss"})
 _ALL_BIASES = frozenset({"gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "phi"})
 _QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
+COUNTED_TYPES = frozenset(
+    {
+        *("apertus", "arcee", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2"),
+        *("cohere2_moe", "cwm", "diffllama", "ernie4_5", "exaone4", "falcon", "flex_olmo", "flint", "gemma"),
+        *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox"),
+        *("gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
+        *("granitemoeshared", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
+        *("kolibri1", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral", "mpt", "nanochat"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3"),
+        *("phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open"),
+        *("stablelm", "starcoder2", "vaultgemma"),
+    }
+)
+"""Model types whose parameters are counted within `MAX_COUNT_ERROR`, as a test holds against transformers' modules."""
+MAX_COUNT_ERROR = 0.02
+MIN_SCALE = 0.02
+"""Of the blocks, between what files hold and what is counted: beyond it the files belong to something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +83,16 @@ class Block:
     @property
     def params(self) -> int:
         return self.attention_params + self.mlp_params + self.other_params
+
+    def scaled(self, factor: float) -> Block:
+        """The same with `factor` times the parameters."""
+        return replace(
+            self,
+            attention_params=round(self.attention_params * factor),
+            mlp_params=round(self.mlp_params * factor),
+            active_mlp_params=round(self.active_mlp_params * factor),
+            other_params=round(self.other_params * factor),
+        )
 
     @property
     def active_linear_params(self) -> int:
@@ -94,6 +126,10 @@ class Architecture:
     """Where the figures are from, for the reader."""
     stored_in_4bit: bool = False
     """The files hold the blocks' weights in bitsandbytes' 4 bit, in which they stay."""
+    is_guess: bool = False
+    """Nothing says that the parameters are counted right."""
+    notes: tuple[str, ...] = ()
+    """On the count, for the reader."""
 
     @property
     def four_norms(self) -> bool:
@@ -131,6 +167,36 @@ class Architecture:
         return self.embed_params + sum(block.params for block in self.blocks) + self.head_params - shared
 
 
+def with_stored_count(architecture: Architecture, count: int | None = None, source: str = "") -> Architecture:
+    """The same with as many parameters as the model's files hold, and what to tell of the count.
+
+    Args:
+        count: of the files; None: they are not here.
+        source: what says so.
+    """
+    own = architecture.parameters
+    if count is None and not architecture.is_guess:
+        return architecture
+    if count is None:
+        note = (
+            f"the parameter count is a guess, and so are memory and times: `plan` was not taught the model type "
+            f"{architecture.model_type}, and no weights are here to count"
+        )
+        return replace(architecture, notes=(note,))
+    blocks = sum(block.params for block in architecture.blocks)
+    factor = (count - own + blocks) / blocks
+    off = own / count - 1
+    if abs(off) <= MAX_COUNT_ERROR:
+        return replace(architecture, is_guess=False)
+    shown = f"{format_count(count)} parameters by {source}, {format_count(own)} by the configuration ({off:+.0%})"
+    if not MIN_SCALE <= factor <= 1 / MIN_SCALE:
+        note = f"note: {shown}: the files do not look like this model's, so the parameter count is a guess"
+        return replace(architecture, is_guess=True, notes=(note,))
+    note = f"note: {shown}: blocks are scaled to the former; times and activations of such blocks are a guess"
+    scaled = tuple(block.scaled(factor) for block in architecture.blocks)
+    return replace(architecture, blocks=scaled, is_guess=False, notes=(note,))
+
+
 @lru_cache(maxsize=1)
 def shipped_figures() -> dict[str, dict[str, Any]]:
     """config.json figures of the models that the shipped recipes name, by hub id."""
@@ -138,14 +204,20 @@ def shipped_figures() -> dict[str, dict[str, Any]]:
     return {re.sub(r" \(text\)$", "", name): figures for name, figures in json.loads(text).items()}
 
 
-def shipped_architecture(hub_id: str) -> Architecture | None:
-    """A shipped model's architecture; a fine-tuned sibling (`-Instruct`, `-it`, `-Base`, ...) has the same one."""
+def figures_of(hub_id: str) -> tuple[dict[str, Any], str] | None:
+    """A shipped model's figures and their source; a fine-tuned sibling (`-Instruct`, `-it`, ...) has the same."""
     by_family = {_family(name): name for name in shipped_figures()}
     name = by_family.get(_family(hub_id))
     if name is None:
         return None
     note = "" if name == hub_id else f" (those of {name})"
-    return parse_config(shipped_figures()[name], name=hub_id, source=f"figures shipped with the tool{note}")
+    return shipped_figures()[name], f"figures shipped with the tool{note}"
+
+
+def shipped_architecture(hub_id: str) -> Architecture | None:
+    """A shipped model's architecture."""
+    found = figures_of(hub_id)
+    return None if found is None else parse_config(found[0], name=hub_id, source=found[1])
 
 
 def _family(hub_id: str) -> str:
@@ -158,9 +230,9 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
     Raises:
         RefusedError: a needed figure is missing or impossible.
     """
-    quantized = config.get("quantization_config")
+    quantized, is_known = config.get("quantization_config"), config.get("model_type") in COUNTED_TYPES
     if isinstance(config.get("text_config"), dict):
-        config = {**config["text_config"], "model_type": config["text_config"].get("model_type", config["model_type"])}
+        config = {"model_type": config.get("model_type", "unknown"), **config["text_config"]}
     reader = _Reader(config, name, source)
     model_type = str(config.get("model_type", "unknown"))
     hidden = reader.positive("hidden_size")
@@ -203,6 +275,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         blocks=blocks,
         source=source,
         stored_in_4bit=isinstance(quantized, dict) and bool(quantized.get("load_in_4bit")),
+        is_guess=not is_known,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schedules import find_schedule_problems
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 
 NEEDS_EVALUATION = (
     ("eval_steps", None),
@@ -17,12 +17,18 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
+IN_TURN = {"head_workers": ("auto", 1), "replicas": (1,), "dispatch": ("auto", "round_robin")}
+"""Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
+
+
 def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
     _find_preference_problems(recipe, findings)
     find_schedule_problems(recipe, findings)
     _find_chunk_problems(recipe, findings)
     _find_optimizer_problems(recipe, findings)
+    _find_frozen_full(recipe, findings)
+    _find_stage_problems(recipe.pipeline, findings)
     if recipe.load_in_4bit and recipe.load_in_8bit:
         findings.add(("load_in_8bit",), "the base weights cannot be in 4 and in 8 bit", hint="delete one of the lines")
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
@@ -80,6 +86,40 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
         if clash:
             what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
             findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
+
+
+def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:
+    """Weights in 4 or 8 bit or on a mapped file cannot be trained."""
+    kinds = (
+        ("load_in_4bit", recipe.load_in_4bit),
+        ("load_in_8bit", recipe.load_in_8bit),
+        ("weights", recipe.weights == "mmap"),
+    )
+    for key, asked in kinds:
+        if asked and recipe.method == "full":
+            what = "such weights are frozen, and full fine-tuning trains them"
+            findings.add((key,), what, found="method: full", expected="method: lora")
+
+
+def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
+    """Stages and devices that no schedule takes."""
+    forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
+    is_bound = pipeline.schedule != "roundpipe"
+    if not is_bound and forward_auto != backward_auto:
+        what, expected = "forward_stages and backward_stages go together", "both given or both auto"
+        findings.add(("pipeline",), what, found="one of them is auto", expected=expected)
+    if is_bound and not backward_auto:
+        what = f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages"
+        findings.add(("pipeline", "backward_stages"), what, expected="auto")
+    for key, plain in IN_TURN.items():
+        if is_bound and getattr(pipeline, key) not in plain:
+            what = f"{pipeline.schedule} binds its stages to workers"
+            expected = "schedule: roundpipe, or none of head_workers, replicas and dispatch"
+            findings.add(("pipeline", key), what, found=f"schedule: {pipeline.schedule}", expected=expected)
+    devices = pipeline.devices
+    if not isinstance(devices, str) and len({device == "cpu" for device in devices}) > 1:
+        what, found = "processors and GPUs cannot work in one pool", ", ".join(devices)
+        findings.add(("pipeline", "devices"), what, found=found, expected="either cpu or cuda devices")
 
 
 def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:

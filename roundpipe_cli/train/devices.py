@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from roundpipe_cli.engine.backends import cuda
@@ -21,7 +22,9 @@ def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str |
         found = cuda.num_devices()
         if found:
             return tuple(f"cuda:{index}" for index in range(found)), None
-        return ("cpu", "cpu"), "no GPU found: training on two CPU workers (pipeline.devices=[cpu,cpu])"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        which = "no GPU found" if hidden is None else f"no GPU found among CUDA_VISIBLE_DEVICES={hidden}"
+        return ("cpu", "cpu"), f"{which}: training on two CPU workers (pipeline.devices=[cpu,cpu])"
     assert not isinstance(devices, str), "checked by the recipe"
     available = cuda.num_devices()
     for device in devices:

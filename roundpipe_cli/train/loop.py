@@ -26,6 +26,7 @@ from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, Stopped
 from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plan.machine import num_cores
+from roundpipe_cli.plan.processes import was_restarted
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
@@ -40,7 +41,7 @@ from roundpipe_cli.train.finish import write_report, write_trace
 from roundpipe_cli.train.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
 from roundpipe_cli.train.loss_scale import LossScale
 from roundpipe_cli.train.metrics import append_row, metrics_row, sync_rows
-from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of, was_restarted
+from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of
 from roundpipe_cli.train.optimizer import make_optimizer
 from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState
 from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked

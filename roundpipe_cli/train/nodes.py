@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,9 @@ from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
 from roundpipe_cli.model.head import target_rows
-from roundpipe_cli.plan.machine import num_machines
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint import Checkpoint
+from roundpipe_cli.train.processes import check_processes
 
 NO_LABEL = -100
 LONGEST_WAIT = timedelta(days=1)
@@ -193,34 +192,10 @@ def nodes_of(recipe: Recipe) -> Nodes:
     """As torchrun's environment says; alone without it.
 
     Raises:
-        RefusedError: the recipe asks for what cannot be shared.
+        RefusedError: the environment says nonsense, or the recipe asks for what cannot be shared.
     """
-    count = num_machines()
-    nodes = Nodes(int(os.environ.get("RANK", "0")), count, recipe.watchdog_s)
-    if count == 1:
-        return nodes
-    alone = (
-        ("objective", recipe.objective, "sft"),
-        ("on_oom", recipe.on_oom, "stop"),
-        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
-    )
-    for key, value, only in alone:
-        if value != only:
-            raise RefusedError(
-                f"{key}: not with several machines", found=str(value).lower(), expected=str(only).lower()
-            )
-    if recipe.gradient_accumulation_steps < count:
-        raise RefusedError(
-            "gradient_accumulation_steps: fewer microbatches in a step than machines",
-            found=f"{recipe.gradient_accumulation_steps} microbatches, {count} machines",
-            expected="at least one for each; several for each of its devices",
-        )
-    return nodes
-
-
-def was_restarted() -> bool:
-    """Whether torchrun has started this run again after one of its processes ended."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    process = check_processes(recipe)
+    return Nodes(process.rank, process.count, recipe.watchdog_s)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, read_adapter_tensors
+from roundpipe_cli.model.architectures import check_stored_in_4bit
 from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
@@ -132,14 +133,14 @@ def prepare(
         ResourceError: not enough host memory (exit code 5).
     """
     recipe = loaded.recipe
-    refuse_frozen_full(recipe)
     bits = packed_bits(recipe)
     if bits:
         require_bitsandbytes(f"load_in_{bits}bit: true")
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     stored = stored_in_4bit(source)
     if stored:
-        _refuse_stored(recipe, source)
+        check_stored_in_4bit(source.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
+        require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
         bits = 4
     fingerprint = Fingerprint(source)
     devices, notice = choose_devices(recipe.pipeline.devices)
@@ -281,46 +282,6 @@ def _refuse_unknown_ids(
             expected=f"ids below {num_rows}, the rows of the model's embedding",
             hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
         )
-
-
-def refuse_frozen_full(recipe: Recipe) -> None:
-    """Weights in 4 or 8 bit or on a mapped file cannot be trained.
-
-    Raises:
-        RefusedError: `method: full`.
-    """
-    kinds = {
-        "load_in_4bit: true": recipe.load_in_4bit,
-        "load_in_8bit: true": recipe.load_in_8bit,
-        "weights: mmap": recipe.weights == "mmap",
-    }
-    for where, asked in kinds.items():
-        if asked and recipe.method == "full":
-            raise RefusedError(
-                "such weights are frozen, and full fine-tuning trains them",
-                where=where,
-                found="method: full",
-                expected="method: lora",
-            )
-
-
-def _refuse_stored(recipe: Recipe, source: ModelSource) -> None:
-    """A model whose files are in 4 bit stays so.
-
-    Raises:
-        RefusedError: the recipe wants it otherwise, or bitsandbytes is not installed.
-    """
-    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
-    wrong = {"method: full": recipe.method == "full", "load_in_8bit: true": recipe.load_in_8bit}
-    for found, asked in wrong.items():
-        if asked:
-            raise RefusedError(
-                "the model's files hold its weights in 4 bit, in which they stay",
-                where=source.name,
-                found=found,
-                expected="method: lora, with or without load_in_4bit: true",
-                hint="for anything else name the unquantised model",
-            )
 
 
 def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:
