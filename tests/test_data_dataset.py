@@ -87,7 +87,10 @@ def test_auto_decides_by_columns_and_says_so(
     dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer, columns=columns)
     assert trained_text(tokenizer, dataset) == (CHAT_TEXT, "Yo</s>")
     assert dataset.report.sources[0].type == decided
-    assert len(dataset.notices) == 1 and f"read as type {decided}" in dataset.notices[0]
+    assert f"read as type {decided}" in dataset.notices[0]
+    assert [text.split(": ", 1)[1] for text in dataset.notices[1:]] == (
+        ["columns that are not used: text"] if "text" in row else []
+    )
     assert dataset.chat_template == CHATML
 
 
@@ -102,7 +105,7 @@ def test_a_named_type_needs_no_notice_and_is_believed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Hi", "completion": "Yo", "text": "A b"}])
     dataset = build(path, tokenizer, type="text")
     assert trained_text(tokenizer, dataset) == ("A b</s>", "A b</s>")
-    assert dataset.notices == ()
+    assert dataset.notices == (f"{path}: columns that are not used: prompt, completion",)
     assert dataset.report.trained_tokens == 3  # the first token has nothing before it
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.encode import encode_batch
-from roundpipe_cli.data.formats import Conversation
+from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 

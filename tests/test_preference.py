@@ -14,7 +14,10 @@ from torch.nn.functional import logsigmoid
 
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.preference import Preference
-from tests.e2e import finetune, fresh, make_model, make_workspace, metrics, numbers
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.preference import make_pairs
+from roundpipe_cli.train.setup import prepare
+from tests.e2e import finetune, fresh, make_model, make_workspace, metrics, numbers, run
 from tests.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 BETA = 0.3
@@ -146,3 +149,45 @@ def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
         "objective: dpo"
         in finetune(folder, "objective=sft", "datasets=[{path: rows.jsonl, type: preference}]").expect(2).err
     )
+
+
+def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
+    """`data` once failed on pairs, or showed another reading of them than training had."""
+    shapes: list[dict[str, object]] = [
+        {"prompt": "Hi", "chosen": "Yo", "rejected": "No, never", "id": 1},
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Yo"},
+         "rejected": {"from": "gpt", "value": "No, never"}},
+        {"chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
+         "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No, never"}]},
+    ]  # fmt: skip
+    for number, row in enumerate(shapes):
+        text = json.dumps(row) + "\n"
+        (folder / f"shape{number}.jsonl").write_text("".join(text.replace("Hi", "Hi" * n) for n in (1, 4, 2, 3)))
+        words = [f"datasets=[{{path: {folder}/shape{number}.jsonl, type: preference}}]"]
+        document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
+        setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
+        (microbatch,), _ = make_pairs(setup, [[[index] for index in range(4)]])
+        assert (document["pairs"], document["packing"], document["content_hash"]) == (
+            4,
+            None,
+            setup.dataset.content_hash,
+        )
+        assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3
+        for sample in document["samples"]:
+            place = sample["row_id"] + (4 if sample["answer"] == "rejected" else 0)
+            num_tokens = len(sample["labels"])
+            assert sample["labels"] == microbatch.labels[place, :num_tokens].tolist()
+            assert sample["input_ids"] == microbatch.input_ids[place, :num_tokens].tolist()
+            trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
+            assert trained == ("Yo</s>" if sample["answer"] == "chosen" else "No, never</s>")
+    out = run(folder, "data", "recipe.yaml", *words).expect(0).out
+    assert "[[Yo</s>]]" in out and "[[No, never</s>]]" in out and "first pair, rejected" in out
+
+
+def test_a_run_names_the_columns_that_are_not_used(folder: Path) -> None:
+    """In its first lines, whether the tokens are made now or taken from the cache."""
+    rows = [{**json.loads(line), "source": "here"} for line in (folder / "rows.jsonl").read_text().splitlines()]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("one", "two"):
+        done = finetune(folder, "max_steps=1", f"output_dir={name}").expect(0)
+        assert "columns that are not used: source" in done.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from roundpipe_cli.cli.output import say, say_data
 
 if TYPE_CHECKING:
-    from roundpipe_cli.data.dataset import TokenizedDataset
+    from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows
     from roundpipe_cli.data.describe import Fill, Sample
     from roundpipe_cli.recipe.load import LoadedRecipe
 
@@ -43,44 +44,60 @@ def data(
         if offline:
             go_offline()
         quiet_libraries()
-        dataset, fill, shown = _look(loaded, offline)
+        look = _look(loaded, offline)
     if json_:
         import json
 
         from roundpipe_cli.data.describe import document
 
-        say_data(json.dumps(document(dataset, fill, shown, loaded.recipe.max_seq_length)))
+        max_seq_length = loaded.recipe.max_seq_length
+        say_data(json.dumps(document(look.dataset, look.fill, look.samples, max_seq_length, look.rejected)))
         return
-    for line in report_lines(dataset, fill, loaded.recipe.max_seq_length):
+    for line in report_lines(look, loaded.recipe.max_seq_length):
         say_data(line)
-    _show_samples(shown)
+    _show_samples(look.samples)
 
 
-def _look(loaded: LoadedRecipe, offline: bool) -> tuple[TokenizedDataset, Fill, list[Sample]]:
-    from roundpipe_cli.data.dataset import build_dataset
+@dataclass(frozen=True)
+class Look:
+    """What there is to show."""
+
+    dataset: TokenizedDataset
+    rejected: TokenizedRows | None
+    """Beside the rows of `dataset`, of preference pairs."""
+    fill: Fill | None
+    """None for preference pairs, which are not packed."""
+    samples: list[Sample]
+
+
+def _look(loaded: LoadedRecipe, offline: bool) -> Look:
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.data.order import RowMix
     from roundpipe_cli.model.load import load_tokenizer
     from roundpipe_cli.model.source import resolve_model
-    from roundpipe_cli.train.setup import data_settings
+    from roundpipe_cli.train.setup import read_rows
 
     recipe = loaded.recipe
     source = resolve_model(
         recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline, weights=False
     )
     tokenizer = load_tokenizer(source)
-    dataset = build_dataset(data_settings(loaded, offline), tokenizer, say)
+    dataset, rejected = read_rows(loaded, tokenizer, offline, say)
+    shown = samples(dataset, tokenizer, recipe.seed, rejected)
+    if rejected is not None:
+        return Look(dataset, rejected, None, shown)
     weights = [entry.weight for entry in recipe.datasets]
     mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
-    return dataset, fill, samples(dataset, tokenizer, recipe.seed)
+    return Look(dataset, None, fill, shown)
 
 
-def report_lines(dataset: TokenizedDataset, fill: Fill, max_seq_length: int) -> Iterator[str]:
+def report_lines(look: Look, max_seq_length: int) -> Iterator[str]:
     """The report without its samples, a line at a time."""
-    from roundpipe_cli.data.describe import histogram
+    from roundpipe_cli.data.describe import histogram, sequence_lengths
 
-    report, lengths = dataset.report, dataset.rows.lengths
+    dataset, report = look.dataset, look.dataset.report
+    lengths = sequence_lengths(dataset, look.rejected)
     yield f"rows    {report.filter_counts()}"
     for source, counted in zip(dataset.sources, report.sources, strict=True):
         yield f"  {counted.name}: type {counted.type}, {counted.rows_kept} of {counted.rows_read} rows kept"
@@ -95,10 +112,13 @@ def report_lines(dataset: TokenizedDataset, fill: Fill, max_seq_length: int) -> 
                 yield f"    {what}: {_places(source.where, numbers)}"
     share = 100 * report.trained_tokens / report.total_tokens
     yield f"tokens  {report.total_tokens}, {report.trained_tokens} of them trained ({share:.1f} %)"
-    yield (
-        f"packing {len(lengths)} rows in {fill.num_sequences} sequences of {max_seq_length} tokens, "
-        f"{100 * fill.ratio:.1f} % full"
-    )
+    if look.fill is None:
+        yield f"pairs   {len(dataset.rows)}, each a chosen and a rejected sequence; pairs are not packed"
+    else:
+        yield (
+            f"packing {len(lengths)} rows in {look.fill.num_sequences} sequences of {max_seq_length} tokens, "
+            f"{100 * look.fill.ratio:.1f} % full"
+        )
     yield f"lengths shortest {lengths.min()}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens"
     bins = histogram(lengths)
     most = max(rows for _, _, rows in bins)
@@ -126,7 +146,8 @@ def _show_samples(shown: Sequence[Sample]) -> None:
     for sample in shown:
         num_trained = sum(piece.num_tokens for piece in sample.pieces if piece.trained)
         marks = "trained in green" if has_colour else "trained between [[ and ]]"
-        head = f"{sample.kind} row: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}"
+        kind = f"{sample.kind} row" if sample.answer is None else f"{sample.kind} pair, {sample.answer}"
+        head = f"{kind}: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}"
         say_data("")
         say_data(head)
         left = MAX_SAMPLE_CHARACTERS

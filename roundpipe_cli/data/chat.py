@@ -23,10 +23,11 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.data.formats import Conversation, Exchange, Message
+from roundpipe_cli.data.messages import Conversation, Exchange, Message
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.errors import RefusedError
 
@@ -55,6 +56,8 @@ class Rendered:
     text: str
     trained: tuple[Span, ...]
     """Characters of `text` that are trained, in order."""
+    left_out: tuple[str, ...] = ()
+    """Parts of messages that the chat template does not write, by name."""
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, override: str | None, folder: Path | None) -> str | None:
@@ -145,8 +148,8 @@ class ChatTemplate:
         """The text of a conversation and the spans of the assistant's turns.
 
         Raises:
-            BadRowError: the template refuses the conversation, leaves tools out, or the turns cannot be told apart in
-                its text.
+            BadRowError: the template refuses the conversation, leaves tools or thoughts out, or the turns cannot be
+                told apart in its text.
         """
         messages, tools = conversation.messages, conversation.tools
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -156,7 +159,7 @@ class ChatTemplate:
         else:
             text = self.render(messages, tools)
             spans = [self._turn_span(messages, tools, index, text) for index in turns]
-        _check_tools(conversation, text)
+        left_out = self._check_kept(conversation, text)
         if conversation.untrained:
             if len(spans) != len(turns):
                 raise BadRowError(
@@ -164,22 +167,54 @@ class ChatTemplate:
                     found=f"{len(turns)} turns, {len(spans)} marked by the chat template",
                 )
             spans = [span for index, span in zip(turns, spans, strict=True) if index not in conversation.untrained]
-        return Rendered(text, tuple(spans))
+        return Rendered(text, tuple(spans), left_out)
 
     def render_all_trained(self, conversation: Conversation | Exchange) -> Rendered:
         """The text of a conversation, all of it trained.
 
         Raises:
-            BadRowError: the template refuses the conversation, or leaves tools out.
+            BadRowError: the template refuses the conversation, or leaves tools or thoughts out.
         """
         text = self.render(conversation.messages, conversation.tools)
-        _check_tools(conversation, text)
-        return Rendered(text, ((0, len(text)),))
+        return Rendered(text, ((0, len(text)),), self._check_kept(conversation, text))
 
     def holds_control_token(self, messages: Sequence[Message]) -> bool:
         """Whether a message spells a special token, which the tokenizer cannot tell from a real one."""
         pattern = self._control_tokens
         return pattern is not None and any(pattern.search(message["content"]) for message in messages)
+
+    def _check_kept(self, conversation: Conversation | Exchange, text: str) -> tuple[str, ...]:
+        """What of the messages is not in their text: names of speakers, and earlier thoughts where the template keeps
+        those behind the last question only.
+
+        Raises:
+            BadRowError: tools, or thoughts that are to be learnt, are not in it.
+        """
+        _check_tools(conversation, text)
+        if isinstance(conversation, Exchange):
+            return ()
+        messages, left_out = conversation.messages, []
+        last_question = max((index for index, item in enumerate(messages) if item["role"] == "user"), default=-1)
+        for index, message in enumerate(messages):
+            if message.get("name", "") not in text:
+                left_out.append("name of messages (not in the chat template)")
+            if message.get("reasoning_content", "").strip() in text:
+                continue
+            if index > last_question or not self._keeps_thoughts:
+                raise BadRowError(
+                    "the chat template leaves the assistant's thoughts out",
+                    found=f"no `reasoning_content` of turn {index + 1} in its text",
+                    expected="a template with `reasoning_content`",
+                    hint="`chat_template: FILE`, or write the thoughts into `content` as the model does",
+                )
+            left_out.append("reasoning_content of earlier turns (not kept by the chat template)")
+        return tuple(dict.fromkeys(left_out))
+
+    @cached_property
+    def _keeps_thoughts(self) -> bool:
+        thought = "Placeholder0"
+        answer: Message = {"role": "assistant", "content": "x", "reasoning_content": thought}
+        return thought in (self._try_render([{"role": "user", "content": "x"}, answer]) or "")
 
     def _turn_span(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
         span = self._span_by_prefix(messages, tools, index, text)

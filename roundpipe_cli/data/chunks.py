@@ -5,6 +5,7 @@ Nothing here knows of files or other chunks, so that any process can do any chun
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.chat import ChatTemplate, Rendered, find_template
 from roundpipe_cli.data.encode import Encoded, encode_batch
-from roundpipe_cli.data.formats import Content, Conversation, Exchange, RowFormat
+from roundpipe_cli.data.formats import RowFormat
+from roundpipe_cli.data.messages import Content, Conversation, Exchange
 from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.errors import RefusedError
@@ -56,6 +58,8 @@ class ChunkResult:
     """(place, what is wrong), ascending."""
     control_tokens: list[int] = field(default_factory=list)
     """Places of conversations that spell a special token."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """Rows that have a column, or a key in their messages, that is not used, by its name."""
 
 
 class RowEncoder:
@@ -102,13 +106,16 @@ class RowEncoder:
         rendered: list[Rendered] = []
         faults: list[tuple[int, RowFault]] = []
         control_tokens = []
+        unused: Counter[str] = Counter()
         for place, raw in enumerate(rows):
             try:
                 if raw.fault is not None or row_format is None:
                     fault = raw.fault or RowFault("the row cannot be read")
-                    raise BadRowError(fault.what, found=fault.found, expected=fault.expected)
+                    raise BadRowError(fault.what, found=fault.found, expected=fault.expected, hint=fault.hint)
+                unused.update(row_format.unused(raw.columns))
                 content = row_format.parse(raw.columns)
                 rendered.append(self._render(content))
+                unused.update(rendered[-1].left_out)
                 places.append(place)
                 if self._holds_control_token(content):
                     control_tokens.append(place)
@@ -121,7 +128,9 @@ class RowEncoder:
                 faults.append((place, result.fault))
             else:
                 kept.append((place, result))
-        return self._result(kept, sorted(faults, key=lambda item: item[0]), control_tokens)
+        made = self._result(kept, sorted(faults, key=lambda item: item[0]), control_tokens)
+        made.unused = unused
+        return made
 
     def _tokenise(self, rendered: Sequence[Rendered], plain: bool) -> Iterator[Encoded | BadRowError]:
         start = 0
@@ -169,7 +178,13 @@ class RowEncoder:
             text = content.plain_prompt + content.completion
             rendered = Rendered(text, ((0 if train_all else len(content.plain_prompt), len(text)),))
         else:
-            assert not isinstance(content, Conversation), "refused when the format was decided"
+            if isinstance(content, Conversation):
+                raise BadRowError(
+                    "the row is a conversation, and the tokenizer has no chat template",
+                    found="roles " + ", ".join(message["role"] for message in content.messages),
+                    expected="a prompt and an answer, both text, or a template",
+                    hint="add to the recipe: `chat_template: path/to/template.jinja`",
+                )
             rendered = Rendered(content.text, ((0, len(content.text)),))
         if len(rendered.text) > MAX_ROW_CHARACTERS:
             raise BadRowError(

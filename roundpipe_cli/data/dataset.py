@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, overload
 
@@ -29,7 +29,7 @@ from roundpipe_cli.data.rows import RawRow, fault_problem
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import Problem, RefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -351,6 +351,7 @@ class _Builder:
         report.rows_read += len(names)
         report.bad_rows += [(names[place], fault) for place, fault in result.faults]
         report.control_token_rows += [names[place] for place in result.control_tokens]
+        report.count_unused(result.unused)
         is_long = result.full_lengths > self._settings.max_seq_length
         is_kept = result.lengths > 0
         is_untrained = ~is_kept & (~is_long if self._settings.long_rows != "truncate" else True)
@@ -383,20 +384,22 @@ class _Builder:
         if report.rows_too_long and self._settings.long_rows == "error":
             raise self._long_rows_error(report)
         if report.rows_kept == 0:
-            raise RefusedError(
+            error = RefusedError(
                 "no row is left to train on",
                 where="datasets: " + ", ".join(source.name for source in self._sources),
                 found=report.filter_counts(),
                 expected="at least one row with a trained token",
                 hint=self._empty_hint(report),
             )
+            error.problems = (*error.problems, *self._first_faults(report))
+            raise error
         notices = [*self._cache_notices, *(text for shard in self._shards for text in shard.notices)]
         rows = TokenizedRows(self._shards)
         return TokenizedDataset(
             rows,
             report,
             rows.content_hash(),
-            tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
+            tuple(dict.fromkeys([*notices, *_unused_notices(report), *self._loss_notices(report)])),
             self._template,
             tuple(self._sources),
             tuple(self.rows_by_spec),
@@ -415,13 +418,18 @@ class _Builder:
             + (f"; the first {MAX_LISTED}:" if report.rows_bad > MAX_LISTED else ":"),
             hint="mend the rows, or leave them out with `on_bad_row=skip`",
         )
-        faults = [
-            fault_problem(fault, source.where(number))
-            for source, counted in zip(self._sources, report.sources, strict=True)
-            for number, fault in counted.bad_rows[:MAX_LISTED]
-        ]
-        error.problems = (*error.problems, *faults[:MAX_LISTED])
+        error.problems = (*error.problems, *self._first_faults(report))
         return error
+
+    def _first_faults(self, report: DataReport) -> list[Problem]:
+        """At most `MAX_LISTED`, each hint once."""
+        faults: list[Problem] = []
+        for source, counted in zip(self._sources, report.sources, strict=True):
+            for number, fault in counted.bad_rows[: MAX_LISTED - len(faults)]:
+                problem = fault_problem(fault, source.where(number))
+                is_said = any(problem.hint == other.hint for other in faults)
+                faults.append(replace(problem, hint=None) if is_said else problem)
+        return faults
 
     def _long_rows_error(self, report: DataReport) -> RefusedError:
         longest = max(source.longest_row_tokens for source in report.sources)
@@ -459,6 +467,12 @@ class _Builder:
                 f"{warning}{report.rows_untrained} of {report.rows_read} rows dropped, since no trained token is left "
                 f"in them: {listed(places)}"
             )
+
+
+def _unused_notices(report: DataReport) -> Iterator[str]:
+    for source in report.sources:
+        if source.unused_columns:
+            yield f"{source.name}: columns that are not used: {source.unused_text()}"
 
 
 def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import TokenizedDataset
+from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import WINDOW_ROWS, Packer
@@ -42,6 +42,8 @@ class Sample:
     input_ids: list[int]
     labels: list[int]
     pieces: tuple[Piece, ...]
+    answer: str | None = None
+    """`chosen` or `rejected`, of a preference pair."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,21 @@ def fill_with_packing(mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: i
     return Fill(num_sequences, float(lengths[order].sum()) / (num_sequences * max_tokens))
 
 
-def samples(dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Sample]:
-    """The first row, the longest and a random one."""
-    lengths = dataset.rows.lengths
-    chosen = {"first": 0, "longest": int(lengths.argmax()), "random": random.Random(seed).randrange(len(lengths))}
-    return [_sample(dataset, tokenizer, kind, index) for kind, index in chosen.items()]
+def samples(
+    dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, seed: int, rejected: TokenizedRows | None = None
+) -> list[Sample]:
+    """The first row, the longest and a random one; of preference pairs the chosen and the `rejected` row of each."""
+    lengths = dataset.rows.lengths if rejected is None else dataset.rows.lengths + rejected.lengths
+    picked = {"first": 0, "longest": int(lengths.argmax()), "random": random.Random(seed).randrange(len(lengths))}
+    sides = [(None, dataset.rows)] if rejected is None else [("chosen", dataset.rows), ("rejected", rejected)]
+    made = []
+    for kind, index in picked.items():
+        where = dataset.where(dataset.rows[index].row_id)
+        made += [_sample(rows[index], tokenizer, kind, where, answer) for answer, rows in sides]
+    return made
 
 
-def _sample(dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, kind: str, index: int) -> Sample:
-    row = dataset.rows[index]
+def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str, answer: str | None) -> Sample:
     trained = row.labels != IGNORED_LABEL
     borders = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     pieces = []
@@ -90,13 +98,28 @@ def _sample(dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, kind:
         ids = row.input_ids[start:stop].tolist()
         text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         pieces.append(Piece(str(text), bool(trained[start]), stop - start))
-    where = dataset.where(row.row_id)
-    return Sample(kind, where, row.row_id, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces))
+    return Sample(kind, where, row.row_id, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces), answer)
 
 
-def document(dataset: TokenizedDataset, fill: Fill, shown: list[Sample], max_seq_length: int) -> dict[str, Any]:
-    """The report in the types of JSON."""
-    report, lengths = dataset.report, dataset.rows.lengths
+def sequence_lengths(dataset: TokenizedDataset, rejected: TokenizedRows | None) -> npt.NDArray[np.int64]:
+    """Tokens of every sequence that is trained: of preference pairs, of both answers."""
+    return dataset.rows.lengths if rejected is None else np.concatenate([dataset.rows.lengths, rejected.lengths])
+
+
+def document(
+    dataset: TokenizedDataset,
+    fill: Fill | None,
+    shown: list[Sample],
+    max_seq_length: int,
+    rejected: TokenizedRows | None = None,
+) -> dict[str, Any]:
+    """The report in the types of JSON.
+
+    Args:
+        fill: None for preference pairs, which are not packed.
+    """
+    report, lengths = dataset.report, sequence_lengths(dataset, rejected)
+    packing = None if fill is None else {"sequences": fill.num_sequences, "fill": fill.ratio}
     return {
         "rows": {
             "read": report.rows_read,
@@ -119,7 +142,8 @@ def document(dataset: TokenizedDataset, fill: Fill, shown: list[Sample], max_seq
             "longest_before_cut": max(source.longest_row_tokens for source in report.sources),
             "histogram": [{"from": low, "to": high, "rows": rows} for low, high, rows in histogram(lengths)],
         },
-        "packing": {"max_seq_length": max_seq_length, "sequences": fill.num_sequences, "fill": fill.ratio},
+        "pairs": None if rejected is None else len(rejected),
+        "packing": packing and {"max_seq_length": max_seq_length, **packing},
         "sources": [_source_document(source) for source in report.sources],
         "content_hash": dataset.content_hash,
         "sources_from_cache": dataset.num_cached,
@@ -129,6 +153,7 @@ def document(dataset: TokenizedDataset, fill: Fill, shown: list[Sample], max_seq
                 "kind": sample.kind,
                 "where": sample.where,
                 "row_id": sample.row_id,
+                "answer": sample.answer,
                 "input_ids": sample.input_ids,
                 "labels": sample.labels,
                 "pieces": [{"text": piece.text, "trained": piece.trained} for piece in sample.pieces],
@@ -140,7 +165,7 @@ def document(dataset: TokenizedDataset, fill: Fill, shown: list[Sample], max_seq
 
 def _source_document(source: SourceReport) -> dict[str, Any]:
     faults = [
-        {"row": number, "what": fault.what, "found": fault.found, "expected": fault.expected}
+        {"row": number, "what": fault.what, "found": fault.found, "expected": fault.expected, "hint": fault.hint}
         for number, fault in source.bad_rows
     ]
     return {**source.to_json(), "bad_rows": faults}

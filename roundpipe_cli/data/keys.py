@@ -35,7 +35,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "libraries": {name: version(name) for name in LIBRARIES},
         "content": content,
         "name": source.name,
-        "spec": [spec.type, spec.split, spec.name, sorted(spec.columns.items())],
+        "spec": [spec.type, spec.split, spec.name, sorted(spec.columns.items()), spec.answer],
         "tokenizer": tokenizer_digest,
         "template": template,
         "max_seq_length": settings.max_seq_length,

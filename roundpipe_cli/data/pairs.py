@@ -1,7 +1,6 @@
-"""Preference pairs: rows with `prompt`, `chosen` and `rejected`.
+"""Preference pairs: rows with a chosen and a rejected answer to one prompt (`pair_rows.py` has their shapes).
 
-The rows are read twice, as prompts with the chosen and with the rejected completion, each under the rules of type
-prompt_completion; a pair is kept if both were.
+The rows are read twice, once for each answer; a pair is kept if both were.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from roundpipe_cli.data.dataset import Tell, TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.hold_out import part_of
-from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.report import DataReport, SourceReport
+from roundpipe_cli.data.settings import Answer, DataSettings
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -26,12 +28,13 @@ def build_pairs(
 ) -> tuple[TokenizedDataset, TokenizedRows]:
     """The chosen rows as a dataset, and the rejected rows beside them; row i of both is one pair.
 
+    The report counts a row once and the tokens of both answers.
+
     Raises:
         RefusedError: as `build_dataset`; or no pair is whole.
     """
-    chosen, rejected = (
-        build_dataset(_with_completion(settings, field), tokenizer, tell) for field in ("chosen", "rejected")
-    )
+    chosen = build_dataset(_with_answer(settings, "chosen"), tokenizer, tell)
+    rejected = build_dataset(_with_answer(settings, "rejected"), tokenizer, tell)
     _, places, other_places = np.intersect1d(
         chosen.rows.row_ids, rejected.rows.row_ids, assume_unique=True, return_indices=True
     )
@@ -40,13 +43,52 @@ def build_pairs(
     rows = rejected.rows.select(other_places.astype(np.int64))
     kept = part_of(chosen, places.astype(np.int64))
     both = hashlib.sha256(f"{kept.content_hash} {rows.content_hash()}".encode()).hexdigest()
-    notices = (*chosen.notices, *(f"rejected: {text}" for text in rejected.notices))
-    return replace(kept, content_hash=both, notices=tuple(dict.fromkeys(notices))), rows
+    told = set(chosen.notices)
+    notices = (*chosen.notices, *(f"rejected: {text}" for text in rejected.notices if text not in told))
+    report = _joint_report(chosen.report, rejected.report, kept.rows, rows)
+    return replace(kept, content_hash=both, notices=notices, report=report), rows
 
 
-def _with_completion(settings: DataSettings, field: str) -> DataSettings:
-    specs = []
-    for spec in settings.datasets:
-        columns = {"prompt": spec.columns.get("prompt", "prompt"), "completion": spec.columns.get(field, field)}
-        specs.append(replace(spec, type="prompt_completion", columns=columns))
-    return replace(settings, datasets=tuple(specs))
+def _with_answer(settings: DataSettings, answer: Answer) -> DataSettings:
+    return replace(settings, datasets=tuple(replace(spec, answer=answer) for spec in settings.datasets))
+
+
+def _joint_report(
+    chosen: DataReport, rejected: DataReport, kept: TokenizedRows, rejected_kept: TokenizedRows
+) -> DataReport:
+    """What became of the pairs: a fault of either answer is one of the row."""
+    sources = []
+    first_id = 0
+    for one, other in zip(chosen.sources, rejected.sources, strict=True):
+        start, stop = np.searchsorted(kept.row_ids, [first_id, first_id + one.rows_read]).tolist()
+        first_id += one.rows_read
+        sources.append(_joint_source(one, other, range(start, stop), (kept, rejected_kept)))
+    return DataReport(tuple(sources), chosen.long_rows)
+
+
+def _joint_source(
+    chosen: SourceReport, rejected: SourceReport, pairs: range, sides: tuple[TokenizedRows, TokenizedRows]
+) -> SourceReport:
+    labels = [rows[index].labels for index in pairs for rows in sides]
+    counts = (chosen.unused_columns, rejected.unused_columns)
+    unused = {name: max(side.get(name, 0) for side in counts) for name in (*counts[0], *counts[1])}
+    return replace(
+        chosen,
+        rows_kept=len(pairs),
+        bad_rows=sorted(({**dict(rejected.bad_rows), **dict(chosen.bad_rows)}).items()),
+        too_long_rows=_either(chosen.too_long_rows, rejected.too_long_rows),
+        untrained_rows=_either(chosen.untrained_rows, rejected.untrained_rows),
+        control_token_rows=_either(chosen.control_token_rows, rejected.control_token_rows),
+        unused_columns=unused,
+        trained_tokens=sum(_num_trained(row) for row in labels),
+        total_tokens=sum(map(len, labels)),
+        longest_row_tokens=max(chosen.longest_row_tokens, rejected.longest_row_tokens),
+    )
+
+
+def _either(places: list[int], others: list[int]) -> list[int]:
+    return sorted({*places, *others})
+
+
+def _num_trained(labels: npt.NDArray[np.int32]) -> int:
+    return int(np.count_nonzero(labels[1:] != IGNORED_LABEL))

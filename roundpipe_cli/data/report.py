@@ -7,10 +7,14 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from roundpipe_cli.data.formats import RowType
-from roundpipe_cli.data.rows import RowFault
+from roundpipe_cli.data.rows import RowFault, printable
 
 MAX_LISTED = 10
 """Rows named in one message; the report holds them all."""
+
+MAX_UNUSED_NAMES = 100
+"""Unused columns that are counted one by one; rows of JSON can have a name of their own each."""
+OTHER_NAMES = "(others)"
 
 
 @dataclass
@@ -29,11 +33,28 @@ class SourceReport:
     """Rows without one token to train (left), always dropped."""
     control_token_rows: list[int] = field(default_factory=list)
     """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
+    unused_columns: dict[str, int] = field(default_factory=dict)
+    """Rows with a column that is not used, by its name; keys in messages are called `messages[].id`."""
     trained_tokens: int = 0
     """Labels that count in the loss: all but each row's first token, which nothing predicts."""
     total_tokens: int = 0
     longest_row_tokens: int = 0
     """Before any cut."""
+
+    def count_unused(self, counts: Mapping[str, int]) -> None:
+        """Add rows with unused columns, by name; behind `MAX_UNUSED_NAMES` names, others are counted together."""
+        for name, count in counts.items():
+            has_room = name in self.unused_columns or len(self.unused_columns) < MAX_UNUSED_NAMES
+            key = name if has_room else OTHER_NAMES
+            self.unused_columns[key] = self.unused_columns.get(key, 0) + count
+
+    def unused_text(self) -> str:
+        """`id, source (3 of 12 rows)`; empty if all columns are used."""
+        parts = []
+        for name, count in self.unused_columns.items():
+            share = f" ({count} of {self.rows_read} rows)" if count < self.rows_read else ""
+            parts.append(printable(name, 80) + share)
+        return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """In the types of JSON; `from_json` takes it back."""

@@ -18,6 +18,7 @@ class RowFault:
     what: str
     found: str | None = None
     expected: str | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,15 @@ class RawRow:
 class BadRowError(Exception):
     """A row that does not hold what its type needs. Caught where rows are read; never reaches the user as such."""
 
-    def __init__(self, what: str, *, found: str | None = None, expected: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, found: str | None = None, expected: str | None = None, hint: str | None = None
+    ) -> None:
         super().__init__(what)
-        self.fault = RowFault(what, found, expected)
+        self.fault = RowFault(what, found, expected, hint)
 
 
 def fault_problem(fault: RowFault, where: str) -> Problem:
-    return Problem(fault.what, where=where, found=fault.found, expected=fault.expected)
+    return Problem(fault.what, where=where, found=fault.found, expected=fault.expected, hint=fault.hint)
 
 
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
@@ -66,6 +69,11 @@ def describe(value: object) -> str:
     if isinstance(value, Mapping):
         return f"an object with {column_names(value)}"
     return f"a value of type {type(value).__name__}"
+
+
+def shown(value: object) -> str:
+    """A short text of a row's structure, such as a role, as it is; anything else by its kind."""
+    return f"`{printable(value, 40)}`" if isinstance(value, str) else describe(value)
 
 
 def column_names(columns: Mapping[str, object]) -> str:

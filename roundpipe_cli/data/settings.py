@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 DataType = Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"]
+Answer = Literal["chosen", "rejected"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class DatasetSpec:
     """Configuration of a hub dataset, e.g. `main`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our field name to the file's column: `{"prompt": "question"}`."""
+    answer: Answer | None = None
+    """Rows are preference pairs, of which this answer is read; None: they are no pairs."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,19 @@ PositiveInt = Annotated[int, Range(1)]
 Device = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpty()]
 Column = Literal[
-    "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "chosen", "rejected"
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "messages",
+    "conversations",
+    "chosen",
+    "rejected",
+    "system",
+    "tools",
+    "history",
 ]
 MAX_LEARNING_RATE = 10
 """Higher ones are slips, such as 2e4 for 2e-4."""

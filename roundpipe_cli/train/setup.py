@@ -104,10 +104,24 @@ def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
     )
 
 
+def read_rows(
+    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Callable[[str], None]
+) -> tuple[TokenizedDataset, TokenizedRows | None]:
+    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them.
+
+    Raises:
+        RefusedError: see `build_dataset` and `build_pairs`.
+    """
+    settings = data_settings(loaded, offline)
+    if loaded.recipe.objective == "dpo":
+        return build_pairs(settings, tokenizer, tell)
+    return build_dataset(settings, tokenizer, tell), None
+
+
 def _spec(dataset: DatasetConfig) -> DatasetSpec:
     return DatasetSpec(
         path=dataset.path,
-        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` sets its own
+        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` knows
         split=dataset.split,
         name=dataset.name,
         columns={str(key): value for key, value in dataset.columns.items()},
@@ -158,11 +172,7 @@ def prepare(
         check_chunks(model, split, max_seq_length=recipe.max_seq_length)
     tell(Phase("tokenising the data"))
     tokenizer = load_tokenizer(source)
-    rejected = None
-    if recipe.objective == "dpo":
-        dataset, rejected = build_pairs(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
-    else:
-        dataset = build_dataset(data_settings(loaded, offline), tokenizer, lambda text: tell(Phase(text)))
+    dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
     for text in dataset.notices:
