@@ -15,11 +15,12 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention
-from roundpipe_cli.model.dropout import SeededDropout, layer_seed
+from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import add_lora, initial_values
 from roundpipe_cli.model.nf4 import dequantize, quantizable_names
+from roundpipe_cli.model.randomness import SeededNoise
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.plan.cost import CostModel
@@ -274,12 +275,12 @@ class _Masks:
         self._blocks = plain.get_submodule(blocks_path)
         self._step, self._microbatch, self._seed = step, microbatch, seed
         self._handles: list[Any] = []
-        self._mode: SeededDropout | None = None
+        self._mode: SeededNoise | None = None
 
     def _enter_layer(self, layer: int) -> None:
         self._leave_layer()
         assert self._seed is not None
-        self._mode = SeededDropout(layer_seed(self._seed, self._step, self._microbatch, layer), torch.device("cpu"))
+        self._mode = SeededNoise(layer_seed(self._seed, self._step, self._microbatch, layer), torch.device("cpu"))
         self._mode.__enter__()
 
     def _leave_layer(self) -> None:

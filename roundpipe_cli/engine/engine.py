@@ -38,8 +38,8 @@ from roundpipe_cli.engine.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.model.dropout import has_dropout
 from roundpipe_cli.model.head import HeadScores, target_rows
+from roundpipe_cli.model.randomness import is_random
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
@@ -126,7 +126,7 @@ class Engine:
         self.store = store
         self.split = split
         self.num_layers = len(store.layouts)
-        self._seed = seed if has_dropout(model) else None
+        self._seed = seed if is_random(model) else None
         self._head_chunk_tokens = head_chunk_tokens
         self._label_smoothing = label_smoothing
         self._recompute_each_layer = recompute == "layer"

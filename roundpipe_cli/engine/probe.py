@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.dropout import has_dropout
+from roundpipe_cli.model.randomness import is_random
 from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.model.worker_model import WorkerModel
@@ -31,7 +31,7 @@ def find_unread(
     worker, bind = _on_the_host(model, split, store, chunk_tokens)
     if mlp_chunk_tokens is not None:
         worker.check_mlp_chunks(bind)
-    return worker.find_unread(bind, 0 if has_dropout(model) else None)
+    return worker.find_unread(bind, 0 if is_random(model) else None)
 
 
 def find_saved_bytes(
@@ -55,7 +55,7 @@ def find_saved_bytes(
     tokens = max(1, min(PROBE_TOKENS, longest // 2))
     worker, bind = _on_the_host(model, split, store, max(1, tokens // NUM_CHUNKS) if in_chunks else None)
     try:
-        return worker.saved_bytes(bind, 0 if has_dropout(model) else None, tokens=tokens, packed=packed)
+        return worker.saved_bytes(bind, 0 if is_random(model) else None, tokens=tokens, packed=packed)
     except RuntimeError:
         return None
 
