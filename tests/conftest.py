@@ -13,10 +13,17 @@ import pytest
 from roundpipe_cli.cache import CACHE_VARIABLE
 
 
+@pytest.fixture(scope="session")
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the session's runs have proven of their models: about a second of work for each kind of model."""
+    return tmp_path_factory.mktemp("proofs")
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test meets what another one, or the user, has cached."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, proofs: Path) -> Path:
+    """No test meets what another one, or the user, has cached, but for proofs."""
     folder = tmp_path_factory.mktemp("cache")
+    (folder / "proofs").symlink_to(proofs)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
 

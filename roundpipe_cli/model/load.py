@@ -73,6 +73,33 @@ def is_encoder(config: Any) -> bool:
     return masked and not getattr(config, "is_decoder", False)
 
 
+def switch_off(config: Any) -> list[str]:
+    """Set what training blocks apart from each other cannot do to off in `config`.
+
+    Returns:
+        what the user should know of it.
+    """
+    texts = []
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key in ("use_cache", "output_attentions", "output_hidden_states"):
+            if getattr(part, key, False):
+                setattr(part, key, False)
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+            weight = getattr(part, "router_aux_loss_coef", None)
+            texts.append(
+                "output_router_logits: true in the model's configuration is switched off: the routers' balancing loss"
+                f"{'' if weight is None else f' (router_aux_loss_coef {weight})'} is not trained"
+            )
+        for key in [key for key in vars(part) if key.endswith("layerdrop")]:
+            if getattr(part, key):
+                texts.append(
+                    f"{key}: {getattr(part, key)} in the model's configuration is set to 0: no block is left out"
+                )
+                setattr(part, key, 0.0)
+    return list(dict.fromkeys(texts))
+
+
 def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     """The causal language model of `config` with parameters on the meta device and real buffers, weights tied.
 
@@ -82,9 +109,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    for key in ("output_router_logits", "use_cache"):
-        if hasattr(config, key):
-            setattr(config, key, False)
+    switch_off(config)
     attention = {}
     if config.model_type in sink_attention.MODEL_TYPES:
         sink_attention.register()

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -223,3 +223,39 @@ def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
             if parameter.ndim == 3 or (isinstance(module, nn.Linear) and attribute == "weight"):
                 found.add(f"{path}.{attribute}")
     return frozenset(found)
+
+
+MIN_PACKED_SHARE = 0.95
+"""Of the blocks' frozen matrices; with less the user is told. Routers stay whole in every mixture of experts."""
+
+
+def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], bits: int) -> str | None:
+    """What to tell the user of the blocks' frozen matrices that stay whole; None: too little to speak of.
+
+    Raises:
+        RefusedError: nothing is packed.
+    """
+    whole: dict[str, int] = {}
+    num_packed = 0
+    for path, module in model.get_submodule(blocks_path).named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or parameter.ndim < 2:
+                continue
+            if f"{blocks_path}.{path}.{attribute}" in packed:
+                num_packed += parameter.numel()
+            else:
+                kind = type(module).__name__
+                whole[kind] = whole.get(kind, 0) + parameter.numel()
+    kinds = ", ".join(sorted(whole, key=lambda kind: -whole[kind])[:3])
+    if not num_packed:
+        raise RefusedError(
+            f"none of this model's weights can be kept in {bits} bit",
+            where=f"load_in_{bits}bit: true",
+            found=f"blocks of {kinds or 'no matrices'}",
+            expected="blocks with torch's Linear layers, or fused experts",
+            hint=f"load_in_{bits}bit=false",
+        )
+    share = num_packed / (num_packed + sum(whole.values()))
+    if share >= MIN_PACKED_SHARE:
+        return None
+    return f"{share:.0%} of the blocks' frozen weights are kept in {bits} bit; whole stay those of {kinds}"

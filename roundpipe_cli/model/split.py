@@ -70,7 +70,7 @@ class BlockCall:
         args = (own.get(id(value), value) for value in self.args)
         kwargs = {key: own.get(id(value), value) for key, value in self.kwargs.items()}
         result = block(*args, **kwargs)
-        output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        output: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
         return output
 
 
@@ -191,11 +191,20 @@ class RecordingBlock(nn.Module):
         return self._recorder.record(self._index, args, kwargs)
 
 
-class PassThrough(nn.Module):
-    """Returns its first argument."""
+class BeforeBlocks(nn.Module):
+    """Stands in, on the host, for a module of the tail: works as it does before the blocks, and passes the hidden
+    states on after them. Some models (nanochat) use their last norm before the first block too."""
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        super().__init__()
+        has_weights = any(True for _ in module.parameters())  # such a one does not run before the blocks
+        self._module = None if has_weights else copy.deepcopy(module)
+        self._recorder = recorder
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module is None or self._recorder.calls:
+            return args[0]
+        return self._module(*args, **kwargs)
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
@@ -286,8 +295,9 @@ def _refuse_layer_drop(model: nn.Module) -> None:
 
 @dataclass
 class _Trace:
-    """Which modules ran, outermost only, before and after the last block."""
+    """Which modules ran: all before the first block, the outermost after the last, and the outermost of the model."""
 
+    before_blocks: set[str] = field(default_factory=set)
     after_blocks: list[str] = field(default_factory=list)
     top_level: list[str] = field(default_factory=list)
     backbone_output: Any = None
@@ -322,6 +332,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
     _check_tail(probe, tail_paths, recorder.last_hidden, trace)
+    _refuse_weights_at_both_ends(probe, tail_paths, trace)
     embedding = probe.get_input_embeddings()  # type: ignore[operator]
     embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
     return Split(
@@ -370,6 +381,8 @@ def _install_trace(
             depth += 1
             if depth == 1:
                 trace.top_level.append(path)
+            if not recorder.calls:
+                trace.before_blocks.add(path)
             if after_depth is None and len(recorder.calls) == recorder.num_blocks and not blocks_path.startswith(path):
                 trace.after_blocks.append(path)
                 after_depth = depth
@@ -403,6 +416,17 @@ def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Ten
             "what the model does between its last block and its head is more than its modules",
             where=", ".join(tail_paths) or "after the last block",
         )
+
+
+def _refuse_weights_at_both_ends(probe: nn.Module, tail_paths: tuple[str, ...], trace: _Trace) -> None:
+    """The tail's weights lie with the head, where nothing before the first block reads or trains them."""
+    for path in tail_paths:
+        if path in trace.before_blocks and any(True for _ in probe.get_submodule(path).parameters()):
+            raise SplitRefusedError(
+                "the model uses the same weights before its first block and after its last",
+                where=path,
+                hint="this architecture is not supported; choose another model",
+            )
 
 
 def _refuse_arguments(index: int, call: BlockCall) -> None:

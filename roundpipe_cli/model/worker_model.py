@@ -21,11 +21,12 @@ from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import LeftOut, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
+from roundpipe_cli.model.module_state import ModuleState
 from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import (
+    BeforeBlocks,
     BlockCall,
-    PassThrough,
     Recorder,
     Split,
     install_stubs,
@@ -170,7 +171,7 @@ class WorkerModel:
         self._recorder = Recorder(split.num_blocks, split.result_length)
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
         for path in split.tail_paths:
-            replace_module(causal, path, PassThrough())
+            replace_module(causal, path, BeforeBlocks(causal.get_submodule(path), self._recorder))
         self.blocks = install_stubs(causal, split.blocks_path, self._recorder)
         self._backbone = causal.get_submodule(split.backbone_path)
         self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
@@ -184,6 +185,7 @@ class WorkerModel:
         self._mode = (True, True)
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
+        self._state = ModuleState(self._backbone)
         self._left_out: dict[int, LeftOut] = {}
         self._blocks_draw = False
         self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
@@ -301,6 +303,7 @@ class WorkerModel:
         more: dict[str, Any] = {"use_cache": False}
         if position_ids is not None:
             more["position_ids"] = position_ids
+        self._state.restore()
         self._recorder.reset()
         self._recorder.cache = None
         if start is not None:

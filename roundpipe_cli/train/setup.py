@@ -26,7 +26,7 @@ from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.layout import LayerLayout, make_layout
-from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
+from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import (
     ADAPTER,
     add_lora,
@@ -34,7 +34,7 @@ from roundpipe_cli.model.lora import (
     initial_values,
     refuse_adapters_outside_blocks,
 )
-from roundpipe_cli.model.nf4 import quantizable_names, require_bitsandbytes
+from roundpipe_cli.model.nf4 import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
@@ -49,6 +49,7 @@ from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.durable import disk_error, require_free_bytes
 from roundpipe_cli.train.learning_rate import num_steps_of, schedule_of
+from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -163,6 +164,8 @@ def prepare(
     config = load_config(source)
     base_files = read_base_files(source, config)
     dtype = DTYPES[recipe.dtype]
+    for text in switch_off(config):
+        tell(Notice(text))
     model = build_skeleton(config, dtype)
     split = split_model(model)
     _refuse_large_on_cpu(model, recipe, devices)
@@ -186,9 +189,20 @@ def prepare(
         schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
+
+    def build_trainable(other: Any) -> tuple[nn.Module, Split]:
+        smaller = build_skeleton(other, dtype)
+        its_split = split_model(smaller)
+        _make_trainable(smaller, its_split, recipe, source, dtype, start)
+        return smaller, its_split
+
     packed = quantizable_names(model, split.blocks_path) if bits else frozenset()
     if stored:
         packed = packed_names(source, model) & packed
+    elif bits and (whole := check_packed(model, split.blocks_path, packed, bits)):
+        tell(Notice(whole))
+    proof = prove_once(model, split, recipe, build_trainable, tell)
+    refuse_long_rows(_longest(dataset, rejected, eval_rows), proof)
     layouts = [
         make_layout(name, parameters, dtype, packed, bits)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
@@ -271,6 +285,12 @@ def _evaluation_rows(
     if rows:
         tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
     return dataset, rows
+
+
+def _longest(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_rows: Sequence[Row]) -> int:
+    """Tokens of the longest row."""
+    lengths = [int(rows.lengths.max()) for rows in (dataset.rows, rejected) if rows is not None and len(rows)]
+    return max([*lengths, *(len(row.input_ids) for row in eval_rows)])
 
 
 def _refuse_unknown_ids(

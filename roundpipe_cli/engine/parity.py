@@ -1,0 +1,303 @@
+"""The proof, before a run, that the engine trains a model as its own code does; it ends in numbers.
+
+The model is cut to one block of each kind (`model/reduced.py`) and given random weights. One step goes through the
+engine, where one worker meets all microbatches, and through the model's own forward and backward in train mode, each
+microbatch by a copy of the model that has met no other:
+
+    microbatches    short | long, positions beyond the limit | as long, just beyond it | short again
+    compared        the loss, and every parameter's gradient
+
+In float32 they may differ by 1e-5, or by twice what the model's own float32 differs from its float64. In 16 bit by
+twice what the model's own 16 bit differs from its float32: the loss, and of the gradients the worst.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
+from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import build_schedule
+
+TOLERANCE = 1e-5
+"""Relative, of a loss, and of a gradient in the 2-norm."""
+MAX_OWN = 1e-3
+"""A model whose own float32 is further from its float64 draws random numbers, and allows nothing."""
+FLOOR = 1e-8
+"""Of the largest gradient's norm: a gradient below it is rounding."""
+MAX_PARAMETERS = 12_000_000
+"""Of the cut model; for a larger one a narrower model of its type had better be tried."""
+LIMIT_PARAMETERS = 400_000_000
+"""Of the cut model; a larger one is not tried. They are held about four times at once, in float32."""
+SEED = 7
+SHORT, LONG = 9, 14
+"""Tokens of a microbatch."""
+TRIES = 3
+"""In 16 bit."""
+MAX_THREADS = 4
+"""Of all workers; more are slower with so few tokens."""
+MAX_ROW_TOKENS = 2100
+"""Of a microbatch that is as long as the model's positions."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found out about a model that is not refused."""
+
+    loss_error: float
+    """Relative, in float32."""
+    gradient_error: float
+    """Relative, in float32: of the parameter that is worst."""
+    unproven: str = ""
+    """What could not be tried, and why; empty: nothing."""
+    last_position: int | None = None
+    """The model has no positions from here on; None: its rows may be longer than its configuration says."""
+
+
+class ParityRefusedError(RefusedError):
+    """The engine would train something else than the model. Exit code 2."""
+
+
+def prove(model: nn.Module, split: Split) -> Proof:
+    """Compare the engine with the model itself.
+
+    Args:
+        model: parameters on the meta device, adapters included; is left as it is.
+
+    Raises:
+        ParityRefusedError: they differ, or the engine fails where the model does not.
+    """
+    reduced = reduce_model(model, split)
+    if reduced.num_parameters > LIMIT_PARAMETERS:
+        return Proof(0.0, 0.0, f"one block of each kind has {reduced.num_parameters} parameters, too many to try")
+    weights = random_weights(reduced.model)
+    try:
+        return _prove(reduced, split, weights)
+    except _PlainFailed as error:
+        return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
+
+
+class _PlainFailed(Exception):
+    """The model itself cannot compute what it was given."""
+
+
+def _prove(reduced: Reduced, split: Split, weights: Mapping[str, torch.Tensor]) -> Proof:
+    dtype = next(p.dtype for p in reduced.model.parameters() if p.is_floating_point())
+    exact = reduced.model if dtype == torch.float32 else copy.deepcopy(reduced.model).float()
+    limit = position_limit(reduced.model)
+    pieces = usual_pieces(reduced.vocab_size)
+    beyond = [] if limit is None else pieces_beyond(reduced, split, limit)
+    try:
+        plain = _run_plain(exact, split, weights, torch.float32, [*pieces, *beyond])
+        pieces, limit = [*pieces, *beyond], None
+    except _PlainFailed:
+        plain = _run_plain(exact, split, weights, torch.float32, pieces)
+    errors = differences(_run_engine(exact, split, weights, pieces, reduced.kept), plain)
+    if any(not error <= TOLERANCE for error in errors.values()):
+        own = differences(plain, _run_plain(exact, split, weights, torch.float64, pieces))
+        allowed = {name: min(max(TOLERANCE, 2 * error), MAX_OWN) for name, error in own.items()}
+        again = differences(_run_engine(exact, split, weights, pieces, reduced.kept), plain)
+        _check(errors, allowed, "float32", again)
+    unproven = ""
+    if dtype != torch.float32:
+        try:
+            _check_16_bit(reduced, exact, split, weights)
+        except _PlainFailed as error:
+            unproven = f"in {dtype} on the processor the model's own forward and backward fail: {error}"
+    gradients = [error for name, error in errors.items() if name]
+    return Proof(errors[""], max(gradients, default=0.0), unproven, last_position=limit)
+
+
+def _check_16_bit(reduced: Reduced, exact: nn.Module, split: Split, weights: Mapping[str, torch.Tensor]) -> None:
+    """Compare in the model's own dtype; one of several tries must agree.
+
+    Rounding sends a token to another expert now and then, in the engine or in the model itself, which moves gradients
+    by their own size. What computes in a wrong way does so with any tokens.
+    """
+    dtype = next(p.dtype for p in reduced.model.parameters() if p.is_floating_point())
+    for attempt in range(TRIES):
+        pieces = usual_pieces(reduced.vocab_size, attempt)
+        plain = _run_plain(exact, split, weights, torch.float32, pieces)
+        own = differences(_run_plain(reduced.model, split, weights, dtype, pieces), plain)
+        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced.kept, num_workers=2), plain)
+        worst = max((error for name, error in own.items() if name and error == error), default=0.0)
+        limits = {name: 2 * (worst if name else own[name]) + torch.finfo(dtype).eps for name in here}
+        try:
+            _check(here, limits, str(dtype).removeprefix("torch."), here)
+            return
+        except ParityRefusedError:
+            if attempt + 1 == TRIES:
+                raise
+
+
+# -- what is compared --------------------------------------------------------------------------------------------
+
+
+def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
+    """Relative errors: of the loss under the name "", and of each parameter's gradient."""
+    norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
+    floor = FLOOR * max(norms.values(), default=0.0) / TOLERANCE
+    errors = {"": abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-30)}
+    for name in {**expected.gradients, **found.gradients}:
+        theirs, ours = expected.gradients.get(name), found.gradients.get(name)
+        if theirs is None or ours is None:  # a parameter that no token reached
+            present = theirs if theirs is not None else ours
+            assert present is not None
+            difference = present
+        else:
+            difference = ours.to(theirs.dtype) - theirs
+        size = float(difference.norm())
+        errors[name] = size / max(norms.get(name, 0.0), floor) if size else 0.0
+    return errors
+
+
+def _check(errors: Mapping[str, float], allowed: Mapping[str, float], dtype: str, again: Mapping[str, float]) -> None:
+    """Refuse the largest of the differences that are not allowed; one that is no number never is.
+
+    Args:
+        again: the differences of a second try, which tell what is drawn or remembered from what is always wrong.
+    """
+    wrong = [name for name, error in errors.items() if not error <= allowed.get(name, TOLERANCE)]
+    if not wrong:
+        return
+    name = "" if "" in wrong else max(wrong, key=lambda key: errors[key])
+    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    changes = again[name] != errors[name] and not again[name] <= allowed.get(name, TOLERANCE)
+    raise _refusal(
+        f"gradient of {name}" if name else "loss",
+        f"{errors[name]:.1e} off the model's own in {dtype}{others}"
+        + (f", {again[name]:.1e} in a second try: something is drawn at random or remembered" if changes else ""),
+        f"at most {allowed.get(name, TOLERANCE):.1e}",
+    )
+
+
+def _refusal(where: str, found: str, expected: str) -> ParityRefusedError:
+    return ParityRefusedError(
+        "this model would be trained wrong",
+        where=where,
+        found=found,
+        expected=expected,
+        hint="this architecture is not supported; choose another model",
+    )
+
+
+# -- microbatches ------------------------------------------------------------------------------------------------
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Positions that the model was made for; None: it knows no limit."""
+    config: Any = model.config
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def usual_pieces(vocab_size: int, attempt: int = 0) -> list[Piece]:
+    """Two microbatches of different length and number of rows, other ones in each attempt."""
+    return [_piece(vocab_size, 2, SHORT, 10 * attempt + 1), _piece(vocab_size, 1, LONG, 10 * attempt + 2)]
+
+
+def pieces_beyond(reduced: Reduced, split: Split, limit: int) -> list[Piece]:
+    """Microbatches with positions from `limit` on: one far beyond it, then one just beyond, for what it left behind.
+
+    Where the model counts positions itself they are as long, or left out above `MAX_ROW_TOKENS`.
+    """
+    backbone = reduced.model.get_submodule(split.backbone_path)
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
+        return [_piece(reduced.vocab_size, 1, LONG, 3, end) for end in (2 * limit, limit + SHORT)]
+    tokens = limit + SHORT
+    return [_piece(reduced.vocab_size, 1, tokens, 3)] if tokens <= MAX_ROW_TOKENS else []
+
+
+def _piece(vocab_size: int, rows: int, tokens: int, seed: int, end: int | None = None) -> Piece:
+    """Random tokens, about a third of them no targets. `end`: the position behind the last token; None: `tokens`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(min(3, vocab_size - 1), vocab_size, (rows, tokens), generator=generator)
+    labels = ids.clone()
+    labels[torch.rand(ids.shape, generator=generator) < 0.3] = -100
+    labels[:, 1] = ids[:, 1]
+    if end is None:
+        return Piece(ids, labels, None)
+    return Piece(ids, labels, torch.arange(max(0, end - tokens), max(0, end - tokens) + tokens).expand(rows, -1))
+
+
+# -- the two ways ------------------------------------------------------------------------------------------------
+
+
+def _run_plain(
+    model: nn.Module, split: Split, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, pieces: Sequence[Piece]
+) -> Outcome:
+    try:
+        outcome = PlainModel(model, split, weights, dtype).run(pieces, SEED)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
+        raise _PlainFailed(f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}") from error
+    if not all(_finite(outcome)):
+        raise _PlainFailed("not finite")
+    return outcome
+
+
+def _finite(outcome: Outcome) -> Iterator[bool]:
+    yield outcome.loss - outcome.loss == 0
+    yield from (bool(gradient.isfinite().all()) for gradient in outcome.gradients.values())
+
+
+def _run_engine(
+    model: nn.Module,
+    split: Split,
+    weights: Mapping[str, torch.Tensor],
+    pieces: Sequence[Piece],
+    kept: Sequence[int],
+    *,
+    num_workers: int = 1,
+) -> Outcome:
+    """The step by the engine, every kept block a stage of its own."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    layouts = [
+        make_layout(name, parameters, dtype)
+        for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
+    ]
+    store = WeightStore(layouts)
+    for name, values in weights.items():
+        store.set_parameter(name, values)
+    microbatches = [Microbatch(piece.input_ids, piece.labels, piece.position_ids) for piece in pieces]
+    schedule = _schedule(len(layouts), kept, num_workers, len(pieces))
+    num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
+    backends = [CpuBackend(num_threads) for _ in range(num_workers)]
+    try:
+        with Engine(model, split, store, backends, seed=SEED, head_chunk_tokens=SHORT) as engine:
+            result = engine.run_step(microbatches, schedule, step=0)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise _refusal(
+            "the engine's forward and backward, which fail where the model's own do not",
+            f"{type(cause).__name__}: {str(cause).split(chr(10))[0][:200]}",
+            "losses and gradients",
+        ) from error
+    return Outcome(result.loss, {name: store.gradient(name) for name in store.trainable_names})
+
+
+def _schedule(num_layers: int, kept: Sequence[int], num_workers: int, num_microbatches: int) -> Schedule:
+    head = num_layers - 1
+    starts = sorted({0, *(index + 1 for index in kept)})
+    stages = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
+    return build_schedule(
+        "roundpipe",
+        forward_stages=stages,
+        backward_stages=[(head, head), *reversed(stages)],
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+    )

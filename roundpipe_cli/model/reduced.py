@@ -1,0 +1,292 @@
+"""A model cut to one block of each kind, with random weights, and its own forward and backward.
+
+    embed -> block.0 -> - -> - -> block.3 -> - -> norm -> LM head        -: a block of a kind that is there already,
+                                                                            which passes its hidden states on
+
+Everything else is the model's own code, so numbers of blocks and lists of their types need not be made to fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
+from roundpipe_cli.model.last_projection import block_kind
+from roundpipe_cli.model.split import BlockCall, Recorder, Split, install_stubs, materialised_copy
+
+SMALL_MODEL_PARAMETERS = 200_000
+"""Up to here a model is tried whole."""
+MAX_WIDTH, MAX_HIDDEN = 256, 512
+"""Of a feed-forward part, and of hidden states, in a narrower model."""
+MAX_VOCABULARY = 512
+"""More rows of the embedding and of the LM head are cut off."""
+
+WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "expert_ffn_hidden_size",
+)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+"""Of a configuration, in transformers' names: widths of feed-forward parts, experts, and experts of one token."""
+
+
+class SkippedBlock(nn.Module):
+    """Passes the hidden states on as a block returns them; other attributes are those of the block."""
+
+    def __init__(self, block: nn.Module, result_length: int) -> None:
+        super().__init__()
+        self.__dict__["_stands_for"] = block
+        self._result_length = result_length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkippedBlock:
+        return SkippedBlock(self.__dict__["_stands_for"], self._result_length)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return hidden if self._result_length == 0 else (hidden, *([None] * (self._result_length - 1)))
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The cut model, parameters on the meta device."""
+
+    model: nn.Module
+    kept: tuple[int, ...]
+    """Indices of the blocks that are there."""
+    vocab_size: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def reduce_model(model: nn.Module, split: Split) -> Reduced:
+    """Cut `model` (parameters on the meta device), which is left as it is."""
+    blocks = list(model.get_submodule(split.blocks_path).children())
+    kept = list(range(len(blocks)))
+    if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL_PARAMETERS:
+        kept = _one_of_each_kind(blocks, _calls(model, split))
+    memo: dict[int, Any] = {
+        id(block): SkippedBlock(block, split.result_length) for i, block in enumerate(blocks) if i not in kept
+    }
+    cut = copy.deepcopy(model, memo)
+    noisy: Any = cut.get_input_embeddings()  # type: ignore[operator]
+    setattr(noisy, NOISE_ATTRIBUTE, 0.0)  # which is not the model's own
+    return Reduced(cut, tuple(kept), _cut_vocabulary(cut, split.blocks_path))
+
+
+def shrunk_configs(config: Any) -> Iterator[Any]:
+    """Copies of `config` for narrower models of the same blocks, the smallest first; not each of them need work."""
+    small = _narrow_feed_forward(config)
+    text = small.get_text_config()
+    heads, head_size = (_number(text, key) for key in ("num_attention_heads", "head_dim"))
+    groups = _number(text, "num_key_value_heads") or heads
+    if heads and groups and head_size:
+        smallest = copy.deepcopy(small)
+        text = smallest.get_text_config()
+        text.num_key_value_heads = min(groups, 2 if groups < heads else 4)
+        text.num_attention_heads = text.num_key_value_heads * min(4, heads // groups)
+        text.hidden_size = min(text.hidden_size, MAX_HIDDEN)
+        text.head_dim = head_size
+        yield smallest
+    yield small
+
+
+def _number(text: Any, key: str) -> int:
+    value = getattr(text, key, None)
+    return value if isinstance(value, int) else 0
+
+
+def _narrow_feed_forward(config: Any) -> Any:
+    """With fewer experts too."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    chosen = max(_number(text, key) for key in CHOSEN)
+    experts = max(8, 2 * _number(text, "n_group"), 2 * chosen)
+    for keys, most in ((WIDTHS, MAX_WIDTH), (EXPERTS, experts)):
+        for key in keys:
+            value = getattr(text, key, None)
+            if isinstance(value, int):
+                setattr(text, key, min(value, most))
+            elif isinstance(value, (list, tuple)):
+                setattr(text, key, [min(one, most) if isinstance(one, int) else one for one in value])
+    return small
+
+
+def _calls(model: nn.Module, split: Split) -> list[BlockCall]:
+    probe = materialised_copy(model, split.blocks_path)
+    recorder = Recorder(split.num_blocks, split.result_length)
+    install_stubs(probe, split.blocks_path, recorder)
+    with torch.no_grad():
+        probe.train(False)(input_ids=torch.arange(1, 6)[None], use_cache=False)
+    return recorder.calls
+
+
+def _one_of_each_kind(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> list[int]:
+    """Blocks of one kind have equal modules, shapes, arguments and plain attributes, but for their number."""
+    found: dict[object, int] = {}
+    for index, (block, call) in enumerate(zip(blocks, calls, strict=True)):
+        plain = tuple(
+            (path, name, value)
+            for path, module in block.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str)) and not name.endswith(("_idx", "_index", "_id", "_number"))
+        )
+        found.setdefault((block_kind(block, call), plain), index)
+    return sorted(found.values())
+
+
+def _cut_vocabulary(model: nn.Module, blocks_path: str) -> int:
+    """Cut the first dimension of what has a row for each token; returns the number of tokens left."""
+    config: Any = model.config
+    whole: int = config.get_text_config().vocab_size
+    size = min(whole, MAX_VOCABULARY)
+    real: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if whole == size or path.startswith(f"{blocks_path}."):
+            continue
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.shape[:1] == (whole,):
+                if id(parameter) not in real:
+                    data = torch.empty((size, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
+                    real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                module._parameters[name] = real[id(parameter)]
+                if (getattr(module, "padding_idx", None) or 0) >= size:
+                    module.padding_idx = size - 1  # type: ignore[assignment]
+    return size
+
+
+def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Float32 weights by name, from which every gradient comes: no zeros, as those of fresh adapters."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        scale = 0.5 / max(parameter.shape[-1], 1) ** 0.5 if parameter.dim() > 1 else 0.1
+        values = torch.randn(parameter.shape, generator=generator).mul_(scale)
+        if parameter.dim() == 1 and "norm" in name:
+            values += 1
+        weights[name] = values.to(parameter.dtype).float()
+    return weights
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One microbatch to try a model on; as the engine's."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one step."""
+
+    loss: float
+    """Mean of the target tokens' losses in nats."""
+    gradients: Mapping[str, torch.Tensor]
+    """Float32 or float64, of every trained parameter that has one."""
+
+
+class PlainModel:
+    """The model's own forward and backward, in train mode, without anything of the engine's."""
+
+    def __init__(self, model: nn.Module, split: Split, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """
+        Args:
+            model: parameters on the meta device; not kept.
+            weights: float32, by name.
+            dtype: in which all is computed; `model`'s own or a wider one.
+        """
+        self._split = split
+        plain = copy.deepcopy(model).to(dtype)
+        config: Any = plain.config
+        if config._attn_implementation == sink_attention.NAME:
+            config._attn_implementation = "eager"  # transformers' own
+        names = {id(parameter): name for name, parameter in plain.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for module in plain.modules():
+            for attribute, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                name = names[id(parameter)]
+                if name not in self._parameters:
+                    values = weights[name].to(parameter.dtype, copy=True)
+                    self._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[attribute] = self._parameters[name]
+        self._plain = plain.train()
+
+    def run(self, pieces: Sequence[Piece], seed: int) -> Outcome:
+        """One step, each microbatch by a model that has met no other one; random draws are the engine's."""
+        targets = sum(int((piece.labels[:, 1:] != -100).sum()) for piece in pieces)
+        total = 0.0
+        sums: dict[str, torch.Tensor] = {}
+        for index, piece in enumerate(pieces):
+            total += self._one(piece, targets, index, seed)
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
+                    sums[name] = sums[name].add_(gradient) if name in sums else gradient
+                    parameter.grad = None
+        return Outcome(total / targets, sums)
+
+    def _one(self, piece: Piece, targets: int, index: int, seed: int) -> float:
+        shared = {id(parameter): parameter for parameter in self._parameters.values()}
+        fresh = copy.deepcopy(self._plain, dict(shared))
+        more: dict[str, Any] = {"use_cache": False}
+        if piece.position_ids is not None:
+            more["position_ids"] = piece.position_ids
+        with _Draws(fresh, self._split.blocks_path, index, seed):
+            logits = fresh(input_ids=piece.input_ids, **more).logits[:, :-1].flatten(0, 1)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        loss = nn.functional.cross_entropy(logits, piece.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        (loss / targets).backward()
+        return float(loss.detach().double())
+
+
+class _Draws:
+    """Seeds what is drawn by (step, microbatch, layer), as the engine does: a mode around each block's forward."""
+
+    def __init__(self, model: nn.Module, blocks_path: str, microbatch: int, seed: int) -> None:
+        self._microbatch, self._seed = microbatch, seed
+        self._mode: SeededDropout | None = None
+        for index, block in enumerate(model.get_submodule(blocks_path).children()):
+            block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter(layer))
+            block.register_forward_hook(lambda *_: self._leave())
+
+    def _enter(self, layer: int) -> None:
+        self._leave()
+        self._mode = SeededDropout(layer_seed(self._seed, 0, self._microbatch, layer))
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode = None
+
+    def __enter__(self) -> None:
+        self._enter(0)
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()

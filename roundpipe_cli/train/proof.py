@@ -1,0 +1,116 @@
+"""The proof of a model before its run, remembered: see `engine/parity.py`.
+
+A file per key, JSON. What cannot be read or written is proven again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from roundpipe_cli import __version__
+from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.engine.parity import MAX_PARAMETERS, Proof, prove
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
+from roundpipe_cli.model.split import Split
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.durable import write_atomically
+
+FORMAT = 1
+"""Goes up when a proof means something else than before."""
+LIBRARIES = ("torch", "transformers", "peft")
+
+Build = Callable[[Any], tuple[nn.Module, Split]]
+"""From a configuration to a skeleton, made trainable as the recipe says."""
+
+
+def prove_once(model: nn.Module, split: Split, recipe: Recipe, build: Build, tell: Callable[[Event], None]) -> Proof:
+    """Prove that the engine trains `model` as its own code does, unless that is known.
+
+    Args:
+        model: parameters on the meta device, made trainable; left as it is.
+        build: makes a smaller one, of a model whose blocks are too large to try.
+
+    Raises:
+        ParityRefusedError: it does not.
+    """
+    path = cache_folder("proofs") / f"{_key(model, recipe)}.json"
+    proof = _load(path)
+    if proof is None:
+        tell(Phase("comparing the engine with the model's own forward and backward"))
+        proof = _prove(model, split, build)
+        with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(proof)).encode())
+    if proof.unproven:
+        tell(Notice(f"not proven that this model trains as its own code does: {proof.unproven}"))
+    return proof
+
+
+def refuse_long_rows(longest: int, proof: Proof) -> None:
+    """Refuse rows of more tokens than the model has positions.
+
+    Raises:
+        RefusedError: there are such rows.
+    """
+    if proof.last_position is not None and longest > proof.last_position:
+        raise RefusedError(
+            "rows are longer than this model has positions",
+            where="max_seq_length",
+            found=f"a row of {longest} tokens",
+            expected=f"at most {proof.last_position} (max_position_embeddings of the model's configuration)",
+            hint=f"max_seq_length={proof.last_position}",
+        )
+
+
+def _prove(model: nn.Module, split: Split, build: Build) -> Proof:
+    """Of the model itself, or of the first narrower one that works."""
+    if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
+        for smaller, its_split in _narrower(model.config, build):
+            proof = prove(smaller, its_split)
+            if not proof.unproven:
+                return proof
+    return prove(model, split)
+
+
+def _narrower(config: Any, build: Build) -> Iterator[tuple[nn.Module, Split]]:
+    with suppress(Exception):  # whatever a configuration that nobody meant leads to
+        for smaller in shrunk_configs(config):
+            try:
+                built = build(smaller)
+            except Exception:
+                continue
+            yield built
+
+
+def _key(model: nn.Module, recipe: Recipe) -> str:
+    """Hash of all that a proof depends on: code, configuration, what is trained and how."""
+    config: Any = model.config
+    parts = {
+        "format": FORMAT,
+        "versions": [__version__, *(version(name) for name in LIBRARIES)],
+        "config": {key: value for key, value in config.to_dict().items() if key != "_name_or_path"},
+        "parameters": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()],
+        "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _load(path: Path) -> Proof | None:
+    try:
+        found = json.loads(path.read_bytes())
+        return Proof(
+            float(found["loss_error"]), float(found["gradient_error"]), str(found["unproven"]), found["last_position"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
