@@ -339,7 +339,7 @@ def test_what_was_not_proven_is_told(llama: tuple[nn.Module, Split], monkeypatch
 def test_a_cache_that_cannot_be_written_is_no_error(
     llama: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "file"))
+    (tmp_path / "proofs").write_text("")  # a file where the folder would be
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
     recipe: Any = SimpleNamespace(method="full")
     assert prove_once(*llama, recipe, lambda config: llama, lambda event: None).unproven == ""
