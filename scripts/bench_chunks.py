@@ -23,10 +23,10 @@ from pathlib import Path
 from bench_emulated import compressed
 from simulated_gains import HUB_IDS, Column
 
-from roundpipe_cli.engine.emulate import run_emulated
-from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.models import shipped_architecture
-from roundpipe_cli.schedule.compare import Question, chunk_partition, make_schedule
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.models import shipped_architecture
+from roundpipe_cli.engine.dispatch.emulate import run_emulated
+from roundpipe_cli.planning.compare import Question, chunk_partition, make_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s

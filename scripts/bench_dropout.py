@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from roundpipe_cli.model.dropout import SeededDropout
-from tests.tiny import make_rig, plain_step, random_microbatches
+from tests.support.tiny import make_rig, plain_step, random_microbatches
 
 NUM_ELEMENTS = 1 << 22
 

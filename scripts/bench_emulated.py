@@ -26,11 +26,11 @@ from pathlib import Path
 
 from simulated_gains import HUB_IDS, MICROBATCHES, WORKERS, Column
 
-from roundpipe_cli.engine.emulate import Emulated, run_emulated
-from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.models import shipped_architecture
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.models import shipped_architecture
+from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
+from roundpipe_cli.planning.compare import Question, choose_partition, make_schedule
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.compare import Question, choose_partition, make_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.kept import kept_activations
@@ -32,15 +33,14 @@ from roundpipe_cli.engine.probe import find_unread
 from roundpipe_cli.engine.profile import measured_costs, profile_schedule
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.planning.compare import even_stages
+from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.resident import DEALING, resident_partition
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.compare import even_stages
 from roundpipe_cli.schedule.dealing import Options
-from roundpipe_cli.schedule.resident import DEALING, resident_partition
-from roundpipe_cli.train.pool import make_cutter
+from roundpipe_cli.train.build import make_cutter
 from roundpipe_cli.train.setup import Setup, prepare
 
 WORKERS = 2

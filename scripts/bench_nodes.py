@@ -33,8 +33,8 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.stage import OnGradient
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.train.nodes import Nodes, Sharing
-from tests.tiny import make_rig, random_microbatches
+from roundpipe_cli.train.nodes.group import Nodes, Sharing
+from tests.support.tiny import make_rig, random_microbatches
 
 WATCHDOG_S = 120.0
 

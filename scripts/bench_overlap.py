@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_runs import environment
 
-from tests.e2e import make_model, make_workspace, write_rows
+from tests.support.e2e import make_model, make_workspace, write_rows
 
 SKIPPED_STEPS = 5
 """They profile, and the one after them waits for the planner."""

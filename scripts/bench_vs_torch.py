@@ -29,20 +29,20 @@ from typing import Any
 import torch
 
 from roundpipe_cli.cli.finetune import quiet_libraries
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.machine import num_cores
-from roundpipe_cli.plan.partition import plan_partition
-from roundpipe_cli.plan.stages import StageLimits
+from roundpipe_cli.planning.adaptive import PROFILE_STEPS
+from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.train.cut import PROFILE_STEPS
-from roundpipe_cli.train.optimizer import HostOptimizer
-from roundpipe_cli.train.pool import make_cutter, page_locked
+from roundpipe_cli.train.build import make_cutter, page_locked
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.setup import Setup, prepare
 
 LEARNING_RATE = 0.0

@@ -20,28 +20,28 @@ import torch
 from bench_vs_torch import setup_for
 
 from roundpipe_cli.cli.finetune import quiet_libraries
+from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.plan.memory import with_cached_weights
-from roundpipe_cli.plan.partition import plan_partition
+from roundpipe_cli.planning.adaptive import rough_costs
+from roundpipe_cli.planning.compare import Partition
+from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.resident import DEALING, resident_partition
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.compare import Partition
 from roundpipe_cli.schedule.lower import WEIGHTS
-from roundpipe_cli.schedule.resident import DEALING, resident_partition
 from roundpipe_cli.schedule.timeline import UP
-from roundpipe_cli.train.cut import rough_costs
-from roundpipe_cli.train.pool import page_locked
+from roundpipe_cli.train.build import page_locked
 from roundpipe_cli.train.setup import Setup, active_parameters
 
 EVERYTHING = 1 << 62
 WAYS = {"streamed": (1, 0), "weights stay": (1, EVERYTHING), "two workers": (2, 0)}
 """Workers, all on one device, and bytes of the weight cache."""
 RESIDENT = "two workers, weights and microbatches stay"
-"""LoRA only: each microbatch on one worker, nothing recomputed (`schedule/resident.py`)."""
+"""LoRA only: each microbatch on one worker, nothing recomputed (`planning/resident.py`)."""
 LINK_BYTES = 256 * 1024**2
 
 

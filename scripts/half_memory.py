@@ -41,7 +41,7 @@ def peak_bytes(group: Path) -> int:
 
 
 def main() -> int:
-    from tests.e2e import make_model, make_workspace, metrics
+    from tests.support.e2e import make_model, make_workspace, metrics
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=75)

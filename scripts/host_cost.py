@@ -36,7 +36,7 @@ from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.schedule.lower import Op
-from tests.tiny import Rig, make_rig, random_microbatches
+from tests.support.tiny import Rig, make_rig, random_microbatches
 
 NUM_MICROBATCHES, TOKENS, WARM_UP = 8, 8, 4
 EXPERTS, EXPERT_TOKENS = 128, 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from roundpipe_cli.cli.predict import Plan, make_plan
+from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import HeaderVerdict, ShippedRecipe, shipped_recipes, with_verdict
 from roundpipe_cli.units import GIB

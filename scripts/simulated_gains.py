@@ -16,12 +16,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.plan.analytic import TrainingSettings, attended_tokens, head_chunk_bytes, lora_params
-from roundpipe_cli.plan.cost import CostModel, LayerCost, keep_activations, skip_projections
-from roundpipe_cli.plan.hardware import parse_hardware
-from roundpipe_cli.plan.memory import device_need, one_layer_bytes, usable_device_bytes
-from roundpipe_cli.plan.models import Architecture, shipped_architecture
-from roundpipe_cli.schedule.compare import Partition, Question, choose_partition, dealt_partition, run
+from roundpipe_cli.costs.analytic import TrainingSettings, attended_tokens, head_chunk_bytes, lora_params
+from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes
+from roundpipe_cli.costs.models import Architecture, shipped_architecture
+from roundpipe_cli.planning.compare import Partition, Question, choose_partition, dealt_partition, run
 from roundpipe_cli.schedule.dealing import Options
 
 HUB_IDS = {"Llama3-8B": "meta-llama/Llama-3.1-8B", "Qwen3-32B": "Qwen/Qwen3-32B"}

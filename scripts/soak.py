@@ -25,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.train.optimizer import HostOptimizer
-from tests.tiny import make_rig, random_microbatches, schedule_for
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from tests.support.tiny import make_rig, random_microbatches, schedule_for
 
 MIB = 1024**2
 NUM_TENTHS = 10

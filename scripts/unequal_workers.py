@@ -22,13 +22,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine.emulate import run_emulated
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.dispatch.emulate import run_emulated
+from roundpipe_cli.planning.adaptive import Cutter, rough_costs
+from roundpipe_cli.planning.compare import Question, choose_partition, make_schedule
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.compare import Question, choose_partition, make_schedule
 from roundpipe_cli.schedule.timeline import busy_s
-from roundpipe_cli.train.cut import Cutter, rough_costs
-from tests.tiny import Rig, make_rig, random_microbatches
+from tests.support.tiny import Rig, make_rig, random_microbatches
 
 MICROBATCHES, BLOCKS = 12, 6
 DISPATCHES = ("round_robin", "auto")

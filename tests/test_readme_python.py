@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tests.e2e import child_environment, make_model, make_workspace
+from tests.support.e2e import child_environment, make_model, make_workspace
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

@@ -13,10 +13,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from roundpipe_cli.train.generate import roomy_device
-from roundpipe_cli.train.ollama import find_turns, modelfile
-from tests.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run
-from tests.test_export import random_adapter
+from roundpipe_cli.train.result.generate import roomy_device
+from roundpipe_cli.train.result.ollama import find_turns, modelfile
+from tests.support.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run
+from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
 CHATML = (

@@ -19,11 +19,11 @@ import typer.main
 from roundpipe_cli.cli.app import app, main
 from roundpipe_cli.cli.usage import UsageError, explain_usage
 from roundpipe_cli.cli.version import version_lines
+from roundpipe_cli.costs.hardware import catalogue, find_gpu, parse_hardware
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.plan.hardware import catalogue, find_gpu, parse_hardware
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.shipped import find_shipped, shipped_recipes
-from tests.e2e import child_environment, command_line
+from tests.support.e2e import child_environment, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(getattr(typer.main.get_command(app), "commands", {}))
@@ -203,16 +203,16 @@ RUN_HERE = ("roundpipe plan ", "roundpipe recipes ls", "roundpipe recipes show",
 RUN_ELSEWHERE = {
     "scripts/": "by hand and by .ci/run: each takes minutes",
     "roundpipe finetune": "tests/test_finetune_*.py, with tiny models",
-    "roundpipe bench": "tests/test_bench_cli.py, tests/test_bench_run.py",
-    "roundpipe watch": "tests/test_dashboard_watch.py",
-    "roundpipe data": "tests/test_data_command.py",
-    "roundpipe export": "tests/test_export.py",
+    "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_bench_run.py",
+    "roundpipe watch": "tests/dashboard/test_dashboard_watch.py",
+    "roundpipe data": "tests/data/test_data_command.py",
+    "roundpipe export": "tests/train/test_export.py",
     "roundpipe generate": "tests/test_release.py",
-    "roundpipe init": "tests/test_init_doctor.py",
-    "roundpipe doctor": "tests/test_init_doctor.py",
-    "roundpipe convert": "tests/test_convert.py",
-    "roundpipe recipes": "tests/test_shipped_recipes.py",
-    "roundpipe plan": "tests/test_plan_cli.py",
+    "roundpipe init": "tests/cli/test_init_doctor.py",
+    "roundpipe doctor": "tests/cli/test_init_doctor.py",
+    "roundpipe convert": "tests/recipe/test_convert.py",
+    "roundpipe recipes": "tests/planning/test_shipped_recipes.py",
+    "roundpipe plan": "tests/planning/test_plan_cli.py",
     "roundpipe --": "the tests above",
 }
 """Beginning of a command -> what runs that command with files of its own."""

@@ -12,7 +12,7 @@ from roundpipe_cli.cli.output import say
 
 if TYPE_CHECKING:
     from roundpipe_cli.cli.bench_options import RoundpipeFlags
-    from roundpipe_cli.schedule.compare import Partition, Question, Result
+    from roundpipe_cli.planning.compare import Partition, Question, Result
 
 
 def bench(
@@ -78,7 +78,7 @@ def bench(
         plain = json_output or no_dashboard
         _run_really(recipe, overrides or [], schedule, repetitions or 5, json_output, plain, flags)
         return
-    from roundpipe_cli.schedule.compare import check_question, run
+    from roundpipe_cli.planning.compare import check_question, run
 
     question = _question(recipe, overrides or [], costs, hardware, workers, microbatches, accounting, staleness, steps)
     check_question(question)
@@ -159,9 +159,9 @@ def _question(
     staleness: int,
     steps: int,
 ) -> Question:
+    from roundpipe_cli.costs.cost import load_costs
     from roundpipe_cli.errors import RefusedError, closest
-    from roundpipe_cli.plan.cost import load_costs
-    from roundpipe_cli.schedule.compare import Question
+    from roundpipe_cli.planning.compare import Question
 
     if accounting not in ("default", "published"):
         nearest = closest(accounting, ["default", "published"])
@@ -195,9 +195,9 @@ def _question(
 def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Question:
     """What a recipe says of costs, workers and microbatches, and what it leaves to the planner."""
     from roundpipe_cli.cli.output import say
-    from roundpipe_cli.cli.question import ask
+    from roundpipe_cli.planning.compare import Question
+    from roundpipe_cli.planning.question import ask
     from roundpipe_cli.recipe.load import load_recipe
-    from roundpipe_cli.schedule.compare import Question
     from roundpipe_cli.units import format_seconds
 
     question = ask(load_recipe(recipe, overrides), hardware)
@@ -234,8 +234,8 @@ def _partitions(
     """
     from roundpipe_cli.cli.bench_options import check_schedules
     from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.planning.compare import Partition, choose_partition
     from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, schedule_name
-    from roundpipe_cli.schedule.compare import Partition, choose_partition
     from roundpipe_cli.schedule.validate import CHUNK_SCHEDULES
 
     known = SCHEDULES if question.sequence_chunks == 1 else CHUNK_SCHEDULES

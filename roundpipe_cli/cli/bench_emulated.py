@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundpipe_cli.engine.emulate import Emulated, run_emulated
-from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.schedule.compare import Partition, Question, Result, make_schedule
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
+from roundpipe_cli.planning.compare import Partition, Question, Result, make_schedule
 
 Asked = tuple[str, Partition, Question]
 """(schedule, its stages, what it was asked)."""

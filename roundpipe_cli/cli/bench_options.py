@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plan.cost import CostModel, keep_activations, skip_projections
+from roundpipe_cli.planning.compare import Question
 from roundpipe_cli.schedule.builders import BOUND_SCHEDULES
-from roundpipe_cli.schedule.compare import Question
 from roundpipe_cli.schedule.dealing import Options
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
-from roundpipe_cli.plan.find_model import hub_answers, is_offline
-from roundpipe_cli.plan.machine import free_disk_bytes, host_memory, lockable_bytes, num_cores, processor_name
+from roundpipe_cli.costs.find_model import hub_answers, is_offline
+from roundpipe_cli.costs.machine import free_disk_bytes, host_memory, lockable_bytes, num_cores, processor_name
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 State = Literal["good", "note", "fails"]

@@ -65,8 +65,8 @@ def export(
     quiet_libraries()
     import torch
 
-    from roundpipe_cli.train.base_files import describe_added
-    from roundpipe_cli.train.export import Extras, copy_result, merge_result
+    from roundpipe_cli.train.result.base_files import describe_added
+    from roundpipe_cli.train.result.export import Extras, copy_result, merge_result
 
     extras = Extras(_base_name(output_dir, base), f"./{GGUF_NAME}" if gguf else ".")
     if source is None:

@@ -54,7 +54,7 @@ def finetune(
     _refuse_loose_equals(overrides or ())
     from roundpipe_cli.cli.display import Display, show_end, training_keys
     from roundpipe_cli.cli.environment import check_environment
-    from roundpipe_cli.cli.planned import planned_bytes
+    from roundpipe_cli.planning.planned import planned_bytes
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
@@ -108,8 +108,8 @@ def _refuse_loose_equals(overrides: Sequence[str]) -> None:
 
 def refuse_too_large(loaded: LoadedRecipe) -> None:
     """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
-    from roundpipe_cli.cli.predict import check_fits
     from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.planning.predict import check_fits
 
     with contextlib.suppress(RefusedError):
         check_fits(loaded)

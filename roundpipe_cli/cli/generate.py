@@ -44,7 +44,7 @@ def generate(
         source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
     say("loading torch and transformers ...")
     quiet_libraries()
-    from roundpipe_cli.train.generate import answer, describe_answer, load_result, move_to_gpu
+    from roundpipe_cli.train.result.generate import answer, describe_answer, load_result, move_to_gpu
 
     model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))

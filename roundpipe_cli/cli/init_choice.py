@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from roundpipe_cli.cli.fitting import fitting_recipe
-from roundpipe_cli.cli.question import Question, hardware_of
-from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plan.analytic import (
+from roundpipe_cli.costs.analytic import (
     FLOAT32_EFFICIENCY,
     FP32_ACCUMULATE_EFFICIENCY,
     DType,
     TrainingSettings,
     analytic_costs,
 )
-from roundpipe_cli.plan.find_model import find_architecture
-from roundpipe_cli.plan.hardware import Hardware, parse_hardware
-from roundpipe_cli.plan.models import Architecture
-from roundpipe_cli.plan.verdict import judge_coarsest
+from roundpipe_cli.costs.find_model import find_architecture
+from roundpipe_cli.costs.hardware import Hardware, parse_hardware
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.fitting import fitting_recipe
+from roundpipe_cli.planning.question import Question, hardware_of
+from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text, resolve_path
 from roundpipe_cli.units import format_bytes, format_count
 

@@ -10,12 +10,12 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roundpipe_cli.cli.predict import Plan
-    from roundpipe_cli.plan.cost import CostModel, LayerCost
-    from roundpipe_cli.plan.hardware import Hardware
-    from roundpipe_cli.plan.memory import Need
-    from roundpipe_cli.plan.solve import Solution
-    from roundpipe_cli.plan.stages import StageRange
+    from roundpipe_cli.costs.cost import CostModel, LayerCost
+    from roundpipe_cli.costs.hardware import Hardware
+    from roundpipe_cli.costs.memory import Need
+    from roundpipe_cli.planning.predict import Plan
+    from roundpipe_cli.planning.solve import Solution
+    from roundpipe_cli.planning.stages import StageRange
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 
@@ -37,7 +37,7 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     from roundpipe_cli.cli.output import say, say_data
-    from roundpipe_cli.cli.predict import make_plan, solve_recipe
+    from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -59,14 +59,14 @@ def plan(
 
 def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
     """Analytic costs of a recipe's layers; see `predict.costs_for_recipe`."""
-    from roundpipe_cli.cli import predict
+    from roundpipe_cli.planning import predict
 
     return predict.costs_for_recipe(loaded, hardware)
 
 
 def check_fits(loaded: LoadedRecipe) -> None:
     """Refuse, with exit code 5, a run that cannot fit on this machine; see `predict.check_fits`."""
-    from roundpipe_cli.cli import predict
+    from roundpipe_cli.planning import predict
 
     predict.check_fits(loaded)
 
@@ -119,7 +119,7 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
 
 def _fitting_name(answer: Plan) -> str | None:
     """The shipped recipe that fits where this one does not, as a user types it."""
-    from roundpipe_cli.cli.fitting import fitting_recipe
+    from roundpipe_cli.planning.fitting import fitting_recipe
 
     fitting = fitting_recipe(answer.question)
     return fitting.command_name if fitting is not None else None
@@ -127,7 +127,7 @@ def _fitting_name(answer: Plan) -> str | None:
 
 def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
     """The plan in words: the verdict first."""
-    from roundpipe_cli.cli.unequal import who_does_what
+    from roundpipe_cli.planning.unequal import who_does_what
 
     lines = [*_verdict_lines(answer), ""]
     if solution is not None:
@@ -143,7 +143,7 @@ def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
 
 
 def _verdict_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.cli.run_length import steps_of
+    from roundpipe_cli.planning.run_length import steps_of
     from roundpipe_cli.units import format_count, format_seconds
 
     question, settings = answer.question, answer.question.settings

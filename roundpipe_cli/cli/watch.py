@@ -59,7 +59,7 @@ def write_page(folder: Path, path: Path) -> None:
         ResourceError: the disk is full or failing.
     """
     from roundpipe_cli.dashboard.html import report_page
-    from roundpipe_cli.train.durable import write_atomically
+    from roundpipe_cli.durable import write_atomically
 
     write_atomically(path, report_page(folder).encode(), mode=0o644)
 

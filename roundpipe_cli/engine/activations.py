@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 
 from roundpipe_cli.engine.backends.base import Event
-from roundpipe_cli.engine.progress import Progress
+from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.model.split import BlockCall

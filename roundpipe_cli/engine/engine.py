@@ -22,19 +22,19 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier, downloads_of
-from roundpipe_cli.engine.dispatch import MEMORY_HINT, StepRun
+from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, StepRun
+from roundpipe_cli.engine.dispatch.ledger import Links, links_of
+from roundpipe_cli.engine.dispatch.pool import Pool
+from roundpipe_cli.engine.dispatch.progress import Progress
+from roundpipe_cli.engine.dispatch.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.kept import Kept, kept_activations
-from roundpipe_cli.engine.ledger import Links, links_of
 from roundpipe_cli.engine.live import ActionTime, StepInWork
-from roundpipe_cli.engine.pool import Pool
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
-from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.sequences import chunk_states
 from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
-from roundpipe_cli.engine.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError

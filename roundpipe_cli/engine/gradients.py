@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.engine.progress import Progress
+from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.model.layout import LayerLayout
 
 SQUARED_ELEMENTS = 1 << 24

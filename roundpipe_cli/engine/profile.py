@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.plan.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
 

@@ -21,10 +21,10 @@ from torch import nn
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier
+from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.gradients import GradientFold, Leaving, Parts, square_sum
 from roundpipe_cli.engine.kept import Kept, weights_found_again
 from roundpipe_cli.engine.program import layer_range, stage_layers
-from roundpipe_cli.engine.progress import Progress
 from roundpipe_cli.engine.sequences import KINDS, BlockSequence, Sequences
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues

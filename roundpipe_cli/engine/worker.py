@@ -17,7 +17,7 @@ from torch import nn
 
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
 from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.dispatch import Chunk
+from roundpipe_cli.engine.dispatch.dispatch import Chunk
 from roundpipe_cli.engine.gradients import GradientFold, Leaving, square_sum
 from roundpipe_cli.engine.program import backward_ops, describe, layer_range, stage_layers
 from roundpipe_cli.engine.stage import StageRunner, StepContext

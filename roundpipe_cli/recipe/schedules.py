@@ -1,7 +1,7 @@
 """The settings of learning-rate schedules: which a schedule takes, and which values keep the learning rate in bounds.
 
 No schedule may give a learning rate that is negative, or above `learning_rate` unless `lr_above_peak` asks for it. The
-bounds here do not depend on the number of steps; `train/learning_rate.py` looks at every step before training.
+bounds here do not depend on the number of steps; `train/optim/learning_rate.py` looks at every step before training.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.plan.cost import CostModel, LayerCost
+from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Kind, StageRange
 
 

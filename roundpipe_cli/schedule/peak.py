@@ -6,7 +6,7 @@ fused head's forward) and backward, and boundary tensors while they wait or trav
 
 from __future__ import annotations
 
-from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, Program
 from roundpipe_cli.schedule.timeline import DOWN, UP

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 
-from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.durations import StageTimes, stage_times
 from roundpipe_cli.schedule.lower import Op, Program, lower

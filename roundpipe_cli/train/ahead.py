@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, StepUnderWay
 from roundpipe_cli.engine.step import Microbatch, StepResult
+from roundpipe_cli.planning.adaptive import Cutter
 from roundpipe_cli.schedule.timeline import busy_s
 from roundpipe_cli.train.batches import log_rows
-from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.setup import Setup
 
 

@@ -3,7 +3,7 @@
 Only frozen weights are worth it, which are uploaded once in a run. The first step with the stages that the run would
 keep shows what it takes; what the memory model says of longer microbatches counts where it is more. Up to
 `CACHE_SHARE` of the memory is then filled. Where all weights fit, so that stages need no room for them, and other
-stages are faster then (`schedule/resident.py`), the run changes to those. If a device runs out of memory all the same,
+stages are faster then (`planning/resident.py`), the run changes to those. If a device runs out of memory all the same,
 the cache is given up first, and such stages with it.
 """
 
@@ -11,24 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.events import Notice
-from roundpipe_cli.plan.cost import CostModel
-from roundpipe_cli.plan.machine import num_machines
-from roundpipe_cli.plan.memory import (
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.machine import num_machines
+from roundpipe_cli.costs.memory import (
     CACHE_SHARE,
     largest_stage_bytes,
     spare_for_cache,
     whole_cache_bytes,
     with_cached_weights,
 )
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.events import Notice
+from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.compare import MIN_GAIN, Partition, Question, make_schedule
+from roundpipe_cli.planning.resident import DEALING, resident_partition
 from roundpipe_cli.schedule.actions import Schedule, StageRange
-from roundpipe_cli.schedule.compare import MIN_GAIN, Partition, Question, make_schedule
-from roundpipe_cli.schedule.resident import DEALING, resident_partition
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.train.cut import Cutter
 from roundpipe_cli.train.setup import Setup, Tell
 from roundpipe_cli.units import format_bytes
 

@@ -6,19 +6,19 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import StepFinished, run_clock
-from roundpipe_cli.plan.cost import CostModel
+from roundpipe_cli.planning.adaptive import PROFILE_STEPS
+from roundpipe_cli.planning.compare import Question, Result, choose_partition, run
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.schedule.compare import Question, Result, choose_partition, run
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
-from roundpipe_cli.train.cut import PROFILE_STEPS
-from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
+from roundpipe_cli.train.build import make_cutter, make_engine, page_locked
+from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_timeline
 from roundpipe_cli.train.setup import Setup, Tell, prepare
-from roundpipe_cli.train.telemetry import Telemetry, run_started, step_timeline
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Relative, between the losses of two schedules."""

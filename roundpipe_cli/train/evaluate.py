@@ -22,25 +22,25 @@ import torch
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EvaluationFinished, Notice
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.head import HeadScores
+from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.schedule.actions import Schedule, StageRange
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
-from roundpipe_cli.schedule.forward import forward_stages
-from roundpipe_cli.train.base_files import end_tokens
 from roundpipe_cli.train.batches import collate_rows
-from roundpipe_cli.train.checkpoint import peek
-from roundpipe_cli.train.cut import Cutter
-from roundpipe_cli.train.durable import append_line, remove_tree
-from roundpipe_cli.train.finish import save_result, verify_best, write_best
-from roundpipe_cli.train.manifest import DamagedError
-from roundpipe_cli.train.output_dir import EVAL_NAME
+from roundpipe_cli.train.checkpoint.manifest import DamagedError
+from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
+from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
+from roundpipe_cli.train.checkpoint.store import peek
+from roundpipe_cli.train.result.base_files import end_tokens
+from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.setup import Setup, Tell
-from roundpipe_cli.train.step_folders import best_folder, list_best, list_checkpoints
 
 
 class InterruptedScoring(Exception):

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.machine import num_cores
+from roundpipe_cli.costs.processes import was_restarted
 from roundpipe_cli.data.batching import Position, RowBatch
+from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
 from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.model.layout import LayerLayout
-from roundpipe_cli.plan.machine import num_cores
-from roundpipe_cli.plan.processes import was_restarted
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
@@ -34,20 +35,9 @@ from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
-from roundpipe_cli.train.checkpoint import Checkpoint, load_newest
-from roundpipe_cli.train.durable import write_atomically
-from roundpipe_cli.train.evaluate import Evaluator, Scorer
-from roundpipe_cli.train.finish import write_report, write_trace
-from roundpipe_cli.train.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
-from roundpipe_cli.train.loss_scale import LossScale
-from roundpipe_cli.train.metrics import append_row, metrics_row, sync_rows
-from roundpipe_cli.train.nodes import Nodes, Sharing, nodes_of
-from roundpipe_cli.train.optimizer import make_optimizer
-from roundpipe_cli.train.output_dir import METRICS_NAME, OutputDir, RunState
-from roundpipe_cli.train.pool import make_cutter, make_engine, page_locked
-from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
-from roundpipe_cli.train.report import make_report
-from roundpipe_cli.train.resume import (
+from roundpipe_cli.train.build import make_cutter, make_engine, page_locked
+from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME, OutputDir, RunState
+from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_state,
     check_unchanged,
@@ -57,16 +47,26 @@ from roundpipe_cli.train.resume import (
     run_state,
     shared_facts,
 )
-from roundpipe_cli.train.rewind import rewind
-from roundpipe_cli.train.saver import Saver, Snapshot
+from roundpipe_cli.train.checkpoint.rewind import rewind
+from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
+from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
+from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
+from roundpipe_cli.train.checkpoint.store import Checkpoint, load_newest
+from roundpipe_cli.train.evaluate import Evaluator, Scorer
+from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
+from roundpipe_cli.train.monitor.telemetry import Recorder, Telemetry, run_started, step_timeline
+from roundpipe_cli.train.monitor.trackers import Trackers
+from roundpipe_cli.train.nodes.group import Nodes, Sharing, nodes_of
+from roundpipe_cli.train.nodes.shard import Shards, make_shards
+from roundpipe_cli.train.optim.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
+from roundpipe_cli.train.optim.loss_scale import LossScale
+from roundpipe_cli.train.optim.optimizer import make_optimizer
+from roundpipe_cli.train.optim.updater import Updater
+from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
+from roundpipe_cli.train.result.finish import write_report, write_trace
+from roundpipe_cli.train.result.report import make_report
 from roundpipe_cli.train.setup import Setup, Tell, prepare
-from roundpipe_cli.train.shard import Shards, make_shards
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
-from roundpipe_cli.train.state import layer_state, restore_state
-from roundpipe_cli.train.step_folders import list_checkpoints
-from roundpipe_cli.train.telemetry import Recorder, Telemetry, run_started, step_timeline
-from roundpipe_cli.train.trackers import Trackers
-from roundpipe_cli.train.updater import Updater
 from roundpipe_cli.watchdog import watching
 
 Planned = Callable[[Schedule, bool], Mapping[str, float]]

@@ -8,9 +8,9 @@ from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.model.source import check_model_name
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.train.checkpoint.output_dir import check_start
 from roundpipe_cli.train.floors import check_floors
-from roundpipe_cli.train.output_dir import check_start
-from roundpipe_cli.train.trackers import require_trackers
+from roundpipe_cli.train.monitor.trackers import require_trackers
 
 
 def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:

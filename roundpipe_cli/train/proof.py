@@ -18,13 +18,13 @@ from torch import nn
 
 from roundpipe_cli import __version__
 from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.parity import MAX_PARAMETERS, Proof, prove
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.durable import write_atomically
 
 FORMAT = 1
 """Goes up when a proof means something else than before."""

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows, build_dataset
 from roundpipe_cli.data.hold_out import hold_out
 from roundpipe_cli.data.pairs import build_pairs
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.durable import disk_error, require_free_bytes
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
@@ -41,15 +43,13 @@ from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.weights_io import load_weights, packed_names
 from roundpipe_cli.model.worker_model import layer_parameters
-from roundpipe_cli.plan.machine import host_memory
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe
-from roundpipe_cli.train.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
-from roundpipe_cli.train.durable import disk_error, require_free_bytes
-from roundpipe_cli.train.learning_rate import num_steps_of, schedule_of
+from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
+from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -18,8 +18,8 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from roundpipe_cli.cache import CACHE_VARIABLE
-from roundpipe_cli.train.resume import FREE_KEYS
-from tests.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
+from roundpipe_cli.train.checkpoint.resume import FREE_KEYS
+from tests.support.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
 
 T = TypeVar("T")
 BASE = {

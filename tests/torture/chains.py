@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.train.batches import ROW_LOG_VARIABLE
-from tests.e2e import numbers, write_rows
+from tests.support.e2e import numbers, write_rows
 from tests.torture.arena import Arena, Seen, resume_words, saved, start
 
 NUM_ROWS = 60

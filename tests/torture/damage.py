@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from threading import Lock
 
-from tests.e2e import Outcome, tree
+from tests.support.e2e import Outcome, tree
 from tests.torture.arena import Arena, Seen, assert_identical, died, resume_words, saved, spread, start
 
 VARIANT = "accumulate"

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from tests.e2e import Outcome, launch
+from tests.support.e2e import Outcome, launch
 from tests.torture import guard
 from tests.torture.arena import Arena, Seen
 

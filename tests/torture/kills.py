@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from threading import Lock
 
-from tests.e2e import Outcome
+from tests.support.e2e import Outcome
 from tests.torture.arena import (
     Arena,
     Seen,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from roundpipe_cli.train.checkpoint import load_newest
-from tests.e2e import Outcome, Running
+from roundpipe_cli.train.checkpoint.store import load_newest
+from tests.support.e2e import Outcome, Running
 from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, saved, spread, start
 
 CALLS = (

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.e2e import Running
+from tests.support.e2e import Running
 from tests.torture.arena import resume_words, start
 
 

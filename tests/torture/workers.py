@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from roundpipe_cli.train.checkpoint import load_newest
-from tests.e2e import Outcome
+from roundpipe_cli.train.checkpoint.store import load_newest
+from tests.support.e2e import Outcome
 from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, spread, start
 
 ENDS_WITHIN_S = 10.0

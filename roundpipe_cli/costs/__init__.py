@@ -1,0 +1,1 @@
+"""What a layer costs in time and bytes: models, hardware, memory. No torch."""

@@ -1,0 +1,445 @@
+"""What each layer costs on a machine that nobody has measured: from the model's figures and the GPUs' data sheets.
+
+    FLOPs of a layer      2 per weight and token for a matrix product; attention 4 x query width x context (scores and
+                          values), where the context of a causal token is half of the sequence on average
+    backward              2x the forward's products when the weights are trained, 1x when they are frozen (only the
+                          input's gradient); attention 2.5x (flash attention computes the scores again:
+                          arXiv 2205.14135, section 3.1). Full recompute adds one forward: in sum 4x linear + 4.5x
+                          attention + 3x head for full training, 3x, 4.5x and 2x for LoRA
+    rate                  on an RTX 4090 with float16 accumulation 1 / (1/220 + 0.0034 (2048/hidden)^2) TFLOPS, fitted
+                          to published training runs; other devices by the ratios of their data sheets
+    floor                 reading the weights once from device memory
+    host                  the interpreter launches operators one after the other for all workers together: about 5 us
+                          each (20 ms for 4,100 operators of one published expert layer), added to the step
+
+Activation bytes count what torch's autograd keeps for backward of the eager model of transformers, with the attention
+that `finetune` has (compare arXiv 2205.05198, section 4, which counts the layers of another model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
+from roundpipe_cli.costs.models import Architecture, Block
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+REFERENCE_PEAK_FLOPS_PER_S = 330.4e12
+REFERENCE_MEMORY_BYTES_PER_S = 1008e9
+REFERENCE_ASYMPTOTE_FLOPS_PER_S = 220e12
+REFERENCE_OVERHEAD_S_PER_FLOP = 0.0034e-12
+"""Time of everything that is not a matrix product, per FLOP, at hidden size 2048."""
+FP32_ACCUMULATE_EFFICIENCY = 0.94
+"""Of the data-sheet rate. GeForce cards run it at half rate, which is easy to keep fed, so it is not the 220/330.4 of
+float16 accumulation (assumed)."""
+FLOAT32_EFFICIENCY = 0.85
+HOST_S_PER_OPERATOR = 20e-3 / 4100
+HOP_S = 100e-6
+"""Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
+EXPERT_TILE_TOKENS = 64
+"""Half of a matrix-product tile: what an expert's last tile wastes on average."""
+NF4_BYTES_PER_PARAM = 0.5 + 4 / 64
+"""4 bit, and a float32 scale for each 64 weights (arXiv 2305.14314, without its second quantization)."""
+INT8_BYTES_PER_PARAM = 1 + 4 / 64
+OPTIMIZER_BYTES_PER_PARAM = 30
+"""AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """What the recipe says about costs and memory. Sequences are counted as full: `max_seq_length` tokens each."""
+
+    max_seq_length: int
+    micro_batch_size: float = 1
+    sequences_per_row: int = 1
+    """2 where rows are pairs of answers."""
+    num_microbatches: int = 8
+    """Per step."""
+    method: Literal["lora", "full"] = "lora"
+    lora_r: int = 16
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] | None = None
+    """Names of the adapted projections; None: all of them."""
+    dtype: DType = "bfloat16"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    recompute: Literal["stage", "layer", "none"] = "stage"
+    staleness: int = 0
+    optimizer: str = "adamw"
+    """The recipe's `optim`; `sgd_momentum` where that has momentum."""
+    head_chunk_tokens: int = 1024
+    mlp_chunk_tokens: int | None = None
+    """Of a block's feed-forward part, which is computed again in backward; None: whole."""
+    save_total_limit: int = 2
+    weight_cache_bytes: int = 0
+    """Of each GPU's memory, for weights that stay there."""
+    weights_on_disk: bool = False
+    """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
+    skip_last_projection: bool = False
+    """Recompute leaves out what backward never reads, for which the host keeps the input of every layer."""
+    keep_blocks: int = 0
+    """Blocks, counted from the last, that are not recomputed: their activations stay on the device."""
+    num_shards: int = 1
+    """Machines over which masters and the optimizer's state are shared out."""
+
+    sequence_chunks: int = 1
+    """Chunks into which each sequence is cut; a chunk is a microbatch, so `num_microbatches` counts chunks."""
+
+    @property
+    def tokens_per_microbatch(self) -> float:
+        return self.micro_batch_size * self.sequences_per_row * self.max_seq_length / self.sequence_chunks
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a step, times `micro_batch_size`."""
+        return self.num_microbatches // self.sequence_chunks
+
+    @property
+    def tokens_per_mlp_call(self) -> float:
+        """Of a block's feed-forward part."""
+        return min(self.tokens_per_microbatch, self.mlp_chunk_tokens or self.tokens_per_microbatch)
+
+    @property
+    def dtype_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def frozen_bytes_per_param(self) -> float:
+        """Of a weight matrix that is not trained."""
+        return self.packed_bytes_per_param or self.dtype_bytes
+
+    @property
+    def packed_bytes_per_param(self) -> float:
+        """The same where it is in 4 or 8 bit, else 0."""
+        if self.method == "full":
+            return 0.0
+        return NF4_BYTES_PER_PARAM if self.load_in_4bit else INT8_BYTES_PER_PARAM if self.load_in_8bit else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticCosts:
+    """The cost model and what beside it a step costs."""
+
+    costs: CostModel
+    host_s_per_microbatch: float
+    """Interpreter time for one microbatch, one after the other for all workers."""
+    trainable_params: int
+    frozen_params: int
+
+
+def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> AnalyticCosts:
+    """The costs of every layer (`embed`, blocks, `head`) for one microbatch on the fastest of the machine's devices."""
+    by_device = {device: _layers(architecture, settings, device, hardware) for device in set(hardware.devices)}
+    totals = [sum(2 * layer.forward_s + layer.backward_s for layer in by_device[one]) for one in hardware.devices]
+    fastest = totals.index(min(totals))
+    speeds = tuple(totals[fastest] / total for total in totals)
+    trainable = trainable_params(architecture, settings)
+    any_cpu = any(device.is_cpu for device in hardware.devices)
+    return AnalyticCosts(
+        costs=CostModel(
+            name=architecture.name,
+            layers=_with_gains(by_device[hardware.devices[fastest]], settings),
+            hop_s=HOP_S,
+            link_bytes_per_s=min(device.link_bytes_per_s for device in hardware.devices),
+            device_memory_bytes=None,
+            worker_speed=None if min(speeds) == 1.0 else speeds,
+        ),
+        host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
+        trainable_params=sum(trainable),
+        frozen_params=architecture.parameters if settings.method == "lora" else 0,
+    )
+
+
+def _with_gains(layers: tuple[LayerCost, ...], settings: TrainingSettings) -> tuple[LayerCost, ...]:
+    """Shorter recomputes, and none of the blocks whose activations are kept."""
+    costs = CostModel("", layers)
+    if settings.skip_last_projection:
+        costs = skip_projections(costs)
+    kept = range(max(1, len(layers) - 1 - settings.keep_blocks), len(layers) - 1)
+    return keep_activations(costs, kept).layers
+
+
+def _layers(
+    architecture: Architecture, settings: TrainingSettings, device: Device, hardware: Hardware
+) -> tuple[LayerCost, ...]:
+    timer = _Timer(architecture, settings, device, hardware.accumulate)
+    distinct: dict[Block, LayerCost] = {block: timer.block(block) for block in set(architecture.blocks)}
+    optimizer_s_per_param = OPTIMIZER_BYTES_PER_PARAM / hardware.host_memory_bytes_per_s
+    trainable = trainable_params(architecture, settings)
+    layers = [timer.embed()]
+    layers += [replace(distinct[block], name=f"block.{i}") for i, block in enumerate(architecture.blocks)]
+    layers.append(timer.head())
+    return tuple(
+        replace(
+            layer,
+            grad_bytes=0 if layer.name == "embed" else 4 * count,
+            optimizer_s=optimizer_s_per_param * count,
+        )
+        for layer, count in zip(layers, trainable, strict=True)
+    )
+
+
+def trainable_params(architecture: Architecture, settings: TrainingSettings) -> list[int]:
+    """Per layer (`embed`, blocks, `head`). A tied matrix counts once, with the head."""
+    if settings.method == "lora":
+        return [0, *(lora_params(architecture, block, settings) for block in architecture.blocks), 0]
+    shared = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
+    return [
+        architecture.embed_params - shared,
+        *(block.params for block in architecture.blocks),
+        architecture.head_params,
+    ]
+
+
+def lora_params(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
+    """Weights of a block's adapters: r x (inputs + outputs) for each adapted matrix, each expert's included.
+
+    Fused experts hold gate and up in one matrix of twice the width, which gets one adapter.
+    """
+    hidden, width = architecture.hidden_size, architecture.intermediate_size
+    query = architecture.num_attention_heads * architecture.head_dim
+    key_value = architecture.num_key_value_heads * architecture.head_dim
+    sums = {
+        "q_proj": hidden + query,
+        "k_proj": hidden + key_value,
+        "v_proj": hidden + key_value,
+        "o_proj": query + hidden,
+    }
+    if block.num_experts:
+        sums["gate_up_proj"] = block.num_experts * (hidden + 2 * width)
+        sums["down_proj"] = block.num_experts * (width + hidden)
+    else:
+        names = ("gate_proj", "up_proj", "down_proj") if architecture.gated_mlp else ("up_proj", "down_proj")
+        sums |= dict.fromkeys(names, hidden + width)
+    targets = settings.lora_targets
+    return settings.lora_r * sum(size for name, size in sums.items() if targets is None or name in targets)
+
+
+def attended_tokens(max_seq_length: int, window: int | None) -> float:
+    """Average context of a token of a full causal sequence, cut to the last `window` tokens."""
+    if window is None or window >= max_seq_length:
+        return max_seq_length / 2
+    return window - window * window / (2 * max_seq_length)
+
+
+def matmul_s_per_flop(device: Device, hidden_size: int, dtype: DType, accumulate: Accumulate) -> float:
+    """Seconds per FLOP of a layer of this hidden size: the formula at the head of this file.
+
+    The first term is the matrix products', by the device's rate; the second everything else's, which waits for
+    memory: by the device's memory bandwidth.
+    """
+    products = REFERENCE_ASYMPTOTE_FLOPS_PER_S / REFERENCE_PEAK_FLOPS_PER_S * device.fp16_accumulate_flops_per_s
+    if dtype == "float32":
+        products = FLOAT32_EFFICIENCY * device.float32_flops_per_s
+    elif dtype == "bfloat16" or accumulate == "fp32":
+        products = min(products, FP32_ACCUMULATE_EFFICIENCY * device.fp32_accumulate_flops_per_s)
+    if device.is_cpu:  # measured on whole training steps: nothing to add
+        return 1 / products
+    width = 2 if dtype == "float32" else 1
+    rest = REFERENCE_OVERHEAD_S_PER_FLOP * width * REFERENCE_MEMORY_BYTES_PER_S / device.memory_bytes_per_s
+    return 1 / products + rest * (2048 / hidden_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Layer costs of one model on one device."""
+
+    architecture: Architecture
+    settings: TrainingSettings
+    device: Device
+    accumulate: Accumulate
+
+    @property
+    def _s_per_flop(self) -> float:
+        return matmul_s_per_flop(self.device, self.architecture.hidden_size, self.settings.dtype, self.accumulate)
+
+    @property
+    def _boundary_bytes(self) -> int:
+        tokens = self.settings.tokens_per_microbatch
+        return int(tokens * self.architecture.hidden_size * self.settings.dtype_bytes)
+
+    def embed(self) -> LayerCost:
+        """Rows are gathered on the host and sent as a boundary: no time on a worker, no upload of the table."""
+        return LayerCost("embed", 0.0, 0.0, recompute=False, boundary_bytes=self._boundary_bytes)
+
+    def block(self, block: Block) -> LayerCost:
+        architecture, settings = self.architecture, self.settings
+        tokens, per_flop = settings.tokens_per_microbatch, self._s_per_flop
+        query = architecture.num_attention_heads * architecture.head_dim
+        context = attended_tokens(settings.max_seq_length, block.window)
+        attention_s = 4 * query * context * tokens * per_flop
+        linear_s = 2 * tokens * per_flop * (block.attention_params + block.active_mlp_params / self._expert_fill(block))
+        trains = settings.method == "full"
+        read_s = self._weight_read_s(block)
+        adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
+        active = architecture.num_experts_per_tok / block.num_experts if block.num_experts else 1.0
+        adapter_s = 2 * tokens * per_flop * adapters * active
+        forward_s = max(linear_s + attention_s + adapter_s, read_s)
+        backward_s = max((2 if trains else 1) * linear_s + 2.5 * attention_s + 2 * adapter_s, read_s)
+        skippable_s = self._skippable_s(block)
+        if settings.tokens_per_mlp_call < tokens:  # backward computes it again
+            backward_s += self._mlp_s(block)
+        return LayerCost(
+            name="block",
+            forward_s=forward_s,
+            backward_s=backward_s,
+            recompute=settings.recompute != "none",
+            param_bytes=self._upload_bytes(block.params, block.active_linear_params > 0, adapters),
+            boundary_bytes=self._boundary_bytes,
+            activation_bytes=self._boundary_bytes
+            if settings.recompute == "layer"
+            else activation_bytes(architecture, block, settings),
+            recompute_skippable_s=0.0 if settings.recompute == "none" else skippable_s,
+        )
+
+    def _mlp_s(self, block: Block) -> float:
+        """Forward of the feed-forward part."""
+        products = 2 * self.settings.tokens_per_microbatch * block.active_mlp_params
+        return products * self._s_per_flop / self._expert_fill(block)
+
+    def _skippable_s(self, block: Block) -> float:
+        """Of the forward, what a recompute need not do where nobody reads the block's output."""
+        architecture, tokens = self.architecture, self.settings.tokens_per_microbatch
+        if architecture.four_norms:  # a norm reads it
+            return 0.0
+        if self.settings.tokens_per_mlp_call < tokens:
+            return self._mlp_s(block)
+        if block.num_experts:  # routing weights read the last product
+            return 0.0
+        return 2 * tokens * self._s_per_flop * architecture.hidden_size * architecture.intermediate_size
+
+    def head(self) -> LayerCost:
+        """Final norm, LM head and loss, in chunks of tokens; forward and backward in one go, no recompute."""
+        architecture, settings = self.architecture, self.settings
+        tokens = settings.tokens_per_microbatch
+        products_s = 2 * tokens * architecture.vocab_size * architecture.hidden_size * self._s_per_flop
+        read_s = architecture.head_params * settings.dtype_bytes / self.device.memory_bytes_per_s
+        return LayerCost(
+            name="head",
+            forward_s=max(products_s, read_s),
+            backward_s=max(products_s * (2 if settings.method == "full" else 1), read_s),
+            recompute=False,
+            param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
+            activation_bytes=head_chunk_bytes(architecture, settings),
+        )
+
+    def _expert_fill(self, block: Block) -> float:
+        """Useful share of the experts' tiles."""
+        if not block.num_experts:
+            return 1.0
+        per_expert = self.settings.tokens_per_mlp_call * self.architecture.num_experts_per_tok / block.num_experts
+        return per_expert / (per_expert + EXPERT_TILE_TOKENS)
+
+    def _weight_read_s(self, block: Block) -> float:
+        """Time to read the block's weights once; packed weights are also written and read in 16 bit."""
+        settings = self.settings
+        if packed := settings.packed_bytes_per_param:
+            return block.params * (packed + 4) / self.device.memory_bytes_per_s
+        return block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
+
+    def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:
+        """Bytes of a visit: CPU workers use the host's weights where they lie."""
+        if self.device.is_cpu:
+            return 0
+        per_param = self.settings.frozen_bytes_per_param if has_matrices else self.settings.dtype_bytes
+        return int(params * per_param) + adapters * self.settings.dtype_bytes
+
+
+def activation_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
+    """What autograd keeps of one block for the backward of one microbatch; see the head of this file.
+
+    A norm keeps its input in float32 and its output (the next product's input); with trained weights also the
+    normalised input. Attention keeps q, k, v, its output and that output laid out for the next product. A gated MLP
+    keeps gate, activation, up and their product.
+    """
+    size, hidden = settings.dtype_bytes, architecture.hidden_size
+    query = architecture.num_attention_heads * architecture.head_dim
+    key_value = architecture.num_key_value_heads * architecture.head_dim
+    per_norm = 4 + size * (2 if settings.method == "full" else 1)
+    num_norms = 4 if architecture.four_norms else 2
+    total = float(num_norms * per_norm * hidden)  # per token
+    if architecture.qk_norm:
+        total += (per_norm - size) * (query + key_value)
+    total += size * (3 * query + 2 * key_value)
+    width = architecture.intermediate_size
+    tensors = 4 if architecture.gated_mlp else 2
+    if architecture.clamps_gates:  # gate and up as they come and as they are clamped, sigmoid, gated, product
+        tensors = 7
+    if block.num_experts:
+        mlp = architecture.num_experts_per_tok * size * (tensors * width + 2 * hidden) + 8 * block.num_experts
+    else:
+        mlp = size * tensors * width
+    if settings.method == "lora":
+        total += 7 * size * settings.lora_r
+    if settings.method == "lora" and settings.lora_dropout > 0:  # a mask, bool, and what it leaves, for each product
+        total += (1 + size) * (3 * hidden + query)
+        mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
+    activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
+    activations += _pair_bytes(architecture, block, settings)
+    gradients = 4 / size  # float32, of keys and values
+    return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
+
+
+def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
+    """What attention keeps for pairs of tokens: nothing where a fused kernel needs no mask beside the causal one.
+
+    With one (a sliding window that sequences exceed, sinks), it keeps the mask in the dtype, and keys and values
+    repeated for each head; with sinks all of them 8 wider. Without such a kernel, probabilities in float32, a copy of
+    them in 16 bit for the product, and in some models capped scores.
+    """
+    size, heads = settings.dtype_bytes, architecture.num_attention_heads
+    tokens = settings.tokens_per_microbatch
+    pairs = tokens * settings.max_seq_length
+    if architecture.keeps_scores:
+        each = 4 + (size if size < 4 else 0) + (size if architecture.caps_scores else 0)
+        return int(heads * pairs * each)
+    if not architecture.has_sinks and (block.window is None or block.window >= settings.max_seq_length):
+        return 0
+    repeated = 2 * (heads - architecture.num_key_value_heads) * architecture.head_dim
+    wider = 4 * heads * 8 if architecture.has_sinks else 0
+    return int(size * (pairs + tokens * (repeated + wider)))
+
+
+def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """One block's keys and values of a whole sequence, which its chunks share; 0 where sequences are not cut."""
+    if settings.sequence_chunks == 1:
+        return 0
+    width = 2 * architecture.num_key_value_heads * architecture.head_dim
+    return int(settings.micro_batch_size * settings.max_seq_length) * width * settings.dtype_bytes
+
+
+def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """The head's working memory, see `head_bytes`."""
+    tokens, chunk = settings.tokens_per_microbatch, settings.head_chunk_tokens
+    return head_bytes(tokens, chunk, architecture.vocab_size, architecture.hidden_size, settings.dtype_bytes)
+
+
+def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, size: int) -> int:
+    """Of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden states, their
+    float32 copy in the norm and their gradient for all `tokens`.
+
+    Args:
+        size: bytes of a value.
+    """
+    chunk = min(chunk_tokens, tokens)
+    return int(chunk * vocab_size * (2 * size + 8) + tokens * hidden_size * (3 * size + 4))
+
+
+def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:
+    """Interpreter time to launch all operators of one microbatch, forward, recompute and backward.
+
+    An eager block of transformers launches about 45 operators forward; norms of q and k add 12, grouped experts 30, an
+    adapter 4. Backward launches twice as many.
+    """
+    operators = 0.0
+    passes = 3 if settings.recompute == "none" else 4
+    for block in architecture.blocks:
+        forward = 45 + (12 if architecture.qk_norm else 0) + (30 if block.num_experts else 0)
+        if settings.method == "lora":
+            forward += 4 * (7 if architecture.gated_mlp and not block.num_experts else 6)
+        operators += passes * forward
+    chunks = max(1.0, settings.tokens_per_microbatch / settings.head_chunk_tokens)
+    return (operators + 45 * chunks) * HOST_S_PER_OPERATOR

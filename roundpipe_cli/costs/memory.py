@@ -1,0 +1,315 @@
+"""What a run needs of each memory: device, host, disk. Every figure is split into parts that add up to it.
+
+device   slots x (weights and gradient accumulators of the largest stage), activations of one microbatch of one
+         stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context
+host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 24 at staleness 1
+         (two weights, two gradients), 16 and 24 in float32; frozen weights; boundary activations; page-locked rings
+disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes, key_value_bytes, trainable_params
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.costs.hardware import Device, Hardware
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.planning.stages import StageRange
+from roundpipe_cli.units import GIB, MIB, format_bytes
+
+CONTEXT_BYTES = 700 * MIB
+"""CUDA context, kernels and library workspaces of one process on one device (assumed)."""
+DEVICE_MARGIN = 0.05
+"""Share of a device's label left free: fragmentation, a display (assumed)."""
+PINNED_RING_BYTES = 8 * 32 * MIB
+"""Page-locked staging chunks per device and direction."""
+INTERPRETER_BYTES = 460 * MIB
+"""Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
+CONTEXT_HOST_BYTES = 512 * MIB
+"""Host side of one CUDA context and its libraries (assumed)."""
+CACHE_SHARE = 0.85
+"""Of a device's label, up to which `weight_cache: auto` fills it; the rest is for what no memory model knows."""
+CACHE_ALIGNMENT_BYTES = 256
+"""Of a layer in the weight cache, at most."""
+HOST_MARGIN_BYTES = 2 * GIB
+HOST_MARGIN = 0.05
+"""Left to the operating system: this share of host memory, at most `HOST_MARGIN_BYTES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of a breakdown."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes needed of one memory, by part."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def describe(self) -> str:
+        """`weights 3.1 GiB + activations 4 GiB`, largest first, without the empty ones."""
+        shown = sorted((part for part in self.parts if part.num_bytes), key=lambda part: -part.num_bytes)
+        return " + ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in shown)
+
+
+def device_need(
+    costs: CostModel,
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+) -> Need:
+    """Bytes that one worker needs at its peak. On the CPU the weights are the host's own: their slots take nothing."""
+    layers = costs.layers
+    slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages)
+    fixed = fixed_device_need(costs, architecture, settings, hardware)
+    return Need(
+        (
+            Part(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
+            Part("activations", _activations(layers, settings, hardware, backward_stages)),
+            Part("kept activations", _kept_activations(layers, settings)),
+            *fixed.parts,
+        )
+    )
+
+
+def largest_stage_bytes(
+    layers: Sequence[LayerCost], forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
+) -> int:
+    """What a slot holds: weights, and of a backward stage its gradients too."""
+    return max(
+        [_weights(layers, stage) for stage in forward_stages]
+        + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
+        default=0,
+    )
+
+
+def spare_for_cache(memory_bytes: int, needed_bytes: int, layers: Sequence[LayerCost], *, share: float) -> int:
+    """Bytes for `weight_cache: auto`: what `share` of a device's memory leaves beside all that is needed, at most as
+    much as all layers take; 0 where not even the smallest of them fits.
+
+    Args:
+        needed_bytes: the device's peak without a cache.
+        layers: the rest of `memory_bytes` stays free, for what no model counts.
+    """
+    sizes = [layer.param_bytes for layer in layers if layer.param_bytes]
+    spare = min(int(share * memory_bytes) - needed_bytes, whole_cache_bytes(layers))
+    return spare if sizes and spare >= min(sizes) + CACHE_ALIGNMENT_BYTES else 0
+
+
+def whole_cache_bytes(layers: Sequence[LayerCost]) -> int:
+    """What a weight cache takes that holds all layers."""
+    return sum(layer.param_bytes + CACHE_ALIGNMENT_BYTES for layer in layers if layer.param_bytes)
+
+
+def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) -> CostModel:
+    """The same model as the links see it after the first step: of layers in the weight cache, only what is trained is
+    uploaded (once a step in truth, here once a visit). The first layers that fit; all blocks are worth about the same.
+
+    Args:
+        cache_bytes: of a device; `whole_cache_bytes` holds all layers, and then slots see the model so too.
+        trained_bytes: of a trained weight.
+    """
+    left, layers = cache_bytes, []
+    for layer in costs.layers:
+        trained = layer.grad_bytes // 4 * trained_bytes
+        size = layer.param_bytes + CACHE_ALIGNMENT_BYTES
+        if layer.param_bytes > trained and size <= left:
+            left -= size
+            layer = replace(layer, param_bytes=trained)
+        layers.append(layer)
+    return replace(costs, layers=tuple(layers))
+
+
+def _activations(
+    layers: Sequence[LayerCost], settings: TrainingSettings, hardware: Hardware, backward_stages: Sequence[StageRange]
+) -> int:
+    """Of one microbatch and stage; without recompute a worker's share of all microbatches and layers."""
+    blocks = range(len(layers) - 1)  # the head's chunk is a part of its own
+    if settings.recompute == "none":
+        whole = sum(layers[i].activation_bytes for i in blocks)
+        return whole * settings.num_microbatches // len(hardware.devices)
+    sums = (
+        sum(layers[i].activation_bytes for i in range(first, last + 1) if i in blocks)
+        for first, last in backward_stages
+    )
+    return max(sums, default=0)
+
+
+def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:
+    """Of the last `keep_blocks` blocks, for all microbatches of a step: no worker ever holds more."""
+    kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
+    return settings.num_microbatches * sum(layer.activation_bytes for layer in kept)
+
+
+def fixed_device_need(
+    costs: CostModel, architecture: Architecture, settings: TrainingSettings, hardware: Hardware
+) -> Need:
+    """The part of `device_need` that no cut of the stages changes."""
+    tokens = settings.tokens_per_microbatch
+    boundary = max(layer.boundary_bytes for layer in costs.layers)
+    wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
+    workspace = backward_workspace_bytes(
+        tokens, settings.tokens_per_mlp_call, wide, architecture.hidden_size, settings.dtype_bytes
+    )
+    if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
+        workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
+    parts = [
+        Part("head chunk", costs.layers[-1].activation_bytes),
+        Part("boundary tensors", 4 * boundary),
+        Part("workspace of backward", workspace),
+    ]
+    if settings.recompute == "layer":
+        parts.append(Part("activations of the layer at work", one_layer_bytes(architecture, settings)))
+    if any(not device.is_cpu for device in hardware.devices):
+        parts.append(Part("CUDA context", CONTEXT_BYTES))
+        if settings.weight_cache_bytes:
+            parts.append(Part("weight cache", settings.weight_cache_bytes))
+    return Need(tuple(parts))
+
+
+def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, size: int) -> int:
+    """Gradients of what a block's backward is at: of its feed-forward part, and of hidden states.
+
+    Args:
+        mlp_tokens: that the feed-forward part takes at once.
+        width: of the feed-forward part, of all experts that compute a token.
+        size: bytes of a value.
+    """
+    return int(size * (mlp_tokens * 3 * width + tokens * 2 * hidden_size))
+
+
+def one_layer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Activations of the largest block for one microbatch."""
+    return max(activation_bytes(architecture, block, settings) for block in set(architecture.blocks))
+
+
+def _weights(layers: Sequence[LayerCost], stage: StageRange) -> int:
+    return sum(layer.param_bytes for layer in layers[stage[0] : stage[1] + 1])
+
+
+def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
+    return sum(layer.grad_bytes for layer in layers[stage[0] : stage[1] + 1])
+
+
+def usable_device_bytes(device: Device) -> int:
+    """What of a device's label a run may count on."""
+    return int(device.memory_bytes * (1 - DEVICE_MARGIN))
+
+
+def usable_host_bytes(hardware: Hardware) -> int:
+    """What of the host's memory a run may count on."""
+    total = hardware.host_memory_bytes
+    return total - min(HOST_MARGIN_BYTES, int(total * HOST_MARGIN))
+
+
+def rounds_kept(num_workers: int, num_forward: int, num_backward: int) -> float:
+    """Rounds of which the host keeps all stages' inputs at once, at most: 1 to 2.
+
+    Stages are dealt out in turn, so those at work are never more than `num_workers` in a row. Of a row across the
+    border of two rounds, j backward stages of the one keep j of its `num_backward` inputs, and the others have made
+    as many of the next round's `num_forward`: together more than a round's only where a row holds a whole direction.
+    """
+    if not num_forward or not num_backward:
+        return 1.0
+    over = max((num_workers - num_forward) / num_backward, (num_workers - num_backward) / num_forward, 0.0)
+    return 1 + min(1.0, over)
+
+
+def host_need(
+    costs: CostModel,
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    stages: tuple[int, int],
+    microbatches_per_round: int,
+) -> Need:
+    """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it.
+
+    Args:
+        stages: how many forward and backward.
+        microbatches_per_round: whose boundaries are kept together.
+    """
+    trainable = sum(trainable_params(architecture, settings))
+    updated = -(-trainable // settings.num_shards)
+    size, versions = settings.dtype_bytes, 1 + settings.staleness
+    weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
+    boundary = max(layer.boundary_bytes for layer in costs.layers)
+    num_gpus = sum(not device.is_cpu for device in hardware.devices)
+    if num_gpus:  # torch gives page-locked memory away in powers of two
+        boundary = 1 << (boundary - 1).bit_length()
+    chunks = settings.sequence_chunks
+    rounds = rounds_kept(len(hardware.devices), *stages)
+    # At staleness 1 two steps overlap.
+    in_flight = min(settings.num_microbatches * versions, math.ceil(rounds * max(microbatches_per_round, chunks)))
+    keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
+    num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]
+    return Need(
+        (
+            Part("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
+            Part("trained weights", trainable * size * weight_versions),
+            Part("float32 masters", (updated if size == 2 else trainable) * 4),
+            Part("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
+            Part("gradients", trainable * 4 * versions),
+            Part("boundary activations", boundary * (num_inputs + 2) * in_flight),
+            *([Part("keys and values of chunks", keys_and_values)] if keys_and_values else []),
+            Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
+            Part("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
+        )
+    )
+
+
+def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> float:
+    """What the optimizer keeps for each trained parameter.
+
+    8 bit: two codes, and two float32 scales for each 256. Adafactor: a float32 for each row and column of a matrix, of
+    r or `hidden_size` on one side and at least `hidden_size` on the other.
+    """
+    narrow = settings.lora_r if settings.method == "lora" else hidden_size
+    return {
+        "adamw": 8.0,
+        "adamw_bf16": 4.0,
+        "adamw_8bit": 2 + 8 / 256,
+        "sgd": 0.0,
+        "sgd_momentum": 4.0,
+        "adafactor": 4 / narrow + 4 / hidden_size,
+    }[settings.optimizer]
+
+
+def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Of all weights that are not trained, as they lie on the host."""
+    if settings.method == "full":
+        return 0
+    matrices = sum(block.params for block in architecture.blocks)
+    rest = (architecture.parameters - matrices) * settings.dtype_bytes
+    return int(matrices * settings.frozen_bytes_per_param) + rest
+
+
+def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
+    """Bytes in `output_dir` at the peak: checkpoints hold masters and moments, at staleness 1 also 16-bit weights."""
+    trainable = sum(trainable_params(architecture, settings))
+    stale_weights = settings.dtype_bytes * settings.staleness
+    state = moment_bytes_per_param(settings, architecture.hidden_size)
+    checkpoint = int(trainable * (4 + state + stale_weights))
+    result = trainable * settings.dtype_bytes
+    count = settings.save_total_limit + 1
+    mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0
+    return Need(
+        (
+            Part(f"{count} checkpoints", checkpoint * count),
+            Part("the result", result),
+            Part("mapped weights", mapped),
+        )
+    )

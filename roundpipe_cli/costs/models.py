@@ -1,0 +1,398 @@
+"""A model's architecture in numbers, from its config.json: enough to count parameters, bytes and operations.
+
+`parse_config` reads any decoder-only Hugging Face configuration as plain JSON; nothing is imported from transformers.
+Types in `COUNTED_TYPES` are counted within 2 %, the shipped models exactly, and a test holds both; any other type may
+be counted wrong by a multiple, and is said to be a guess. The figures of the shipped recipes' models come with the tool
+(models.json), so that planning them needs no network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_count
+
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k"),
+    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+}
+_TWO_MATRIX_MLP = frozenset(
+    {
+        *("gpt2", "gptj", "gpt_neox", "gpt_neo", "opt", "bloom", "mpt", "falcon", "phi", "nemotron", "starcoder2"),
+        *("codegen", "arcee", "apertus", "jais2", "nanochat", "persimmon", "biogpt", "bert-generation"),
+        *("gpt_bigcode", "gpt_neox_japanese", "openai-gpt", "gpt-sw3"),
+    }
+)
+_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "hunyuan_v1_dense"})
+_FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
+_KEEPS_SCORES = frozenset({"gemma2", "bloom", "gptj", "mpt"})
+_SOFT_CAPPED = frozenset({"gemma2"})
+_SINKS = frozenset({"gpt_oss"})
+_CLAMPS_GATES = frozenset({"gpt_oss"})
+_ALL_BIASES = frozenset({"gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "phi"})
+_QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
+_LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
+COUNTED_TYPES = frozenset(
+    {
+        *("apertus", "arcee", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2"),
+        *("cohere2_moe", "cwm", "diffllama", "ernie4_5", "exaone4", "falcon", "flex_olmo", "flint", "gemma"),
+        *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox"),
+        *("gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
+        *("granitemoeshared", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
+        *("kolibri1", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral", "mpt", "nanochat"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3"),
+        *("phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open"),
+        *("stablelm", "starcoder2", "vaultgemma"),
+    }
+)
+"""Model types whose parameters are counted within `MAX_COUNT_ERROR`, as a test holds against transformers' modules."""
+MAX_COUNT_ERROR = 0.02
+MIN_SCALE = 0.02
+"""Of the blocks, between what files hold and what is counted: beyond it the files belong to something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One decoder block."""
+
+    attention_params: int
+    """Matrices of q, k, v and o."""
+    mlp_params: int
+    """All matrices, every expert and the router."""
+    active_mlp_params: int
+    """Matrices that one token passes through."""
+    other_params: int
+    """Norms, biases, sinks."""
+    num_experts: int
+    """Routed experts; 0 is a dense block."""
+    window: int | None
+    """Tokens of the sliding window; None: full attention."""
+
+    @property
+    def params(self) -> int:
+        return self.attention_params + self.mlp_params + self.other_params
+
+    def scaled(self, factor: float) -> Block:
+        """The same with `factor` times the parameters."""
+        return replace(
+            self,
+            attention_params=round(self.attention_params * factor),
+            mlp_params=round(self.mlp_params * factor),
+            active_mlp_params=round(self.active_mlp_params * factor),
+            other_params=round(self.other_params * factor),
+        )
+
+    @property
+    def active_linear_params(self) -> int:
+        """Weights of the matrix products that one token takes part in."""
+        return self.attention_params + self.active_mlp_params
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """All that cost and memory model need to know about a model."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Of a dense block; of one expert where all blocks have experts."""
+    num_experts_per_tok: int
+    gated_mlp: bool
+    """Three matrices (gate, up, down) rather than two."""
+    qk_norm: bool
+    vocab_size: int
+    tied: bool
+    """Embedding and LM head share one matrix."""
+    max_position_embeddings: int | None
+    embed_params: int
+    blocks: tuple[Block, ...]
+    source: str
+    """Where the figures are from, for the reader."""
+    stored_in_4bit: bool = False
+    """The files hold the blocks' weights in bitsandbytes' 4 bit, in which they stay."""
+    is_guess: bool = False
+    """Nothing says that the parameters are counted right."""
+    notes: tuple[str, ...] = ()
+    """On the count, for the reader."""
+
+    @property
+    def four_norms(self) -> bool:
+        """Norms after attention and feed-forward part as well as before: they read what a block would only add."""
+        return self.model_type in _FOUR_NORMS
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Attention is transformers' own, with scores of every pair of tokens: no fused kernel has what it needs."""
+        return self.model_type in _KEEPS_SCORES
+
+    @property
+    def caps_scores(self) -> bool:
+        """Scores go through a tanh, which keeps its result."""
+        return self.model_type in _SOFT_CAPPED
+
+    @property
+    def has_sinks(self) -> bool:
+        """A number a head takes part in the softmax: `model/sink_attention.py`."""
+        return self.model_type in _SINKS
+
+    @property
+    def clamps_gates(self) -> bool:
+        """Experts limit gate and up before they are multiplied."""
+        return self.model_type in _CLAMPS_GATES
+
+    @property
+    def head_params(self) -> int:
+        """The LM head's matrix and the final norm, shared matrix included."""
+        return self.vocab_size * self.hidden_size + self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        shared = self.vocab_size * self.hidden_size if self.tied else 0
+        return self.embed_params + sum(block.params for block in self.blocks) + self.head_params - shared
+
+
+def with_stored_count(architecture: Architecture, count: int | None = None, source: str = "") -> Architecture:
+    """The same with as many parameters as the model's files hold, and what to tell of the count.
+
+    Args:
+        count: of the files; None: they are not here.
+        source: what says so.
+    """
+    own = architecture.parameters
+    if count is None and not architecture.is_guess:
+        return architecture
+    if count is None:
+        note = (
+            f"the parameter count is a guess, and so are memory and times: `plan` was not taught the model type "
+            f"{architecture.model_type}, and no weights are here to count"
+        )
+        return replace(architecture, notes=(note,))
+    blocks = sum(block.params for block in architecture.blocks)
+    factor = (count - own + blocks) / blocks
+    off = own / count - 1
+    if abs(off) <= MAX_COUNT_ERROR:
+        return replace(architecture, is_guess=False)
+    shown = f"{format_count(count)} parameters by {source}, {format_count(own)} by the configuration ({off:+.0%})"
+    if not MIN_SCALE <= factor <= 1 / MIN_SCALE:
+        note = f"note: {shown}: the files do not look like this model's, so the parameter count is a guess"
+        return replace(architecture, is_guess=True, notes=(note,))
+    note = f"note: {shown}: blocks are scaled to the former; times and activations of such blocks are a guess"
+    scaled = tuple(block.scaled(factor) for block in architecture.blocks)
+    return replace(architecture, blocks=scaled, is_guess=False, notes=(note,))
+
+
+@lru_cache(maxsize=1)
+def shipped_figures() -> dict[str, dict[str, Any]]:
+    """config.json figures of the models that the shipped recipes name, by hub id."""
+    text = files("roundpipe_cli.costs").joinpath("models.json").read_text(encoding="utf-8")
+    return {re.sub(r" \(text\)$", "", name): figures for name, figures in json.loads(text).items()}
+
+
+def figures_of(hub_id: str) -> tuple[dict[str, Any], str] | None:
+    """A shipped model's figures and their source; a fine-tuned sibling (`-Instruct`, `-it`, ...) has the same."""
+    by_family = {_family(name): name for name in shipped_figures()}
+    name = by_family.get(_family(hub_id))
+    if name is None:
+        return None
+    note = "" if name == hub_id else f" (those of {name})"
+    return shipped_figures()[name], f"figures shipped with the tool{note}"
+
+
+def shipped_architecture(hub_id: str) -> Architecture | None:
+    """A shipped model's architecture."""
+    found = figures_of(hub_id)
+    return None if found is None else parse_config(found[0], name=hub_id, source=found[1])
+
+
+def _family(hub_id: str) -> str:
+    return re.sub(r"-(instruct|it|pt|base|chat|instruct-2507|thinking-2507)(?=-v[\d.]+$|$)", "", hub_id.lower())
+
+
+def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architecture:
+    """The architecture that a config.json describes.
+
+    Raises:
+        RefusedError: a needed figure is missing or impossible.
+    """
+    quantized, is_known = config.get("quantization_config"), config.get("model_type") in COUNTED_TYPES
+    if isinstance(config.get("text_config"), dict):
+        config = {"model_type": config.get("model_type", "unknown"), **config["text_config"]}
+    reader = _Reader(config, name, source)
+    model_type = str(config.get("model_type", "unknown"))
+    hidden = reader.positive("hidden_size")
+    heads = reader.positive("num_attention_heads")
+    key_value_heads = reader.number("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+    head_dim = reader.number("head_dim") or hidden // heads
+    intermediate = reader.number("intermediate_size") or 4 * hidden
+    vocab = reader.positive("vocab_size")
+    learned = reader.number("max_position_embeddings") if model_type in _LEARNED_POSITIONS else 0
+    shape = _BlockShape(
+        model_type=model_type,
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        gated=model_type not in _TWO_MATRIX_MLP,
+        experts=reader.number("num_experts"),
+        experts_per_token=reader.number("num_experts_per_tok"),
+        moe_intermediate=reader.number("moe_intermediate_size") or intermediate,
+        shared_intermediate=_shared_expert_size(reader),
+    )
+    num_layers = reader.positive("num_hidden_layers")
+    blocks = tuple(shape.block(_has_experts(reader, i), _window(reader, i)) for i in range(num_layers))
+    return Architecture(
+        name=name,
+        model_type=model_type,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate if not shape.experts else shape.moe_intermediate,
+        num_experts_per_tok=shape.experts_per_token if shape.experts else 0,
+        gated_mlp=shape.gated,
+        qk_norm=model_type in _QK_NORM,
+        vocab_size=vocab,
+        tied=bool(config.get("tie_word_embeddings", model_type in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
+        max_position_embeddings=reader.number("max_position_embeddings") or None,
+        embed_params=vocab * hidden + learned * hidden,
+        blocks=blocks,
+        source=source,
+        stored_in_4bit=isinstance(quantized, dict) and bool(quantized.get("load_in_4bit")),
+        is_guess=not is_known,
+    )
+
+
+class _Reader:
+    """Whole numbers out of a configuration, under any of their names."""
+
+    def __init__(self, config: dict[str, Any], name: str, source: str) -> None:
+        self.config = config
+        self._name = name
+        self._source = source
+
+    def number(self, key: str) -> int:
+        """The figure, or 0 where the configuration has none."""
+        for synonym in _SYNONYMS.get(key, (key,)):
+            value = self.config.get(synonym)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
+                raise self._refuse(f"{synonym} is not a whole number of at least 0", found=repr(value))
+            return value
+        return 0
+
+    def positive(self, key: str) -> int:
+        value = self.number(key)
+        if value < 1:
+            raise self._refuse(f"the model's configuration has no {key}", found=", ".join(sorted(self.config)[:12]))
+        return value
+
+    def _refuse(self, what: str, *, found: str) -> RefusedError:
+        return RefusedError(
+            what,
+            where=f"{self._name} ({self._source})",
+            found=found or "nothing",
+            expected="the config.json of a decoder-only Hugging Face model",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockShape:
+    """Widths from which a block's parameters are counted."""
+
+    model_type: str
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    intermediate: int
+    gated: bool
+    experts: int
+    experts_per_token: int
+    moe_intermediate: int
+    shared_intermediate: int
+
+    def block(self, with_experts: bool, window: int | None) -> Block:
+        query, key_value = self.heads * self.head_dim, self.key_value_heads * self.head_dim
+        matrices = 3 if self.gated else 2
+        if with_experts:
+            expert = matrices * self.hidden * self.moe_intermediate
+            shared = matrices * self.hidden * self.shared_intermediate
+            router = self.hidden * self.experts
+            mlp = self.experts * expert + router + shared
+            active = self.experts_per_token * expert + router + shared
+        else:
+            mlp = active = matrices * self.hidden * self.intermediate
+        return Block(
+            attention_params=2 * self.hidden * (query + key_value),
+            mlp_params=mlp,
+            active_mlp_params=active,
+            other_params=self._norms_and_biases(query, key_value, with_experts),
+            num_experts=self.experts if with_experts else 0,
+            window=window,
+        )
+
+    def _norms_and_biases(self, query: int, key_value: int, with_experts: bool) -> int:
+        count = (4 if self.model_type in _FOUR_NORMS else 2) * self.hidden
+        if self.model_type in _QK_NORM:
+            count += query + key_value if self.model_type.startswith("olmo") else 2 * self.head_dim
+        if self.model_type in _QKV_BIAS:
+            count += query + 2 * key_value
+        if self.model_type in _ALL_BIASES:
+            count += query + 2 * key_value + self.hidden + self.intermediate + self.hidden + 2 * self.hidden
+        if self.model_type == "gpt_oss":
+            count += query + 2 * key_value + self.hidden + self.heads
+            if with_experts:
+                count += self.experts * (2 * self.moe_intermediate + self.hidden) + self.experts
+        return count
+
+
+def _shared_expert_size(reader: _Reader) -> int:
+    """Width of the experts that every token passes through."""
+    size = reader.number("shared_expert_intermediate_size")
+    return size or reader.number("n_shared_experts") * reader.number("moe_intermediate_size")
+
+
+def _has_experts(reader: _Reader, index: int) -> bool:
+    """Whether block `index` has routed experts, by the keys that say which blocks do."""
+    if not reader.number("num_experts"):
+        return False
+    if index in (reader.config.get("mlp_only_layers") or ()):
+        return False
+    every = reader.number("decoder_sparse_step") or 1
+    return index >= reader.number("first_k_dense_replace") and (index + 1) % every == 0
+
+
+def _window(reader: _Reader, index: int) -> int | None:
+    """Tokens of block `index`'s sliding window, or None for full attention."""
+    window = reader.number("sliding_window")
+    if not window or reader.config.get("use_sliding_window") is False:
+        return None
+    kinds = reader.config.get("layer_types")
+    if isinstance(kinds, list) and index < len(kinds):
+        return window if kinds[index] == "sliding_attention" else None
+    model_type = reader.config.get("model_type")
+    if model_type in ("gemma3", "gemma3_text"):
+        return None if (index + 1) % (reader.number("sliding_window_pattern") or 6) == 0 else window
+    if model_type in ("gemma2", "gpt_oss"):
+        return window if index % 2 == 0 else None
+    if model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not reader.config.get("use_sliding_window"):
+        return None
+    return window

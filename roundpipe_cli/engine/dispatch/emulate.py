@@ -1,0 +1,212 @@
+"""A schedule carried out by the engine's dispatcher on emulated devices: measured against simulated, on any machine.
+
+    measured = run_emulated(schedule, costs, staleness=0)      # sleeps as long as the schedule takes
+
+No tensors, no mathematics, no torch: every operation of the lowered program is issued by the same threads, queues and
+events as in training, to clocks (`backends/emulated.py`) that know from the cost model what it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.engine.backends.emulated import EmulatedDevice, Event, finish, happens_in_s
+from roundpipe_cli.engine.dispatch.dispatch import Chunk, StepRun
+from roundpipe_cli.engine.dispatch.ledger import links_of
+from roundpipe_cli.engine.dispatch.pool import Pool
+from roundpipe_cli.engine.dispatch.progress import Progress
+from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferStatistics, statistics_of
+from roundpipe_cli.engine.program import describe
+from roundpipe_cli.faults import fault
+from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.durations import StageTimes, stage_times
+from roundpipe_cli.schedule.lower import Op, Program, lower
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, bubble_ratio, makespan_s
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What came of one run."""
+
+    timeline: Timeline
+    late_s: tuple[float, ...]
+    """Per worker: time that its streams lost because the host issued too late, compute and links together."""
+    compute_late_s: tuple[float, ...]
+    """Per worker: of these, the compute stream's. A link's are idle time too, but seldom anybody waits for it."""
+    transfers: TransferStatistics
+
+    @property
+    def makespan_s(self) -> float:
+        return makespan_s(self.timeline)
+
+    @property
+    def bubble_ratio(self) -> float:
+        return bubble_ratio(self.timeline)
+
+
+class _Emulation:
+    """What the works of one run share."""
+
+    def __init__(self, program: Program, costs: CostModel) -> None:
+        self.program, self.costs = program, costs
+        schedule = program.schedule
+        self.times: StageTimes = stage_times(
+            costs, schedule.forward_stages, schedule.backward_stages, fused_head=schedule.fused_head
+        )
+        self.chunk_bytes = TransferOptions().chunk_bytes
+
+
+class EmulatedWork:
+    """Operations of one worker, or of the host (worker -1), as times on clocks."""
+
+    def __init__(self, worker: int, emulation: _Emulation) -> None:
+        self.worker = worker
+        self.lanes: tuple[str, ...] = (UP, DOWN) if worker >= 0 else (HOST,)
+        self.device = EmulatedDevice()
+        self.intervals: list[tuple[int, Interval]] = []
+        """(operation, what it did), of all threads of this worker."""
+        self._emulation = emulation
+        self._after: dict[int, Sequence[Event]] = {}
+
+    def compute_thread(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def lane_thread(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take_up(self, part: None) -> None:
+        return None
+
+    def begin(self, op: Op) -> None:
+        return None
+
+    def run(self, op: Op, ready: Sequence[Event], late: Sequence[Event]) -> Event:
+        fault("compute", step=op.step, worker=self.worker)
+        times = self._emulation.times
+        lead_s = 0.0
+        if op.kind is Kind.BACKWARD and op.stage == 0 and self._emulation.program.schedule.fused_head:
+            lead_s = times.lead_s(0, self.worker)
+        start_s, end_s = self.device.compute.issue(times.action_s(op.kind, op.stage, self.worker), ready, lead_s, late)
+        self._note(op, COMPUTE, start_s, end_s)
+        return end_s
+
+    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Chunk]:
+        """Each chunk with its seconds."""
+        costs = self._emulation.costs
+        if op.lane == HOST:
+            chunks = [Chunk(0, costs.layers[op.stage].optimizer_s)] if op.stage >= 0 else []
+        else:
+            size = self._emulation.chunk_bytes
+            sizes = [min(size, op.num_bytes - start) for start in range(0, op.num_bytes, size)]
+            chunks = [Chunk(num_bytes, num_bytes / costs.link_bytes_per_s) for num_bytes in sizes]
+        if chunks:
+            self._after[op.id] = after
+        return chunks
+
+    def copy(self, op: Op, chunk: Chunk) -> Event:
+        clock = {UP: self.device.up, DOWN: self.device.down, HOST: self.device.compute}[op.lane]
+        start_s, end_s = clock.issue(chunk.content, self._after[op.id])
+        self._note(op, op.lane, start_s, end_s)
+        return end_s
+
+    def issued(self, op: Op, event: Event) -> None:
+        self._after.pop(op.id, None)
+
+    def ended(self, op: Op) -> None:
+        return None
+
+    def arrival(self, dep: Op, op: Op, event: Event) -> Event:
+        """A hop later between two different workers; the host is near everyone."""
+        if event is None or dep.worker == op.worker or min(dep.worker, op.worker) < 0:
+            return event
+        return event + self._emulation.costs.hop_s
+
+    def happens_in_s(self, event: Event) -> float:
+        return happens_in_s(event)
+
+    def happened_at_s(self, event: Event, now_s: float) -> float:
+        return now_s if event is None else event
+
+    def where(self, op: Op, *, weights: bool) -> str:
+        if op.lane == HOST:
+            return f"host (emulated), update of layer {op.stage}, step {op.step}"
+        what = "weights for " if weights else ""
+        return f"worker {self.worker} (emulated), {what}{describe(op, self._emulation.program.schedule, op.step)}"
+
+    def drain(self) -> None:
+        finish(self._end_s())
+
+    def busy_s(self) -> float:
+        return happens_in_s(self._end_s())
+
+    def reset(self) -> None:
+        self._after.clear()
+
+    def _end_s(self) -> float:
+        return max(clock.end_s for clock in (self.device.compute, self.device.up, self.device.down))
+
+    def _note(self, op: Op, lane: str, start_s: float, end_s: float) -> None:
+        self.intervals.append((op.id, Interval(op.worker, lane, op.kind, op.stage, op.microbatch, start_s, end_s)))
+
+
+def run_emulated(
+    schedule: Schedule,
+    costs: CostModel,
+    *,
+    staleness: int = 0,
+    fifo: bool = False,
+    watchdog_s: float | None = 600.0,
+) -> Emulated:
+    """Carry a schedule out, all of its chained steps, on emulated devices; takes as long as it says.
+
+    Args:
+        staleness: 0 or 1, as in the simulator.
+        fifo: transfers go first in, first out, in place of priorities and overtaking.
+        watchdog_s: fail after this long without progress.
+
+    Raises:
+        InternalError: a fault, or a thread that is stuck.
+    """
+    program = lower(schedule, costs, staleness=staleness)
+    emulation = _Emulation(program, costs)
+    works = [EmulatedWork(worker, emulation) for worker in range(schedule.num_workers)]
+    host = EmulatedWork(-1, emulation)
+    pool = Pool(
+        works,
+        host=host,
+        options=TransferOptions(fifo=fifo),
+        watchdog_s=watchdog_s,
+    )
+    links = links_of(program)
+    run = StepRun(program, links, 0, Progress(), pool.works)
+    with pool:
+        started_s = time.perf_counter()
+        for work in (*works, host):
+            work.device.start_step(started_s)
+        pool.run(run)
+    return _result(program, [*works, host], run, started_s)
+
+
+def _result(program: Program, works: Sequence[EmulatedWork], run: StepRun, started_s: float) -> Emulated:
+    found = [entry for work in works for entry in work.intervals]
+    compute_s = {op_id: (item.start_s, item.end_s) for op_id, item in found if item.lane == COMPUTE}
+    intervals = tuple(
+        item._replace(start_s=item.start_s - started_s, end_s=item.end_s - started_s) for _, item in found
+    )
+    schedule = program.schedule
+    timeline = Timeline(
+        schedule.num_workers,
+        intervals,
+        fused_head=schedule.fused_head,
+        updates_overlap=program.staleness == 1,
+    )
+    return Emulated(
+        timeline,
+        tuple(work.device.late_s for work in works if work.worker >= 0),
+        tuple(work.device.compute.late_s for work in works if work.worker >= 0),
+        statistics_of(program, compute_s, run.records, started_s),
+    )

@@ -1,1 +1,0 @@
-"""Which layers form a stage: costs, hardware, memory, partition. No torch."""

@@ -1,0 +1,397 @@
+"""Where a run's stages are cut: as the recipe says, or by the planner.
+
+The planner wants to know what each layer costs. A run measures that itself: its first steps have one layer a stage
+and are timed, the steps after are cut by what they showed, and the next run on the same machine knows it from the
+start. Where stages are cut changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost, with_updates
+from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.planning.compare import (
+    Partition,
+    Question,
+    choose_dealing,
+    choose_partition,
+    chunk_partition,
+    dealt_partition,
+    faster,
+    make_schedule,
+)
+from roundpipe_cli.planning.partition import QUICK, plan_partition
+from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.planning.resident import resident_partition
+from roundpipe_cli.planning.stages import StageLimits, StageSums, limits_for, within_limits
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.builders import Chain, build_schedule
+from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import bubble_ratio, busy_s, makespan_s
+
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
+"""Of one worker, until it is measured."""
+SHARED_BYTES_PER_S = 1e15
+"""Between workers on the processor nothing is copied: a boundary tensor is there at once."""
+PROFILE_STEPS = 2
+"""The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
+CONFIRM_STEPS = 2
+"""More such steps, where workers seem to differ in speed: only what all of them show is believed."""
+MAX_OFF = 1.3
+"""Factor by which steps may differ from an earlier run's times before they are measured again."""
+PREDICTED_STEPS = 16
+"""Chained steps from which the time of one is predicted."""
+MEMORY_SHARE = 0.85
+"""Of a device's memory, for what is counted; the rest is for what no memory model knows."""
+
+
+def rough_costs(
+    layouts: Sequence[LayerLayout],
+    active_parameters: Sequence[int],
+    *,
+    method: str,
+    tokens: int,
+    hidden_size: int,
+    device: str,
+    device_memory_bytes: int | None = None,
+    link_bytes_per_s: float = SHARED_BYTES_PER_S,
+    experts_per_token: int = 1,
+    activation_bytes: Sequence[int] | None = None,
+) -> CostModel:
+    """Costs of the layers from their parameters alone.
+
+    Args:
+        layouts: one per layer.
+        active_parameters: per layer, parameters that take part for one token (a part of the experts).
+        method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
+        tokens: of a microbatch.
+        hidden_size: width of the hidden states.
+        device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
+        device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
+        link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
+        experts_per_token: of a layer with experts, how many compute a token.
+        activation_bytes: of each layer, what a microbatch keeps on the device for its backward; None: as rough.
+    """
+    backward = 1.0 if method == "lora" else 2.0
+    streams = device != "cpu"
+    layers = []
+    for index, (layout, active) in enumerate(zip(layouts, active_parameters, strict=True)):
+        seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device] if index else 0.0
+        item_bytes = layout.trainable_dtype.itemsize
+        matrices = [place.shape for place in layout.places if len(place.shape) > 1]
+        width = sum(sum(shape[-2:]) * (experts_per_token if len(shape) > 2 else 1) for shape in matrices)
+        kept = width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0
+        layers.append(
+            LayerCost(
+                name=layout.name,
+                forward_s=seconds,
+                backward_s=seconds * backward,
+                recompute=index < len(layouts) - 1,
+                param_bytes=layout.num_bytes if streams and index else 0,
+                boundary_bytes=hidden_size * tokens * item_bytes,
+                grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
+                activation_bytes=kept if activation_bytes is None else activation_bytes[index],
+            )
+        )
+    return CostModel(
+        "layers", tuple(layers), device_memory_bytes=device_memory_bytes, link_bytes_per_s=link_bytes_per_s
+    )
+
+
+@dataclass(frozen=True)
+class _KeptStages:
+    """Stages that stay, whatever a step's microbatches."""
+
+    stages: tuple[tuple[StageRange, ...], tuple[StageRange, ...]]
+    """Forward and backward."""
+    costs: CostModel
+    options: Options
+
+
+class Cutter:
+    """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        num_workers: int,
+        pipeline: PipelineConfig,
+        cache: ProfileCache | None = None,
+        *,
+        chained: bool = False,
+        microbatches_per_round: int | None = None,
+        weights_stay: bool = False,
+        shared_bytes: int = 0,
+    ) -> None:
+        """
+        Args:
+            costs: of the layers, rough.
+            num_workers: devices.
+            pipeline: the recipe's section.
+            cache: of what an earlier run has measured.
+            microbatches_per_round: at most. None: no limit.
+            chained: steps may follow each other without a barrier, see `Recipe.overlaps_steps`.
+            weights_stay: workers have all weights, so that a microbatch may as well stay on one of them.
+            shared_bytes: of a device's memory, for what any stages need.
+
+        Raises:
+            RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
+                schedule that mirrors the forward ones.
+        """
+        self.costs = self.rough = costs
+        self._cache = cache
+        self._num_workers = num_workers
+        self._pipeline = pipeline
+        self._schedules: dict[int, Schedule] = {}
+        self._profile: list[StepResult] = []
+        self._kept: _KeptStages | None = None
+        forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
+        if pipeline.schedule == "roundpipe" and forward_auto != backward_auto:
+            raise RefusedError(
+                "forward_stages and backward_stages go together",
+                where="pipeline",
+                found="one of them is auto",
+                expected="both given or both auto",
+            )
+        if pipeline.schedule != "roundpipe" and not backward_auto:
+            raise RefusedError(
+                f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages",
+                where="pipeline.backward_stages",
+                expected="auto",
+            )
+        self._options = dealing_options(pipeline)
+        self._chunks = pipeline.num_chunks
+        self._planned = forward_auto
+        self._chained = chained and num_workers > 1
+        self._weights_stay = weights_stay and num_workers > 1 and not chained
+        self._most_per_round = microbatches_per_round
+        self._shared_bytes = shared_bytes
+        self._chains: dict[int, tuple[Chain, float] | None] = {}
+        """By microbatches of a step; with the seconds that one takes."""
+        known = cache.load(costs) if cache is not None and self._planned else None
+        self._doubted = known is not None
+        """Whether the times are an earlier run's that this run's steps have not borne out yet."""
+        self.costs = known or costs
+        self.measured = known is not None or not self._planned
+        """Whether `costs` are final; until then every step is a profile step."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule of the next step, which cuts each of its microbatches into the recipe's chunks."""
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = self._build(num_microbatches * self._chunks)
+        return self._schedules[num_microbatches]
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Of full and short steps, as they have been cut lately."""
+        return tuple(self._schedules.values())
+
+    def chain(self, num_microbatches: int) -> Chain | None:
+        """Schedules of steps that follow each other without a barrier; None where steps have to end first.
+
+        That is so until stages are settled, where workers differ in speed, and where it would not be faster.
+        """
+        found = self._timed_chain(num_microbatches)
+        return None if found is None else found[0]
+
+    def _timed_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
+        """With the seconds of a step."""
+        if not (self._chained and self.is_settled and self._kept is None):
+            return None
+        if num_microbatches not in self._chains:
+            suits = self._options == Options() and self.costs.equal_workers
+            self._chains[num_microbatches] = self._make_chain(num_microbatches) if suits else None
+        return self._chains[num_microbatches]
+
+    def _make_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
+        """With the seconds of a step. Its stages are others: with no barrier to wait at, they need not end short."""
+        step, costs = self.schedule(num_microbatches), with_updates(self.costs)
+        forward, backward, per_round = step.forward_stages, step.backward_stages, step.microbatches_per_round
+        if self._planned:
+            plan = plan_partition(
+                costs,
+                num_workers=self._num_workers,
+                num_microbatches=num_microbatches,
+                staleness=1,
+                num_steps=2,  # the planner itself takes as many as it needs to see how fast they follow each other
+                limits=self._limits(),
+                effort=QUICK,  # the workers wait for it
+            )
+            forward, backward, per_round = plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
+
+        def build(num_steps: int) -> Schedule:
+            return build_schedule(
+                "roundpipe",
+                forward_stages=forward,
+                backward_stages=backward,
+                num_workers=self._num_workers,
+                num_microbatches=num_microbatches,
+                costs=costs,
+                microbatches_per_round=per_round,
+                num_steps=num_steps,
+                staleness=1,
+            )
+
+        half_s, whole_s = (
+            makespan_s(simulate(build(num_steps), costs, staleness=1))
+            for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS)
+        )
+        step_s = (whole_s - half_s) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
+        return (Chain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
+
+    def predicted(self, num_microbatches: int) -> dict[str, float] | None:
+        """What the simulator says of a full step by the measured costs; None before they are measured."""
+        if not (self.measured and self._planned):
+            return None
+        found = self._timed_chain(num_microbatches)
+        if found is None:
+            costs = self.costs if self._kept is None else self._kept.costs
+            timeline = simulate(self.schedule(num_microbatches), costs)
+            return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
+        chain, step_s = found
+        bubble = 1 - sum(busy_s(simulate(chain.first, self.costs))) / (self._num_workers * step_s)
+        return {"step_s": step_s, "bubble_ratio": max(0.0, bubble)}
+
+    def keep_stages(self, schedule: Schedule, costs: CostModel | None = None, options: Options | None = None) -> None:
+        """From now on only these stages: the devices' memory is filled up beside them.
+
+        Args:
+            costs: of the layers from now on; None: as they were.
+            options: how stages are dealt out from now on; None: as they were.
+        """
+        stages = schedule.forward_stages, schedule.backward_stages
+        self._kept = _KeptStages(stages, costs or self.costs, options or self._options)
+        self._schedules = {schedule.num_microbatches // self._chunks: schedule}
+
+    def release_stages(self) -> None:
+        """From now on the stages that the planner would choose for devices that keep no weights."""
+        self._kept = None
+        self._schedules.clear()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether stages will stay as they are."""
+        return self.measured and not self._doubted
+
+    def observe(self, result: StepResult) -> None:
+        """Learn from a finished step."""
+        if self.is_settled:
+            return
+        self._profile.append(result)
+        if self._doubted and len(self._profile) > PROFILE_STEPS:
+            self._doubted = False
+            if not self._borne_out(self._profile[1:]):
+                self.costs, self.measured = self.rough, False
+                self._schedules.clear()
+            self._profile.clear()
+        elif not self.measured and len(self._profile) >= PROFILE_STEPS:
+            steps = self._profile[PROFILE_STEPS - 1 :]
+            speeds = measured_speeds(self.rough, steps, self._num_workers) if self._num_workers > 1 else None
+            if speeds is not None and len(steps) <= CONFIRM_STEPS:
+                return
+            self.costs = measured_costs(replace(self.rough, worker_speed=speeds), steps)
+            self.measured = True
+            if self._cache is not None:
+                self._cache.save(self.costs)
+            self._schedules.clear()
+            self._profile.clear()
+
+    def _borne_out(self, results: Sequence[StepResult]) -> bool:
+        """Whether steps took about as long as an earlier run's times have it."""
+        for result in results:
+            num_microbatches = (1 + max(item.action.microbatch for item in result.actions)) // self._chunks
+            predicted_s = makespan_s(simulate(self.schedule(num_microbatches), self.costs))
+            if predicted_s and 1 / MAX_OFF <= result.step_s / predicted_s <= MAX_OFF:
+                return True
+        return False
+
+    def _build(self, num_microbatches: int) -> Schedule:
+        if not self.measured:
+            return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
+        if self._planned and self._pipeline.schedule == "roundpipe" and self._kept is None:
+            return self._planned_roundpipe(num_microbatches)
+        forward, backward = self._stages(num_microbatches) if self._kept is None else self._kept.stages
+        return build_schedule(
+            self._pipeline.schedule,
+            forward_stages=forward,
+            backward_stages=backward,
+            num_workers=self._num_workers,
+            num_microbatches=num_microbatches,
+            costs=self.costs if self._kept is None else self._kept.costs,
+            options=self._options if self._kept is None else self._kept.options,
+            sequence_chunks=self._chunks,
+        )
+
+    def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
+        pipeline = self._pipeline
+        if not self._planned:
+            backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
+            return _ranges(pipeline.forward_stages), backward
+        question = Question(self.costs, self._num_workers, num_microbatches, sequence_chunks=self._chunks)
+        chosen = choose_partition(pipeline.schedule, question)
+        return chosen.forward_stages, None
+
+    def _limits(self) -> StageLimits:
+        """How much one stage may take of a device."""
+        memory_bytes = self.costs.device_memory_bytes
+        if memory_bytes is None:
+            return StageLimits(microbatches_per_round=self._most_per_round)
+        free = int(MEMORY_SHARE * memory_bytes) - self._shared_bytes
+        return limits_for(self.costs, free, self._most_per_round)
+
+    def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
+        limits, sums = self._limits(), StageSums(self.costs)
+        question = Question(
+            self.costs,
+            self._num_workers,
+            num_microbatches,
+            options=self._options,
+            auto_dealing=self._pipeline.dispatch == "auto",
+            auto_head=self._pipeline.head_workers == "auto",
+            sequence_chunks=self._chunks,
+        )
+
+        def keeps(partition: Partition) -> bool:
+            per_round = partition.microbatches_per_round or self._num_workers
+            return within_limits(sums, limits, partition.forward_stages, partition.backward_stages, per_round)
+
+        if self._chunks > 1:
+            return make_schedule("roundpipe", chunk_partition(question, keeps), question)
+        plan = plan_partition(
+            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
+        )
+        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
+        if self._options.earliest_free:
+            return make_schedule("roundpipe", dealt_partition(planned, question, keeps), question)
+        chosen = choose_dealing(planned, question, keeps)
+        whole = resident_partition(self.costs, self._num_workers, keeps) if self._weights_stay else None
+        return make_schedule("roundpipe", chosen if whole is None else faster(chosen, whole, question), question)
+
+
+def dealing_options(pipeline: PipelineConfig) -> Options:
+    """How the recipe wants stages dealt out.
+
+    Raises:
+        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
+    """
+    options = options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
+    if options != Options() and pipeline.schedule != "roundpipe":
+        raise RefusedError(
+            f"{pipeline.schedule} binds its stages to workers",
+            where="pipeline: head_workers, replicas, dispatch",
+            found=f"schedule: {pipeline.schedule}",
+            expected="schedule: roundpipe, or none of these keys",
+        )
+    return options
+
+
+def _ranges(stages: object) -> tuple[StageRange, ...]:
+    assert isinstance(stages, tuple)
+    return tuple((int(first), int(last)) for first, last in stages)

@@ -1,0 +1,63 @@
+"""Whether `finetune` would take a recipe's model, as far as its configuration, files and the recipe decide. No torch.
+
+`finetune` asks the same functions while it loads; `plan` and `bench` ask them all before they answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from roundpipe_cli.costs.find_model import FoundConfig
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.model.architectures import (
+    check_architecture,
+    check_mask_bytes,
+    check_stored_in_4bit,
+    is_stored_in_4bit,
+)
+from roundpipe_cli.model.type_refusals import PROVEN, check_type
+from roundpipe_cli.model.untrusted import PICKLES, check_model_folder
+from roundpipe_cli.recipe.schema import Recipe
+
+
+def check_model(found: FoundConfig, recipe: Recipe) -> None:
+    """Refuse what `finetune` would refuse, with its words.
+
+    Raises:
+        RefusedError: as there.
+    """
+    where = found.source
+    if found.folder is not None:
+        check_model_folder(found.folder, weights=has_weights(found.folder))
+        where = str(found.folder / "config.json")
+    if found.is_config:
+        check_architecture(found.config, name=found.name, where=where)
+        if is_stored_in_4bit(found.config, where):
+            check_stored_in_4bit(found.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
+    if recipe.packing:
+        check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+    check_type(
+        found.config,
+        packing=recipe.packing,
+        chunks=recipe.pipeline.num_chunks > 1,
+        max_seq_length=recipe.max_seq_length,
+    )
+
+
+def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
+    """What only `finetune` can tell of the model, or only another machine can do."""
+    lines = []
+    if architecture.model_type not in PROVEN:
+        lines.append(
+            f"not known: whether `finetune` takes models of the type {architecture.model_type}; it tries the model "
+            "itself before it trains, and refuses it where the split would change its numbers"
+        )
+    if (recipe.load_in_4bit or recipe.load_in_8bit) and importlib.util.find_spec("bitsandbytes") is None:
+        lines.append("note: weights in 4 or 8 bit need the package bitsandbytes, which is not installed here")
+    return lines
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights in the folder, be they such as are refused."""
+    return any(next(folder.glob(pattern), None) is not None for pattern in ("*.safetensors", *PICKLES))

@@ -1,0 +1,293 @@
+"""The planner's choice: how to cut the layers into forward and backward stages so that a step takes least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
+from roundpipe_cli.planning.search.evaluate import Chain, Links, chain_of, steady_chain, worker_speeds
+from roundpipe_cli.planning.search.explain import explain
+from roundpipe_cli.planning.search.run import Candidate, Effort, Search
+from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds
+from roundpipe_cli.planning.stages import (
+    StageLimits,
+    StageRange,
+    StageSums,
+    backward_ranges,
+    check_costs,
+    forward_ranges,
+)
+from roundpipe_cli.units import format_bytes
+
+Accounting = Literal["default", "published"]
+
+MIN_ROUNDS = 40
+"""Chained rounds by which a plan for staleness 1 is judged at least."""
+BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
+"""For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
+STEADY = Effort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
+"""For chained steps, of which every score takes many rounds."""
+QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
+"""For alternatives that seldom win: other round sizes, fewer workers."""
+DEEP_LAYERS = 48
+"""Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
+NEAR = 1.004
+"""An alternative is searched in full if a quick search comes as close as this."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which layers form a stage, and what the planner expects of it."""
+
+    forward_stages: tuple[StageRange, ...]
+    """Inclusive layer ranges in execution order; leaves out what the first backward stage computes itself."""
+    backward_stages: tuple[StageRange, ...]
+    """Inclusive layer ranges in execution order: the one with the head first."""
+    microbatches_per_round: int
+    makespan_s: float
+    """Of the first step alone."""
+    step_s: float
+    """Time per step over the chained steps."""
+    explanation: tuple[str, ...]
+    workers: tuple[int, ...] = ()
+    """The workers that get stages; the others stay idle because they would not make it faster."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is planned for. `per_round` None: at most as many microbatches as workers."""
+
+    costs: CostModel
+    sums: StageSums
+    workers: tuple[int, ...]
+    num_microbatches: int
+    default: bool
+    staleness: int
+    num_steps: int
+    limits: StageLimits | None
+    effort: Effort
+    per_round: int | None = None
+
+    @property
+    def round_size(self) -> int:
+        """The most microbatches in a round."""
+        return self.per_round or len(self.workers)
+
+    def scorer(self, hop_s: float | None = None, links: bool = True) -> BatchScorer:
+        """Scores partitions; optionally as if hops or links were different."""
+        costs = self.costs
+        speeds = worker_speeds(costs, max(self.workers) + 1)
+        moves = any(layer.param_bytes or layer.boundary_bytes or layer.grad_bytes for layer in costs.layers)
+        memory = None
+        if self.default and self.limits is None and costs.device_memory_bytes is not None:
+            memory = DeviceMemory(costs.device_memory_bytes, costs.slots)
+        return BatchScorer(
+            self.sums,
+            speeds=[speeds[worker] for worker in self.workers],
+            hop_s=costs.hop_s if hop_s is None else hop_s,
+            links=Links(costs.link_bytes_per_s, costs.slots) if self.default and moves and links else None,
+            limits=self.limits,
+            memory=memory,
+        )
+
+    def bounds(self) -> list[int]:
+        """Units of equal work; layers where such a unit, which may hold two layers of unequal work, breaks a limit."""
+        units, scorer = unit_bounds(self.sums), self.scorer()
+        body = [stop - first for first, stop in pairwise(units)]
+        finest = Batch(*map(scorer.numpy.array, ([[*body, 1, *reversed(body)]], [len(body)], [2 * len(body) + 1])))
+        return units if scorer.works(finest)[1].all() else layer_bounds(self.sums)
+
+    @property
+    def _waits(self) -> bool:
+        return self.default and self.costs.has_updates
+
+    def chain(self) -> Chain:
+        """What the plan's times are those of."""
+        staleness, num_steps = self.staleness, self.num_steps
+        waits = self._waits
+        return chain_of(self.num_microbatches, self.round_size, staleness=staleness, num_steps=num_steps, waits=waits)
+
+    def judged(self) -> Chain:
+        """By what plans are compared: the same, or more rounds where it has too few to tell a steady state."""
+        chain = self.chain()
+        if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
+            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS, waits=self._waits)
+        return chain
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A task and what the search found for it, the fastest first."""
+
+    task: _Task
+    found: list[Candidate]
+    bound_s: float
+
+    @property
+    def value_s(self) -> float:
+        """Time per step of the best one."""
+        return self.found[0].value_s if self.found else INFEASIBLE
+
+
+def plan_partition(
+    costs: CostModel,
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    accounting: Accounting = "default",
+    staleness: Literal[0, 1] = 0,
+    num_steps: int = 1,
+    limits: StageLimits | None = None,
+    effort: Effort | None = None,
+) -> Partition:
+    """The partition with the least time per step.
+
+    Args:
+        num_microbatches: per step.
+        accounting: `published` knows neither transfers nor memory and fixes rounds at `num_workers` microbatches.
+        num_steps: chained steps that `step_s` is measured over; with staleness 1 take 30 or more for the steady state.
+        limits: bytes per stage, and the longest round; without them, and under the default accounting,
+            `costs.device_memory_bytes` holds.
+
+    Raises:
+        RefusedError: costs or counts that mean nothing.
+        ResourceError: no partition keeps the limits.
+    """
+    check_costs(costs)
+    for name, value in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
+        if value < 1:
+            raise RefusedError(f"the number of {name} must be 1 or more", found=str(value))
+    task = _Task(
+        costs,
+        StageSums(costs),
+        tuple(range(num_workers)),
+        num_microbatches,
+        accounting == "default",
+        staleness,
+        num_steps,
+        limits,
+        effort or _usual_effort(accounting, staleness, num_steps),
+    )
+    plan = _best_workers(task)
+    if not plan.found:
+        raise _does_not_fit(task)
+    return _to_partition(plan)
+
+
+def _usual_effort(accounting: str, staleness: int, num_steps: int) -> Effort:
+    if accounting == "default":
+        return BRISK
+    return STEADY if staleness and num_steps > 1 else Effort()
+
+
+def _best_workers(task: _Task) -> _Plan:
+    """The best plan for all workers or, where that is faster, for some of them: the slowest stay idle."""
+    plan = _best_rounds(task)
+    speeds = worker_speeds(task.costs, max(task.workers) + 1)
+    workers = task.workers
+    while len(workers) > 1 and plan.found:
+        idle = min(reversed(workers), key=lambda worker: speeds[worker])
+        workers = tuple(worker for worker in workers if worker != idle)
+        fewer = replace(task, workers=workers, effort=QUICK)
+        if _least_s(fewer) >= plan.value_s:
+            break
+        if _search(fewer, plan.value_s * NEAR).value_s < plan.value_s * NEAR:
+            other = _best_rounds(replace(fewer, effort=task.effort))
+            if other.value_s < plan.value_s:
+                plan = other
+    return plan
+
+
+def _least_s(task: _Task) -> float:
+    """No partition is faster: workers that never wait, and the head's stage, with as many layers as suits best."""
+    sums, workers = task.sums, worker_speeds(task.costs, max(task.workers) + 1)
+    speed = sum(workers[worker] for worker in task.workers)
+    fastest = max(workers[worker] for worker in task.workers)
+    layers, size = sums.num_layers, min(task.round_size, task.num_microbatches)
+    once = sums.forward_s[0][layers] + sums.backward_s[0][layers]
+    least = INFEASIBLE
+    for first in range(layers):
+        head = sums.forward_s[first][layers] + sums.backward_s[first][layers]
+        busy = task.num_microbatches * (once + sums.recompute_s[0][first]) / speed
+        through = 0.0 if task.judged().from_round else (once + (size - 1) * head) / fastest
+        least = min(least, max(busy, through))
+    return least
+
+
+def _best_rounds(task: _Task) -> _Plan:
+    """The best plan over the numbers of microbatches per round that the accounting leaves open."""
+    plan = _search(task, INFEASIBLE)
+    if not task.default or not plan.found:  # limits do not depend on the round
+        return plan
+    for per_round in _other_round_sizes(task):
+        other = replace(task, per_round=per_round)
+        if _search(replace(other, effort=QUICK), plan.value_s * NEAR).value_s < plan.value_s * NEAR:
+            found = _search(other, INFEASIBLE)
+            if found.value_s < plan.value_s * (1 - 1e-9):
+                plan = found
+    return plan
+
+
+def _other_round_sizes(task: _Task) -> list[int]:
+    """Microbatches per round to try beside as many as workers. Deep models take longer and gain less, so few there."""
+    count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
+    sizes = sorted({-(-count // rounds) for rounds in range(1, count + 1)} - {usual})
+    if task.limits is not None:
+        sizes = list(filter(task.limits.keeps_round, sizes))
+    if task.sums.num_layers > DEEP_LAYERS:
+        return [size for size in sizes if size == 2 * usual]
+    return [size for size in sizes if usual <= 2 * size and size <= 4 * usual]
+
+
+def _search(task: _Task, beat_s: float) -> _Plan:
+    search = Search(task.scorer(), task.bounds(), task.judged(), task.effort, beat_s)
+    return _Plan(task, search.run(), search.least_s)
+
+
+def _to_partition(plan: _Plan) -> Partition:
+    task, best = plan.task, plan.found[0]
+    chain = task.chain()
+    makespan_s, step_s = task.scorer().measure(best.sizes, best.num_forward, chain)
+    updates_s = sum(layer.optimizer_s for layer in task.costs.layers) if task.default else 0.0
+    if task.staleness == 0:
+        makespan_s, step_s = makespan_s + updates_s, step_s + updates_s
+    elif chain.from_round:
+        step_s = max(step_s, updates_s)
+    return Partition(
+        forward_stages=forward_ranges(best.sizes[: best.num_forward]),
+        backward_stages=backward_ranges(best.sizes[best.num_forward :], task.sums.num_layers),
+        microbatches_per_round=task.round_size,
+        makespan_s=makespan_s,
+        step_s=step_s,
+        explanation=explain(
+            plan.found,
+            sums=task.sums,
+            chain=task.judged(),
+            scorer=task.scorer(),
+            without_hops=task.scorer(hop_s=0.0),
+            without_links=task.scorer(links=False),
+            updates_s=updates_s,
+            staleness=task.staleness,
+        ),
+        workers=task.workers,
+    )
+
+
+def _does_not_fit(task: _Task) -> ResourceError:
+    """Names the layer that is too large on its own."""
+    sums, names = task.sums, [layer.name for layer in task.costs.layers]
+    largest = max(range(sums.num_layers), key=lambda index: sums.backward_bytes(index, index + 1))
+    needed = format_bytes(sums.backward_bytes(largest, largest + 1))
+    memory = task.costs.device_memory_bytes
+    expected = str(task.limits) if task.limits else f"{format_bytes(memory or 0)} with {task.costs.slots} slots"
+    return ResourceError(
+        "no partition fits: every cut has a stage over its limit",
+        where=f"layer {largest} ({names[largest]})",
+        found=f"{needed} for weights, gradients and activations of the largest layer alone",
+        expected=expected,
+        hint="shorter sequences, smaller microbatches, 4-bit weights or a device with more memory",
+    )

@@ -1,0 +1,31 @@
+"""What `plan` says of the very cut that a run used, for the comparison at its end."""
+
+from __future__ import annotations
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.question import Question, ask
+from roundpipe_cli.planning.verdict import Verdict, judge
+from roundpipe_cli.planning.weight_cache import with_all_weights, with_auto_cache
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.schedule.actions import Schedule
+
+
+def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool) -> dict[str, float]:
+    """Predicted device and host bytes; empty for a model or devices that `plan` has no figures for.
+
+    `holds_all`: the schedule is for GPUs that hold all weights.
+    """
+    try:
+        question = ask(loaded)
+    except RefusedError:
+        return {}
+    if not question.hardware.is_here:
+        return {}
+
+    def verdict_on(question: Question) -> Verdict:
+        cut = schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round
+        return judge(question.architecture, question.settings, question.hardware, question.analytic, *cut)
+
+    whole = with_all_weights(question) if holds_all else None
+    verdict = verdict_on(whole or with_auto_cache(question, verdict_on(question))[0])
+    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}

@@ -1,0 +1,551 @@
+"""From a recipe and a machine to a plan: figures of the model, costs, stages, simulated step, verdict. No torch.
+
+`costs_for_recipe` serves `bench`, `check_fits` serves `finetune`, `make_plan` is all of `roundpipe plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.hardware import Hardware
+from roundpipe_cli.costs.machine import host_memory, num_machines
+from roundpipe_cli.costs.memory import with_cached_weights
+from roundpipe_cli.errors import Problem, ResourceError
+from roundpipe_cli.planning.admission import unproven
+from roundpipe_cli.planning.compare import MIN_GAIN, Partition, chunk_partition
+from roundpipe_cli.planning.compare import Question as Compared
+from roundpipe_cli.planning.forward import forward_stages
+from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.question import Question, ask, choose_tier
+from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
+from roundpipe_cli.planning.resident import resident_partition
+from roundpipe_cli.planning.solve import Solution, solve
+from roundpipe_cli.planning.stages import StageRange, StageSums, even_sizes, forward_ranges, within_limits
+from roundpipe_cli.planning.unequal import dealt_cut, describe_left_out, without_small_cards
+from roundpipe_cli.planning.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
+from roundpipe_cli.planning.weight_cache import has_room, with_all_weights, with_auto_cache
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.supported import NOT_YET
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
+from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.simulate import simulate_program
+from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
+from roundpipe_cli.units import format_bytes, format_seconds
+
+RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
+MAX_SIMULATED_MICROBATCHES = 64
+MAX_PLANNED_ROUNDS = 4
+"""Rounds of a step that the planner looks at: later ones repeat."""
+MAX_SEARCHED_LAYERS = 72
+"""For more layers than these a few even cuts are simulated in place of the planner's search, which takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBytes:
+    """Bytes over all workers' links in one step."""
+
+    weights_up: int
+    boundaries_up: int
+    gradients_down: int
+    boundaries_down: int
+
+    @property
+    def up(self) -> int:
+        return self.weights_up + self.boundaries_up
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer."""
+
+    question: Question
+    forward_stages: tuple[StageRange, ...]
+    backward_stages: tuple[StageRange, ...]
+    microbatches_per_round: int
+    verdict: Verdict
+    step_s: float
+    host_s: float
+    """Part of `step_s`: interpreter time, one after the other for all workers."""
+    bubble_ratio: float
+    links: LinkBytes
+    timeline: Timeline
+    """Of one simulated step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    explanation: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        settings = self.question.settings
+        return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
+
+
+def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
+    """Analytic costs of a recipe's layers; `hardware` in words, or None for the recipe's devices.
+
+    Raises:
+        RefusedError: no such model or hardware.
+    """
+    return ask(loaded, hardware).analytic.costs
+
+
+def check_fits(loaded: LoadedRecipe) -> None:
+    """Refuse a run that cannot fit on this machine, before anything is loaded.
+
+    Counts host memory that is available now, under a container's limit. A model whose parameters are a guess passes.
+
+    Raises:
+        ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
+    """
+    question = ask(loaded, here=True)
+    if question.architecture.is_guess:
+        return  # a guess is no reason to refuse a run
+    if not question.hardware.is_here:
+        return  # the recipe's GPUs are not here, which is another error than memory
+    memory = host_memory()
+    available = min(question.hardware.host_memory_bytes, memory.available_bytes)
+    machine = replace(question.hardware, host_memory_bytes=available)
+    settings = question.settings
+    if loaded.recipe.weights == "auto":
+        settings = choose_tier(question.architecture, settings, machine)
+    if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
+        settings = replace(settings, num_shards=num_machines())
+    verdict = judge_coarsest(question.architecture, settings, machine)
+    if verdict.fits:
+        return
+    error = ResourceError(verdict.reasons[0])
+    found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
+    hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
+    for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
+        if judge_coarsest(fewer.architecture, settings, fewer.hardware).fits:
+            hint = f"{describe_left_out(question, fewer, fits=False)}; {hint}"
+            break
+    error.problems = tuple(
+        Problem(
+            reason,
+            where=str(loaded.path),
+            found=found if reason.startswith("host memory") else None,
+            hint=hint if reason is verdict.reasons[-1] else None,
+        )
+        for reason in verdict.reasons
+    )
+    raise error
+
+
+def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Plan:
+    """Cut the layers, simulate a step, and judge whether it fits; without the GPUs of less memory than others where
+    only that fits, or is faster.
+
+    Raises:
+        RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
+    """
+    question = ask(loaded, hardware)
+    best = _plan(question)
+    for fewer in without_small_cards(question):
+        if best.verdict.fits and _least_s(fewer) >= best.step_s:
+            continue
+        other = _plan(fewer)
+        if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
+            why = describe_left_out(question, fewer, fits=best.verdict.fits)
+            best = replace(other, explanation=(why, *other.explanation))
+    return best
+
+
+def _least_s(question: Question) -> float:
+    """No step is faster: workers that never wait, and nothing is computed twice."""
+    costs, settings = question.analytic.costs, question.settings
+    once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
+    host_s = settings.num_microbatches * question.analytic.host_s_per_microbatch
+    return once_s / sum(costs.worker_speed or (1.0,) * question.num_workers) + host_s
+
+
+def _plan(question: Question) -> Plan:
+    """The plan for all devices of the question's machine."""
+    whole = with_all_weights(question)
+    cut = _cut(question)
+    verdict = _judged(question, cut)
+    question, kept = with_auto_cache(question, verdict)
+    if kept is not None:
+        verdict = _judged(question, cut)
+    step = _simulate_step(question, cut, question.loaded.recipe.pipeline.schedule)
+    resident = _resident(whole, step.step_s if verdict.fits else math.inf)
+    if resident is not None:
+        question, cut, verdict, step = resident
+        held = question.settings.weight_cache_bytes
+        if held:
+            kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
+    host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
+    reference_s = _reference_s(question, cut)
+    reference = f"the base model's forward, which pairs are compared with: {format_seconds(reference_s)} of a step"
+    return Plan(
+        question=question,
+        forward_stages=cut.forward_stages,
+        backward_stages=cut.backward_stages,
+        microbatches_per_round=cut.microbatches_per_round,
+        verdict=verdict,
+        step_s=step.step_s + host_s + reference_s,
+        host_s=host_s,
+        bubble_ratio=step.bubble_ratio,
+        links=step.links,
+        timeline=step.timeline,
+        explanation=(
+            *cut.explanation,
+            *filter(None, [kept]),
+            _what_binds(question, step, host_s),
+            *([reference] if reference_s else []),
+        ),
+        assumptions=_assumptions(question, cut),
+    )
+
+
+def _resident(question: Question | None, streamed_s: float) -> tuple[Question, _Cut, Verdict, _Step] | None:
+    """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
+    if question is None:
+        return None
+
+    def as_cut(partition: Partition) -> _Cut:
+        per_round = partition.microbatches_per_round or question.num_workers
+        stages = partition.forward_stages, partition.backward_stages
+        return _Cut(*stages, per_round, (RESIDENT_CUT,), options=partition.dealing)
+
+    def keeps(partition: Partition) -> bool:
+        return has_room(question, _judged(question, as_cut(partition)))
+
+    partition = resident_partition(question.analytic.costs, question.num_workers, keeps)
+    if partition is None:
+        return None
+    cut = as_cut(partition)
+    step = _simulate_step(question, cut, "roundpipe")
+    return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    forward_stages: tuple[StageRange, ...]
+    backward_stages: tuple[StageRange, ...]
+    microbatches_per_round: int
+    explanation: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+    """Those that get stages; empty: all of them."""
+    options: Options | None = None
+    """How stages are dealt out; None: as the recipe says."""
+
+
+def _cut(question: Question) -> _Cut:
+    """The recipe's own stages where it has them, the planner's otherwise."""
+    pipeline, workers = question.loaded.recipe.pipeline, question.num_workers
+    if pipeline.schedule != "roundpipe":
+        forward = pipeline.forward_stages
+        if forward == "auto":
+            forward = _bound_stages(pipeline.schedule, len(question.analytic.costs.layers), workers)
+        stages = _ranges(forward)
+        return _Cut(stages, tuple(reversed(stages)), question.settings.num_microbatches)
+    if pipeline.forward_stages != "auto" and pipeline.backward_stages != "auto":
+        chunks = pipeline.num_chunks
+        per_round = -(-workers // chunks) * chunks
+        return _Cut(_ranges(pipeline.forward_stages), _ranges(pipeline.backward_stages), per_round)
+    if pipeline.num_chunks > 1:
+        return _in_chunks(question)
+    cut = _planned(question)
+    return cut if _judged(question, cut).fits else _coarser(question, cut)
+
+
+def _in_chunks(question: Question) -> _Cut:
+    """The planner's cut for sequences in chunks, within the devices' limits if any keeps them."""
+    settings, pipeline, costs = question.settings, question.loaded.recipe.pipeline, question.analytic.costs
+    limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
+    sums = StageSums(costs)
+    asked = Compared(
+        costs,
+        question.num_workers,
+        settings.num_microbatches,
+        options=options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch),
+        auto_head=pipeline.head_workers == "auto",
+        sequence_chunks=settings.sequence_chunks,
+    )
+
+    def keeps(one: Partition) -> bool:
+        per_round = one.microbatches_per_round or question.num_workers
+        return within_limits(sums, limits, one.forward_stages, one.backward_stages, per_round)
+
+    found = chunk_partition(asked, keeps)
+    why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
+    per_round = found.microbatches_per_round or 1
+    reasons = (why, found.dealing.why) if found.dealing else (why,)
+    return _Cut(found.forward_stages, found.backward_stages, per_round, reasons, options=found.dealing)
+
+
+def _judged(question: Question, cut: _Cut) -> Verdict:
+    schedule = question.loaded.recipe.pipeline.schedule
+    return judge(
+        question.architecture,
+        question.settings,
+        question.hardware,
+        question.analytic,
+        cut.forward_stages,
+        cut.backward_stages,
+        question.num_workers if schedule == "1f1b" else cut.microbatches_per_round,
+    )
+
+
+def _coarser(question: Question, cut: _Cut) -> _Cut:
+    """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
+    costs, settings = question.analytic.costs, question.settings
+    count = len(costs.layers)
+    most = len(coarsest_stages(question.architecture, settings, question.hardware, question.analytic)[1]) - 1
+    widest = math.ceil((count - 2) / most)
+    limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
+    enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
+    why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep"
+    cuts = []
+    for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
+        forward, backward = even_stages(count, blocks)
+        for per_round in sorted({question.num_workers, enough}):
+            cuts.append(_Cut(tuple(forward), tuple(backward), per_round, (why,)))
+    fitting = [one for one in cuts if _judged(question, one).fits]
+    return min(fitting, key=lambda one: _simulate_step(question, one, "roundpipe").step_s, default=cut)
+
+
+def _planned(question: Question) -> _Cut:
+    """The planner's cut within the devices' limits; where nothing keeps them, the cut that needs least."""
+    architecture, settings, hardware = question.architecture, question.settings, question.hardware
+    if not judge_coarsest(architecture, settings, hardware).fits:
+        forward, backward = coarsest_stages(architecture, settings, hardware, question.analytic)
+        why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
+        return _Cut(tuple(forward), tuple(backward), question.num_workers, (why,))
+    limits = stage_limits(architecture, settings, hardware, question.analytic)
+    staleness: Literal[0, 1] = 1 if _overlaps_steps(question) else 0
+    even = quick_cut(
+        question.analytic.costs,
+        num_workers=question.num_workers,
+        num_microbatches=settings.num_microbatches,
+        staleness=staleness,
+        limits=limits,
+    )
+    quick = _Cut(*even, ("the best of a few even cuts",))
+    if len(question.analytic.costs.layers) > MAX_SEARCHED_LAYERS:
+        quick = replace(quick, explanation=(f"{quick.explanation[0]}: with so many layers evenness hardly matters",))
+        return _dealt(question, quick)
+    try:
+        partition = plan_partition(
+            question.analytic.costs,
+            num_workers=question.num_workers,
+            num_microbatches=min(settings.num_microbatches, MAX_PLANNED_ROUNDS * question.num_workers),
+            staleness=staleness,
+            num_steps=30 if staleness else 1,
+            limits=limits,
+        )
+    except ResourceError:
+        coarsest = coarsest_stages(architecture, settings, hardware, question.analytic)
+        return _Cut(tuple(coarsest[0]), tuple(coarsest[1]), question.num_workers, ("no cut keeps the devices' limits",))
+    searched = _dealt(
+        question,
+        _Cut(
+            partition.forward_stages,
+            partition.backward_stages,
+            partition.microbatches_per_round,
+            partition.explanation,
+            partition.workers,
+        ),
+    )
+    if quick.microbatches_per_round <= searched.microbatches_per_round:
+        return searched
+    # the search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut
+    return min(searched, quick, key=lambda cut: _simulate_step(question, cut, "roundpipe").step_s)
+
+
+def _dealt(question: Question, cut: _Cut) -> _Cut:
+    """The same cut, or where workers differ in speed and it is faster, one that suits earliest-free dispatch."""
+    planned = Partition(cut.forward_stages, cut.backward_stages, cut.microbatches_per_round, cut.workers)
+
+    def fits(partition: Partition) -> bool:
+        per_round = partition.microbatches_per_round or question.num_workers
+        return _judged(question, _Cut(partition.forward_stages, partition.backward_stages, per_round)).fits
+
+    most = MAX_PLANNED_ROUNDS * question.num_workers
+    dealt = dealt_cut(question, planned, min(question.settings.num_microbatches, most), fits)
+    if dealt.dealing is None:
+        return cut
+    stages, per_round = (dealt.forward_stages, dealt.backward_stages), dealt.microbatches_per_round
+    return _Cut(*stages, per_round or question.num_workers, (dealt.dealing.why,), dealt.workers, dealt.dealing)
+
+
+def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
+    return tuple((stage[0], stage[1]) for stage in stages)
+
+
+def _bound_stages(schedule: str, num_layers: int, num_workers: int) -> tuple[StageRange, ...]:
+    """About equal numbers of layers: one stage a worker, or as many stages as layers for the looped schedules."""
+    loops = 1 if schedule in ("gpipe", "1f1b") else max(1, num_layers // num_workers)
+    return forward_ranges(even_sizes(num_layers, loops * num_workers, larger_first=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    step_s: float
+    bubble_ratio: float
+    links: LinkBytes
+    timeline: Timeline
+
+
+def _overlaps_steps(question: Question) -> bool:
+    """Whether no step waits for all of the one before."""
+    on_cpu = all(device.is_cpu for device in question.hardware.devices)
+    may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
+    return may and question.num_workers > 1 and question.analytic.costs.equal_workers
+
+
+def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
+    """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
+    wanted = question.settings.num_microbatches
+    rounds = max(1, cut.microbatches_per_round) if schedule_name == "roundpipe" else 1
+    full = wanted
+    if wanted > MAX_SIMULATED_MICROBATCHES:
+        surplus = wanted - MAX_SIMULATED_MICROBATCHES
+        full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
+    one = _simulated(question, cut, schedule_name, full, num_steps=1)
+    busy, alone_s = sum(busy_s(one.timeline)), makespan_s(one.timeline)
+    step_s = alone_s
+    if _overlaps_steps(question) and schedule_name == "roundpipe":
+        ends_s = [makespan_s(_simulated(question, cut, schedule_name, full, num_steps=n).timeline) for n in (2, 4)]
+        step_s = (ends_s[1] - ends_s[0]) / 2
+    if full < wanted:
+        fewer = _simulated(question, cut, schedule_name, full - 2 * rounds, num_steps=1)
+        growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
+        step_s, busy = step_s + growth_s, busy * wanted / full
+    bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
+    return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
+
+
+def _reference_s(question: Question, cut: _Cut) -> float:
+    """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
+    if question.loaded.recipe.objective != "dpo":
+        return 0.0
+    costs, workers, wanted = _costs_for_links(question), question.num_workers, question.settings.num_microbatches
+    covered = max((last for _, last in cut.forward_stages), default=-1)
+    own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
+    once = min(wanted, SCORED_PER_WORKER * workers)
+    stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
+    schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
+    forward_s = makespan_s(simulate_program(lower(schedule, costs), costs))
+    passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
+    host_s = once * question.analytic.host_s_per_microbatch / passes
+    return (forward_s + host_s) * wanted / once
+
+
+def _what_binds(question: Question, step: _Step, host_s: float) -> str:
+    """Where the time of a step goes: workers' arithmetic, links, interpreter."""
+    workers, costs = question.num_workers, question.analytic.costs
+    compute_s = step.step_s * (1 - step.bubble_ratio)
+    up_s = step.links.up / workers / costs.link_bytes_per_s
+    update_s = sum(layer.optimizer_s for layer in costs.layers)
+    times = {
+        "arithmetic": compute_s,
+        "links to the workers": up_s,
+        "interpreter": host_s,
+        "optimizer on the host": update_s,
+    }
+    most = max(times, key=lambda name: times[name])
+    shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
+    return f"{most} binds; without waiting a step would need: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    timeline: Timeline
+    links: LinkBytes
+
+
+def _costs_for_links(question: Question) -> CostModel:
+    """Of the layers, with only what is trained of those in the weight cache to upload."""
+    costs, settings = question.analytic.costs, question.settings
+    if not settings.weight_cache_bytes:
+        return costs
+    return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+
+
+def _simulated(
+    question: Question, cut: _Cut, schedule_name: str, num_microbatches: int, *, num_steps: int
+) -> _Simulated:
+    costs, staleness = _costs_for_links(question), question.settings.staleness
+    workers = cut.workers or tuple(range(question.num_workers))
+    pipeline = question.loaded.recipe.pipeline
+    options = cut.options or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
+    if costs.worker_speed is not None:
+        costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
+    schedule = build_schedule(
+        schedule_name,
+        forward_stages=cut.forward_stages,
+        backward_stages=cut.backward_stages if schedule_name == "roundpipe" else None,
+        num_workers=len(workers),
+        num_microbatches=num_microbatches,
+        costs=costs,
+        microbatches_per_round=cut.microbatches_per_round if schedule_name == "roundpipe" else None,
+        num_steps=num_steps,
+        staleness=staleness,
+        options=options,
+        sequence_chunks=question.settings.sequence_chunks,
+    )
+    program = lower(schedule, costs, staleness=staleness)
+    sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
+    for op in program.ops:
+        if op.lane in (UP, DOWN):
+            sums[op.lane, op.payload in (WEIGHTS, WEIGHT_GRADIENT)] += op.num_bytes
+    links = LinkBytes(sums[UP, True], sums[UP, False], sums[DOWN, True], sums[DOWN, False])
+    return _Simulated(simulate_program(program, costs), links)
+
+
+def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
+    """Bytes of a step from those of the simulated part of it: rounds repeat."""
+    return LinkBytes(
+        int(links.weights_up * factor),
+        int(links.boundaries_up * factor),
+        int(links.gradients_down * factor),
+        int(links.boundaries_down * factor),
+    )
+
+
+def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
+    """What was measured, what given and what assumed, one line each."""
+    architecture, settings, hardware = question.architecture, question.settings, question.hardware
+    lines = [
+        f"model: {architecture.source}",
+        *architecture.notes,
+        *unproven(architecture, question.loaded.recipe),
+        *hardware.notes,
+    ]
+    if any(not device.is_cpu for device in hardware.devices):
+        lines.append(
+            "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "
+            "(float16 accumulation) within 5 % on average, all else is scaled from there"
+        )
+        links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
+        lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
+    lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")
+    limit = architecture.max_position_embeddings
+    if limit is not None and settings.max_seq_length > limit:
+        lines.append(
+            f"note: the model was made for at most {limit} tokens, max_seq_length is {settings.max_seq_length}"
+        )
+    workers, per_step = question.num_workers, settings.num_microbatches
+    if settings.sequence_chunks > 1:
+        lines.append("assumed: every chunk of a sequence takes the same time, and keys and values no time on the links")
+    elif workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
+        lines.append(
+            f"note: {per_step} microbatches a step are few for {workers} workers; "
+            f"gradient_accumulation_steps={4 * workers} makes the bubble smaller"
+        )
+    return tuple(lines)
+
+
+def solve_recipe(plan: Plan) -> Solution:
+    """What would fit in place of what the recipe asks; changes whose feature has not landed are not proposed."""
+    question = plan.question
+    unsupported = {entry.key for entry in NOT_YET}
+    asked = question.loaded.recipe.pipeline.weight_cache  # what `auto` takes of what is spare is in nobody's way
+    settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
+    return solve(question.architecture, settings, question.hardware, unsupported)

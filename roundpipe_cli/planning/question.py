@@ -1,0 +1,199 @@
+"""What is to be planned: a recipe's model and settings, and the machine that it is asked for. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.find_model import find_config
+from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
+from roundpipe_cli.costs.machine import cpu_devices, this_machine, visible_gpus
+from roundpipe_cli.costs.memory import frozen_bytes, host_need, usable_host_bytes
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.planning.admission import check_model
+from roundpipe_cli.planning.counting import counted
+from roundpipe_cli.planning.verdict import judge_coarsest
+from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.units import format_bytes
+
+ASSUMED_HARDWARE = "8x4090"
+INPUTS_SHARE = 0.05
+"""Of the host memory that frozen weights leave, for inputs of layers that are kept to leave more out of a recompute."""
+MAX_PARAMETERS_ON_CPU = 2_000_000_000
+"""Without a GPU a larger model is planned for `ASSUMED_HARDWARE`, since `finetune` would refuse it here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned: a recipe's model and settings on a machine."""
+
+    loaded: LoadedRecipe
+    architecture: Architecture
+    settings: TrainingSettings
+    hardware: Hardware
+    analytic: AnalyticCosts
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.hardware.devices)
+
+
+def settings_of(recipe: Recipe) -> TrainingSettings:
+    """What of a recipe decides costs and memory."""
+    targets = recipe.lora.target_modules
+    return TrainingSettings(
+        max_seq_length=recipe.max_seq_length,
+        micro_batch_size=recipe.micro_batch_size,
+        sequences_per_row=2 if recipe.objective == "dpo" else 1,
+        num_microbatches=recipe.gradient_accumulation_steps * recipe.pipeline.num_chunks,
+        sequence_chunks=recipe.pipeline.num_chunks,
+        method=recipe.method,
+        lora_r=recipe.lora.r,
+        lora_dropout=recipe.lora.dropout,
+        lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
+        dtype=recipe.dtype,
+        load_in_4bit=recipe.load_in_4bit,
+        load_in_8bit=recipe.load_in_8bit,
+        recompute=recipe.pipeline.recompute,
+        staleness=recipe.pipeline.optimizer_staleness,
+        optimizer="sgd_momentum" if recipe.sgd_momentum else recipe.optim,
+        head_chunk_tokens=recipe.head_chunk_tokens,
+        mlp_chunk_tokens=recipe.mlp_chunk_tokens,
+        save_total_limit=recipe.save_total_limit,
+        weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,
+        weights_on_disk=recipe.weights == "mmap",
+    )
+
+
+def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> Question:
+    """Find the model's figures and the machine.
+
+    Args:
+        hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
+        here: leave the recipe's `hardware` out.
+
+    Raises:
+        RefusedError: no such model or hardware.
+    """
+    recipe = loaded.recipe
+    found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+    check_model(found, recipe)
+    architecture = counted(found)
+    if hardware is None and recipe.hardware is not None and not here:
+        hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
+    elif isinstance(hardware, str):
+        hardware = parse_hardware(hardware)
+    machine = hardware or hardware_of(recipe, architecture)
+    settings = settings_of(recipe)
+    if architecture.stored_in_4bit:
+        settings = replace(settings, load_in_4bit=True, load_in_8bit=False)
+    lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
+    if settings.dtype == "bfloat16" and lacking:
+        settings = replace(settings, dtype="float16")
+        note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
+        machine = replace(machine, notes=(*machine.notes, note))
+    if recipe.weights == "auto":
+        settings = choose_tier(architecture, settings, machine)
+    settings = replace(
+        settings,
+        skip_last_projection=_skips(recipe, architecture, settings, machine),
+        keep_blocks=_kept_blocks(recipe, len(machine.devices)),
+    )
+    analytic = analytic_costs(architecture, settings, machine)
+    if settings.weights_on_disk:
+        machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
+    return Question(loaded, architecture, settings, machine, analytic)
+
+
+def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+    """Whether the last projections are left out of the recompute. By `auto` (see `train/build.py`) only if the inputs of
+    all layers, which must be kept for it, take a small part of the host's memory; else only the last layer of each
+    stage skips its own, and that little is not counted here."""
+    skip = recipe.pipeline.skip_last_projection
+    tokens = settings.num_microbatches * settings.tokens_per_microbatch
+    inputs_bytes = (len(architecture.blocks) + 2) * tokens * architecture.hidden_size * settings.dtype_bytes
+    left = usable_host_bytes(machine) - (0 if settings.weights_on_disk else frozen_bytes(architecture, settings))
+    return inputs_bytes <= INPUTS_SHARE * left if skip == "auto" else skip
+
+
+def _kept_blocks(recipe: Recipe, num_workers: int) -> int:
+    """Blocks that certainly find their activations where they left them: all that are asked for, where forward and
+    backward of a block run on the same worker; with roundpipe on several that happens too seldom to be promised."""
+    kept, same_worker = recipe.pipeline.keep_activations, recipe.pipeline.schedule != "roundpipe" or num_workers == 1
+    return 0 if kept == "auto" or not same_worker else kept
+
+
+def choose_tier(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> TrainingSettings:
+    """Frozen weights mapped from disk, if host memory is too short for them and that is all that is in the way."""
+    if settings.method == "full" or judge_coarsest(architecture, settings, machine).fits:
+        return settings
+    mapped = replace(settings, weights_on_disk=True)
+    return mapped if judge_coarsest(architecture, mapped, machine).fits else settings
+
+
+def _read_from_disk(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
+) -> tuple[Hardware, AnalyticCosts]:
+    """What mapped weights cost: where they do not fit into the memory that is left, the disk is the link."""
+    costs = analytic.costs
+    count, per_round = len(costs.layers), 2 * len(machine.devices)
+    needed = host_need(costs, architecture, settings, machine, (count, count), per_round).total_bytes
+    left, frozen = usable_host_bytes(machine) - needed, frozen_bytes(architecture, settings)
+    text = f"frozen weights ({format_bytes(frozen)}) are mapped from disk"
+    if frozen <= left:
+        return replace(machine, notes=(*machine.notes, f"note: {text} and stay in memory")), analytic
+    disk_bytes_per_s = machine.disk_bytes_per_s or ASSUMED_DISK_BYTES_PER_S
+    share = disk_bytes_per_s / len(machine.devices)
+    note = f"assumed: {text} and read anew in every round, at {disk_bytes_per_s / 1e9:g} GB/s"
+    if machine.disk_bytes_per_s is None:
+        note += " (`--hardware ...,disk_gb_per_s=` corrects it)"
+    slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
+    return replace(machine, notes=(*machine.notes, note)), replace(analytic, costs=slow)
+
+
+def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
+    """The machine that a recipe's `devices` mean here; assumed where there is no such GPU to be seen."""
+    devices, output_dir = recipe.pipeline.devices, Path(recipe.output_dir)
+    gpus, notes = visible_gpus()
+    if isinstance(devices, str):
+        if gpus and devices == "auto":
+            return this_machine(gpus, "this machine", notes, output_dir)
+        if devices == "auto" and architecture.parameters <= MAX_PARAMETERS_ON_CPU:
+            return _cpu_machine(2, "no GPU here: two CPU workers, as `finetune` would take", output_dir)
+        return _assumed(ASSUMED_HARDWARE, "no GPU here")
+    num_cpus = sum(name == "cpu" for name in devices)
+    if num_cpus == len(devices):
+        return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)
+    indices = [int(name.partition(":")[2]) for name in devices if name != "cpu"]
+    if max(indices) >= len(gpus):
+        return _assumed(f"{len(devices)}x4090", f"GPU {max(indices)} is not here")
+    shares = Counter(indices)
+    chosen = tuple(_share(gpus[index], shares[index]) for index in indices) + cpu_devices(max(1, num_cpus))[:num_cpus]
+    return this_machine(chosen, "this machine", notes, output_dir)
+
+
+def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
+    note = "assumed: CPU rates by cores, from training steps of a 135M model on a 2-core AVX-512 machine"
+    return this_machine(cpu_devices(count), f"{count} CPU workers", (why, note), output_dir)
+
+
+def _assumed(words: str, why: str) -> Hardware:
+    hardware = parse_hardware(words)
+    note = f"assumed: {why}, so this is planned for {words} (--hardware names another machine)"
+    return replace(hardware, notes=(note, *hardware.notes))
+
+
+def _share(device: Device, count: int) -> Device:
+    """One of `count` logical workers on the same GPU."""
+    return replace(
+        device,
+        memory_bytes=device.memory_bytes // count,
+        memory_bytes_per_s=device.memory_bytes_per_s / count,
+        fp16_accumulate_flops_per_s=device.fp16_accumulate_flops_per_s / count,
+        fp32_accumulate_flops_per_s=device.fp32_accumulate_flops_per_s / count,
+        float32_flops_per_s=device.float32_flops_per_s / count,
+        link_bytes_per_s=device.link_bytes_per_s / count,
+    )

@@ -1,0 +1,49 @@
+"""Stages for workers that hold all frozen weights.
+
+Where every worker has the weights, nothing is gained by passing a microbatch on: each stays on one worker from its
+forward to its backward, and stages are cut for memory alone. As many blocks as its activations allow go into the stage
+with the head, whose activations need no recompute:
+
+    all fit       worker 0   0B 2B ...        some do     worker 0   0F 0B 0R 0B   2F 2B 2R 2B ...
+                  worker 1   1B 3B ...                    worker 1   1F 1B 1R 1B   3F 3B 3R 3B ...
+
+Only what is trained is uploaded, once a step, and each microbatch's gradients of it go to the host, which adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.planning.compare import Partition
+from roundpipe_cli.planning.stages import backward_ranges, even_sizes
+from roundpipe_cli.schedule.dealing import Options
+
+DEALING = Options(earliest_free=True)
+
+
+def resident_partition(costs: CostModel, num_workers: int, keeps: Callable[[Partition], bool]) -> Partition | None:
+    """The stages of fewest recomputes that `keeps` lets pass; None if it lets none pass.
+
+    Args:
+        costs: their first layer is an embedding, which is gathered on the host.
+    """
+    num_blocks = len(costs.layers) - 2
+    fitting, failing = 0, num_blocks + 1
+    while failing - fitting > 1:  # what a stage takes grows with its blocks
+        middle = (fitting + failing) // 2
+        if keeps(_with_head(num_blocks, middle, num_workers)):
+            fitting = middle
+        else:
+            failing = middle
+    return _with_head(num_blocks, fitting, num_workers) if fitting else None
+
+
+def _with_head(num_blocks: int, count: int, num_workers: int) -> Partition:
+    """The last `count` blocks with the head; the others in one forward stage and backward stages of as many at most."""
+    left = num_blocks - count
+    if not left:
+        return Partition((), ((0, num_blocks + 1),), num_workers, dealing=DEALING)
+    sizes = [count + 1, *even_sizes(left, -(-left // count), larger_first=True)]
+    sizes[-1] += 1
+    return Partition(((0, left),), backward_ranges(sizes, num_blocks + 2), num_workers, dealing=DEALING)

@@ -1,0 +1,291 @@
+"""Times of many partitions at once: `evaluate.walk_rounds`, one numpy operation for all of them. Seconds.
+
+Shapes: C candidates, N stages per round (forward then backward), W workers, R microbatches of a round. The operations
+and their order are those of `walk_rounds`, so results agree to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from roundpipe_cli.planning.search.evaluate import Chain, Links
+from roundpipe_cli.planning.stages import StageLimits, StageSums
+
+Array = Any
+"""A numpy array; numpy is imported when a search starts, not when this module is."""
+
+INFEASIBLE = float("inf")
+CHUNK = 1024
+"""Candidates scored at once: what fits the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Candidates, those with fewer stages padded with stages of size 0 at the end."""
+
+    sizes: Array
+    """(C, N) layers per stage: forward stages, then backward stages, each in execution order."""
+    num_forward: Array
+    """(C,) how many of the N are forward stages."""
+    num_stages: Array
+    """(C,) how many of the N are stages."""
+
+    def take(self, which: Array) -> Batch:
+        """Some of the candidates, by mask or index."""
+        return Batch(self.sizes[which], self.num_forward[which], self.num_stages[which])
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a worker's device holds: `slots` times the weights and gradients of the largest stage, the activations of
+    one microbatch, two boundary tensors per direction (DESIGN.md, section 5)."""
+
+    num_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Works:
+    """What each stage does on a worker of speed 1, each (N, C). Padding does nothing."""
+
+    lead_s: Array
+    whole_s: Array
+    """Lead and rest together for the stage with the head, the rest for all others."""
+    is_head: Array
+    hop_s: Array
+    """From the previous stage; minus infinity for padding, which waits for nothing."""
+    real: Array
+    upload_s: Array
+    grad_s: Array
+    """Seconds of a link for the weights, and for the gradients in one direction."""
+
+    def take(self, which: Array) -> Works:
+        """Some of the candidates, by mask, index or slice."""
+        return Works(*(getattr(self, field.name)[:, which] for field in fields(self)))
+
+    @property
+    def num_candidates(self) -> int:
+        """C."""
+        return int(self.lead_s.shape[1])
+
+
+class BatchScorer:
+    """Scores batches for one model and number of workers."""
+
+    def __init__(
+        self,
+        sums: StageSums,
+        *,
+        speeds: Sequence[float],
+        hop_s: float,
+        links: Links | None = None,
+        limits: StageLimits | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        import numpy
+
+        self.numpy = numpy
+        self.num_layers = sums.num_layers
+        self.num_workers = len(speeds)
+        self.speeds = numpy.array(speeds)
+        self.equal = min(speeds) == max(speeds) == 1.0
+        self.hop_s = hop_s if self.num_workers > 1 else 0.0
+        self.links = links
+        self.forward_s = numpy.array(sums.forward_s)
+        self.recompute_s = numpy.array(sums.recompute_s)
+        self.backward_s = numpy.array(sums.backward_s)
+        self.param_bytes = numpy.array(sums.param_bytes)
+        self.grad_bytes = numpy.array(sums.grad_bytes)
+        self.boundary_bytes = numpy.array([0.0, *sums.boundary_bytes])
+        self.allowed = _allowed(numpy, sums, limits) if limits else None
+        self.memory = memory
+        self.activation_bytes = numpy.array(sums.activation_bytes)
+        self.num_scored = 0
+
+    def works(self, batch: Batch) -> tuple[Works, Array]:
+        """What the stages do, and (C,) whether every stage keeps its limit."""
+        numpy = self.numpy
+        sizes = numpy.ascontiguousarray(batch.sizes.T)  # rows of stages, else every operation strides
+        ends = numpy.cumsum(sizes, axis=0)
+        position = numpy.arange(len(sizes))[:, None]
+        is_forward, is_head = position < batch.num_forward, position == batch.num_forward
+        real = position < batch.num_stages
+        forward_layers = (sizes * is_forward).sum(axis=0)
+        stop = numpy.where(is_forward, ends, self.num_layers + forward_layers - ends + sizes)
+        first = stop - sizes
+        forward, backward = self.forward_s[first, stop], self.backward_s[first, stop]
+        head_lead = 0.0 if self.links and self.boundary_bytes.any() else forward
+        lead = numpy.where(is_head, head_lead, numpy.where(is_forward, 0.0, self.recompute_s[first, stop]))
+        whole = numpy.where(is_head, backward + forward, numpy.where(is_forward, forward, backward))
+        hop = numpy.where(position > 0, self.hop_s, 0.0)
+        upload = grad = numpy.broadcast_to(0.0, lead.shape)
+        if self.links:
+            upload = self.param_bytes[first, stop] / self.links.bytes_per_s
+            grad = numpy.where(is_forward, 0.0, self.grad_bytes[first, stop]) / self.links.bytes_per_s
+            arriving = self.boundary_bytes[numpy.where(is_forward | is_head, first, stop)]
+            hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.links.bytes_per_s
+        hop = numpy.where(real, hop, -INFEASIBLE)
+        works = Works(lead, whole, is_head, hop, real, upload, grad)
+        fits = numpy.ones(len(batch.sizes), dtype=bool)
+        if self.allowed is not None:
+            kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
+            fits &= (self.allowed[kind, first, stop] | ~real).all(axis=0)
+        if self.memory:
+            held = self.param_bytes[first, stop] + numpy.where(is_forward, 0.0, self.grad_bytes[first, stop])
+            kept = numpy.where(is_forward, 0.0, self.activation_bytes[first, stop])
+            peak = self.memory.slots * held.max(axis=0) + kept.max(axis=0) + 4 * self.boundary_bytes.max()
+            fits &= peak <= self.memory.num_bytes
+        return works, fits
+
+    def score(self, batch: Batch, chain: Chain) -> Array:
+        """(C,) time per step; infinite where a stage is over its limit."""
+        works, fits = self.works(batch)
+        return self.numpy.where(fits, self.step_s(works, chain), INFEASIBLE)
+
+    def step_s(self, works: Works, chain: Chain) -> Array:
+        """(C,) time per step."""
+        numpy = self.numpy
+        self.num_scored += works.num_candidates
+        parts = [
+            _Walk(self, works.take(slice(begin, begin + CHUNK))).run(chain)
+            for begin in range(0, works.num_candidates, CHUNK)
+        ]
+        return numpy.concatenate(parts) if parts else numpy.zeros(0)
+
+    def measure(self, sizes: Sequence[int], num_forward: int, chain: Chain) -> tuple[float, float]:
+        """Makespan of the first step and time per step of one partition."""
+        numpy = self.numpy
+        works, _ = self.works(Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)])))
+        first = Chain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
+        makespan_s, step_s = (float(_Walk(self, works, plain=True).run(part)[0]) for part in (first, chain))
+        return makespan_s, step_s
+
+
+class _Walk:
+    """The walk of one chunk. Row w of `free` and the other states belongs to worker w between rounds."""
+
+    def __init__(self, scorer: BatchScorer, works: Works, plain: bool = False) -> None:
+        numpy = scorer.numpy
+        self.plain = plain
+        self.numpy, self.scorer, self.works = numpy, scorer, works
+        self.lead, self.rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)
+        self.all_count = bool(((self.lead + self.rest > 0) | ~works.real).all())
+        self.makespan = numpy.zeros(works.num_candidates)
+        self.workers = numpy.arange(scorer.num_workers)[:, None]
+        self.links = scorer.links if scorer.links and (works.upload_s.any() or works.grad_s.any()) else None
+        num_states = 3 + scorer.links.slots if scorer.links else 1
+        self.states = [numpy.zeros((scorer.num_workers, works.num_candidates)) for _ in range(num_states)]
+        """Free; then, with links: up link free, down link free, and when each slot is free, oldest first."""
+
+    def run(self, chain: Chain) -> Array:
+        numpy = self.numpy
+        first: Array = 0.0
+        """Makespan after the first step."""
+        before: list[Array] = [0.0, 0.0]
+        """Makespan before the measured steps, and when the workers are free on average."""
+        step_ends: list[Array] = [0.0, 0.0]
+        for index, size in enumerate(chain.round_sizes):
+            if chain.waits and index % chain.rounds_per_step == 0:
+                step_ends.append(0.0)
+            start = numpy.argmin(self.states[0], axis=0)
+            if index:
+                self._turn(self.workers + start)
+            if not self.scorer.equal:
+                self._set_speed((self.workers + start) % self.scorer.num_workers)
+            ready_s = step_ends[-3] if chain.waits else 0.0
+            ends = self._round(size, index % chain.rounds_per_step > 0, ready_s)
+            if chain.waits:
+                step_ends[-1] = numpy.maximum(step_ends[-1], ends.max(axis=0))
+            if index:
+                self._turn(self.workers - start)
+            if self.all_count:
+                numpy.maximum(self.makespan, self.states[0].max(axis=0), out=self.makespan)
+            if chain.from_round and index + 1 == chain.rounds_per_step:
+                first = self.makespan.copy()
+            if index + 1 == chain.from_round:
+                before = [self.makespan.copy(), self.states[0].mean(axis=0)]
+        if self.links:  # the last gradients still have to leave
+            numpy.maximum(self.makespan, self.states[2].max(axis=0), out=self.makespan)
+        after = [self.makespan, self.states[0].mean(axis=0)]
+        value, average = (chain.step_s(*times) for times in zip(before, after, strict=True))
+        if self.plain or not chain.from_round:
+            return value
+        # Of two regimes, a slow and a fast one, between which rounds may fall at any time, the measured steps may show
+        # the fast one alone; and a plan whose last worker happens to end late before them looks faster than it is.
+        return numpy.maximum(numpy.maximum(value, chain.since_first_s(first, self.makespan)), 2 * average - value)
+
+    def _turn(self, rows: Array) -> None:
+        rows = rows % self.scorer.num_workers
+        self.states = [self.numpy.take_along_axis(state, rows, axis=0) for state in self.states]
+
+    def _set_speed(self, rows: Array) -> None:
+        """Leads and rests on the workers that the next round's stages meet."""
+        works, numpy = self.works, self.numpy
+        speed = self.scorer.speeds[rows[numpy.arange(len(works.lead_s)) % self.scorer.num_workers]]
+        self.lead = works.lead_s / speed
+        self.rest = works.whole_s / speed
+        self.rest = numpy.where(works.is_head, self.rest - self.lead, self.rest)
+
+    def _round(self, size: int, continues: bool, ready_s: Array) -> Array:
+        """One round, from `ready_s` on; row 0 of the states is the worker it starts on.
+
+        Returns:
+            (microbatches, C) when each ends.
+        """
+        numpy, free = self.numpy, self.states[0]
+        add, maximum = numpy.add, numpy.maximum
+        ends = numpy.zeros((size, free.shape[1])) + ready_s
+        ready = numpy.empty(free.shape[1])
+        for position in range(len(self.lead)):
+            worker = position % self.scorer.num_workers
+            ends += self.works.hop_s[position]
+            before, after = self.lead[position], self.rest[position]
+            clock = free[worker]
+            if self.links:
+                clock = maximum(clock, self._upload(worker, position, continues))
+            for end in ends:
+                add(clock, before, out=ready)
+                maximum(ready, end, out=end)
+                end += after
+                clock = end
+            free[worker] = clock
+            if self.links:
+                self._download(worker, position)
+            if not self.all_count:
+                counts = self.works.real[position] & (before + after > 0)
+                maximum(self.makespan, numpy.where(counts, clock, 0.0), out=self.makespan)
+        return ends
+
+    def _upload(self, worker: int, position: int, continues: bool) -> Array:
+        """When a visit's weights, in later rounds of a step also its gradients so far, are in the oldest slot."""
+        seconds = self.works.upload_s[position]
+        if continues:
+            seconds = seconds + self.works.grad_s[position]
+        up, slot = self.states[1], self.states[3]
+        end = self.numpy.where(seconds > 0, self.numpy.maximum(up[worker], slot[worker]) + seconds, 0.0)
+        self.numpy.maximum(up[worker], end, out=up[worker])
+        return end
+
+    def _download(self, worker: int, position: int) -> None:
+        """The slot of a visit is free once its gradients have left."""
+        numpy, real = self.numpy, self.works.real[position]
+        down, slots = self.states[2], self.states[3:]
+        seconds = self.works.grad_s[position]
+        gone = self.states[0][worker]
+        if seconds.any():
+            landed = numpy.maximum(down[worker], gone) + seconds
+            down[worker] = numpy.where(seconds > 0, landed, down[worker])
+            gone = numpy.where(seconds > 0, landed, gone)
+        for older, newer in zip(slots, [*(slot[worker] for slot in slots[1:]), gone], strict=True):
+            older[worker] = numpy.where(real, newer, older[worker])
+
+
+def _allowed(numpy: Any, sums: StageSums, limits: StageLimits) -> Array:
+    """(3, L + 1, L + 1) whether a forward, backward or head stage of the layers first:stop keeps its limit."""
+    forward = numpy.array(sums.param_bytes)
+    backward = forward + numpy.array(sums.grad_bytes) + numpy.array(sums.activation_bytes)
+    head_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
+    tables = ((forward, limits.forward_bytes), (backward, limits.backward_bytes), (backward, head_bytes))
+    return numpy.array([table <= (INFEASIBLE if most is None else most) for table, most in tables])

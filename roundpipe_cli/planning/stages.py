@@ -1,0 +1,204 @@
+"""Stages as runs of layers: sizes, ranges, sums of layer costs and limits.
+
+The planner counts in sizes: how many layers each stage holds, in execution order. Forward stages start at layer 0,
+backward stages at the last layer; the first backward stage holds the head and is not part of any forward stage:
+
+      layer      0   1   2   3   4   5  head
+      forward   |  0  |    1    |             sizes (2, 3)
+      backward  |  2  |  1  |       0    |    sizes (3, 2, 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.errors import RefusedError
+
+StageRange = tuple[int, int]
+"""Inclusive range of layer indices."""
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """The most bytes that one stage may hold on a device, and the longest round. None: no limit.
+
+    A forward stage holds its weights. A backward stage holds its weights, its gradient accumulators and the activations
+    of one microbatch.
+    """
+
+    forward_bytes: int | None = None
+    backward_bytes: int | None = None
+    head_bytes: int | None = None
+    """Of the first backward stage, on top of which come its logits; None: as `backward_bytes`."""
+    microbatches_per_round: int | None = None
+    """The host keeps the boundaries of all of them."""
+
+    def keeps_round(self, microbatches: int) -> bool:
+        """Whether a round may have so many."""
+        return self.microbatches_per_round is None or microbatches <= self.microbatches_per_round
+
+
+class StageSums:
+    """Sums of layer costs over every run of layers `first:stop`.
+
+    Each is summed from left to right, as the schedule's own cost function does, so that times agree to the last bit.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        layers = costs.layers
+        self.num_layers = len(layers)
+        self.forward_s = _sums(layers, lambda layer: layer.forward_s)
+        self.recompute_s = _sums(layers, lambda layer: layer.recomputed_s)
+        self.backward_s = _sums(layers, lambda layer: layer.backward_s)
+        self.param_bytes = _sums(layers, lambda layer: layer.param_bytes)
+        self.grad_bytes = _sums(layers, lambda layer: layer.grad_bytes)
+        self.activation_bytes = _sums(layers, lambda layer: layer.activation_bytes)
+        self.boundary_bytes = [float(layer.boundary_bytes) for layer in layers]
+
+    def backward_bytes(self, first: int, stop: int) -> float:
+        """Bytes on the device while the backward stage `first:stop` runs one microbatch."""
+        return self.param_bytes[first][stop] + self.grad_bytes[first][stop] + self.activation_bytes[first][stop]
+
+
+def within_limits(
+    sums: StageSums,
+    limits: StageLimits | None,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+    microbatches_per_round: int,
+) -> bool:
+    """Whether every stage keeps its limit, and the rounds theirs."""
+    if limits is None:
+        return True
+    if not limits.keeps_round(microbatches_per_round):
+        return False
+    head_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
+    held = [(sums.param_bytes[first][last + 1], limits.forward_bytes) for first, last in forward_stages]
+    for index, (first, last) in enumerate(backward_stages):
+        held.append((sums.backward_bytes(first, last + 1), limits.backward_bytes if index else head_bytes))
+    return all(most is None or num_bytes <= most for num_bytes, most in held)
+
+
+def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | None = None) -> StageLimits:
+    """Limits under which every cut fits a device; the smallest stages may all the same be too large for it.
+
+    Stages of b blocks backward and f forward need slots x max(f weights, b (weights + gradients), head's) + b
+    activations <= `free_bytes`. The planner wants forward stages about three times as large, since backward does three
+    times the work, so b is the largest for which f = 3 b fits as well.
+
+    Args:
+        costs: of embedding, blocks and head.
+        free_bytes: of a device, without what all stages share: the head's activations, boundaries, workspace.
+        microbatches_per_round: at most.
+    """
+    blocks, head = costs.layers[1:-1], costs.layers[-1]
+    weights = max(layer.param_bytes for layer in blocks)
+    trained = weights + max(layer.grad_bytes for layer in blocks)
+    kept = max(layer.activation_bytes for layer in blocks)
+    head_bytes = head.param_bytes + head.grad_bytes
+    count = 1
+    while count < len(blocks):
+        larger = count + 1
+        widest = max(min(3 * larger, len(blocks)) * weights, larger * trained, head_bytes)
+        if costs.slots * widest + larger * kept > free_bytes:
+            break
+        count = larger
+    slot_bytes = max((free_bytes - count * kept) // costs.slots, weights, trained, head_bytes)
+    beside_head = min(count, max(0, slot_bytes - head_bytes) // max(1, trained))
+    return StageLimits(
+        forward_bytes=slot_bytes,
+        backward_bytes=count * (trained + kept),
+        head_bytes=head_bytes + head.activation_bytes + beside_head * (trained + kept),
+        microbatches_per_round=microbatches_per_round,
+    )
+
+
+def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> list[list[float]]:
+    """`sums[first][stop]` over `layers[first:stop]`; 0 where the run is empty."""
+    count = len(layers)
+    rows = []
+    for first in range(count + 1):
+        row = [0.0] * (count + 1)
+        total = 0.0
+        for stop in range(first + 1, count + 1):
+            total += value(layers[stop - 1])
+            row[stop] = total
+        rows.append(row)
+    return rows
+
+
+def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
+    """Sizes in execution order to layer ranges, from layer 0 up."""
+    ranges = []
+    first = 0
+    for size in sizes:
+        ranges.append((first, first + size - 1))
+        first += size
+    return tuple(ranges)
+
+
+def backward_ranges(sizes: Sequence[int], num_layers: int) -> tuple[StageRange, ...]:
+    """Sizes in execution order to layer ranges, from the last layer down."""
+    ranges = []
+    stop = num_layers
+    for size in sizes:
+        ranges.append((stop - size, stop - 1))
+        stop -= size
+    return tuple(ranges)
+
+
+def even_sizes(total: int, parts: int, *, larger_first: bool) -> tuple[int, ...]:
+    """`total` in `parts` that differ by at most one."""
+    size, larger = divmod(total, parts)
+    small, large = [size] * (parts - larger), [size + 1] * larger
+    return tuple(large + small if larger_first else small + large)
+
+
+def balanced_partition(
+    num_layers: int, num_forward_stages: int, num_backward_stages: int, *, head_blocks: int = 0
+) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...]]:
+    """Forward and backward stages with about equal numbers of layers.
+
+    Args:
+        num_layers: all layers; the last one is the head.
+        num_backward_stages: including the stage with the head.
+        head_blocks: layers that the head's stage holds beside the head.
+
+    Raises:
+        RefusedError: more stages than layers.
+    """
+    blocks = num_layers - 1 - head_blocks
+    for direction, parts in (("forward", num_forward_stages), ("backward", num_backward_stages - 1)):
+        if parts > blocks or (parts < 1 and blocks > 0):
+            raise RefusedError(
+                f"cannot cut {blocks} layers into {parts} {direction} stages",
+                found=f"{parts} {direction} stages",
+                expected=f"1 to {blocks}, beside the stage with the head",
+            )
+    forward = even_sizes(blocks, num_forward_stages, larger_first=False) if blocks else ()
+    backward = (1 + head_blocks, *(even_sizes(blocks, num_backward_stages - 1, larger_first=True) if blocks else ()))
+    return forward_ranges(forward), backward_ranges(backward, num_layers)
+
+
+def check_costs(costs: CostModel) -> None:
+    """Refuse costs that no plan can be made from.
+
+    Raises:
+        RefusedError: no layers, or a negative or infinite cost; names the layer.
+    """
+    if not costs.layers:
+        raise RefusedError("the costs list no layers", expected="at least the head")
+    for index, layer in enumerate(costs.layers):
+        for field in ("forward_s", "backward_s", "param_bytes", "boundary_bytes", "grad_bytes", "activation_bytes"):
+            value = getattr(layer, field)
+            if not 0 <= value < float("inf"):
+                raise RefusedError(
+                    f"{field} must be a number from 0 up", where=f"layers[{index}] ({layer.name})", found=str(value)
+                )
+    if not 0 <= costs.hop_s < float("inf"):
+        raise RefusedError("hop_s must be a number from 0 up", where="hop_s", found=str(costs.hop_s))
+    for worker, speed in enumerate(costs.worker_speed or ()):
+        if not 0 < speed < float("inf"):
+            raise RefusedError("a worker's speed must be above 0", where=f"worker_speed[{worker}]", found=str(speed))

@@ -1,0 +1,87 @@
+"""What `plan` does and says where the workers of a machine are not all alike. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.hardware import Device
+from roundpipe_cli.planning import compare
+from roundpipe_cli.planning.compare import Partition
+from roundpipe_cli.planning.question import Question
+from roundpipe_cli.schedule.timeline import Timeline, busy_s
+from roundpipe_cli.units import format_bytes
+
+
+def without_small_cards(question: Question) -> Iterator[Question]:
+    """The same question for the GPUs of more memory only, once for each memory size that the others fall short of.
+
+    Stages are sized for the smallest device, since every stage may run on every worker; without the small ones they may
+    be larger, and so may what fits.
+    """
+    devices = question.hardware.devices
+    sizes = sorted({device.memory_bytes for device in devices if not device.is_cpu})
+    for least in sizes[1:]:
+        kept = tuple(device for device in devices if device.memory_bytes >= least)
+        hardware = replace(question.hardware, devices=kept)
+        analytic = analytic_costs(question.architecture, question.settings, hardware)
+        if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'
+            link = question.analytic.costs.link_bytes_per_s
+            analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
+        yield replace(question, hardware=hardware, analytic=analytic)
+
+
+def describe_left_out(question: Question, fewer: Question, *, fits: bool) -> str:
+    """Which devices stay idle and why.
+
+    Args:
+        fits: whether it would fit with them.
+    """
+    least = min(device.memory_bytes for device in fewer.hardware.devices)
+    places = [index for index, device in enumerate(question.hardware.devices) if device.memory_bytes >= least]
+    out = Counter(device.name for device in question.hardware.devices if device.memory_bytes < least)
+    names = " and ".join(f"{count} x {name}" for name, count in out.items())
+    why = "stages sized for its memory would be slower" if fits else "no stage fits its memory"
+    listed = ", ".join(f"cuda:{place}" for place in places)
+    return f"{names} left out: {why}; write pipeline.devices: [{listed}]"
+
+
+def dealt_cut(
+    question: Question, planned: Partition, num_microbatches: int, fits: Callable[[Partition], bool]
+) -> Partition:
+    """The planned stages, or others dealt out in another way where the recipe leaves it open and it is faster."""
+    asked = compare.Question(
+        question.analytic.costs,
+        question.num_workers,
+        num_microbatches,
+        staleness=1 if question.settings.staleness else 0,
+        num_steps=compare.MAX_JUDGED_STEPS if question.settings.staleness else 1,
+        auto_dealing=question.loaded.recipe.pipeline.dispatch == "auto",
+        auto_head=question.loaded.recipe.pipeline.head_workers == "auto",
+    )
+    return compare.choose_dealing(planned, asked, fits)
+
+
+def who_does_what(question: Question, timeline: Timeline) -> list[str]:
+    """One line for each kind of device: its speed and its part of the work; none where all are alike."""
+    devices = question.hardware.devices
+    speeds = question.analytic.costs.worker_speed or (1.0,) * len(devices)
+    if len({(device.name, device.memory_bytes, speed) for device, speed in zip(devices, speeds, strict=True)}) == 1:
+        return []
+    work = [seconds * speed for seconds, speed in zip(busy_s(timeline), speeds, strict=True)]
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    lines = [f"unequal workers; stages are sized for the smallest, {_memory(smallest)}"]
+    kinds = sorted(zip(devices, speeds, work, strict=True), key=lambda one: (-one[1], one[0].name))
+    for (name, speed), members in groupby(kinds, key=lambda one: (one[0].name, one[1])):
+        parts = [part / sum(work) for _, _, part in members]
+        each = sum(parts) / len(parts)
+        does = f"does {each:.1%} of the work{' each' if len(parts) > 1 else ''}" if each else "stays idle: faster so"
+        lines.append(f"  {len(parts)} x {name}: speed {speed:.2f}, {does}")
+    return lines
+
+
+def _memory(device: Device) -> str:
+    return f"{device.name}: {format_bytes(device.memory_bytes)}"

@@ -1,0 +1,169 @@
+"""Does it fit: the needs of a run against what the machine has, and which number breaks by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.hardware import Device, Hardware
+from roundpipe_cli.costs.memory import (
+    Need,
+    Part,
+    device_need,
+    disk_need,
+    fixed_device_need,
+    host_need,
+    usable_device_bytes,
+    usable_host_bytes,
+)
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.planning.stages import StageLimits, StageRange, limits_for
+from roundpipe_cli.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run needs of each memory, and why it does not fit, if it does not."""
+
+    device: Need
+    """Of one worker."""
+    host: Need
+    disk: Need
+    reasons: tuple[str, ...]
+    """Empty: it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+
+def judge(
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    analytic: AnalyticCosts,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+    microbatches_per_round: int,
+) -> Verdict:
+    """The verdict on one cut of the layers into stages."""
+    costs = analytic.costs
+    device = device_need(costs, architecture, settings, hardware, forward_stages, backward_stages)
+    stages = len(forward_stages), len(backward_stages)
+    host = host_need(costs, architecture, settings, hardware, stages, microbatches_per_round)
+    cpu_workers = sum(one.is_cpu for one in hardware.devices)
+    if cpu_workers:
+        host = Need((*host.parts, Part(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
+    disk = disk_need(architecture, settings)
+    reasons = [_device_reason(device, one) for one in _smallest_device(hardware)]
+    reasons.append(_reason("host memory", host, usable_host_bytes(hardware), hardware.host_memory_bytes))
+    if hardware.disk_free_bytes is not None:
+        reasons.append(_reason("disk", disk, hardware.disk_free_bytes, hardware.disk_free_bytes))
+    return Verdict(device, host, disk, tuple(reason for reason in reasons if reason is not None))
+
+
+def judge_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Verdict:
+    """The verdict on the coarsest even cut that the devices hold, in the shortest rounds: what does not fit so never
+    fits.
+
+    Larger stages need more device memory and, with fewer boundaries to keep, less host memory.
+    """
+    analytic = analytic_costs(architecture, settings, hardware)
+    stages = coarsest_stages(architecture, settings, hardware, analytic)
+    return judge(architecture, settings, hardware, analytic, *stages, len(hardware.devices))
+
+
+def coarsest_stages(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> tuple[list[StageRange], list[StageRange]]:
+    """Forward and backward stages of as many blocks each as the devices hold; one block each if not even two fit."""
+    num_layers = len(analytic.costs.layers)
+    budget = worker_budget_bytes(architecture, settings, hardware, analytic)
+    low, high = 1, num_layers - 1
+    while low < high:  # device memory grows with the blocks of a stage
+        blocks = (low + high + 1) // 2
+        forward, backward = even_stages(num_layers, blocks)
+        need = device_need(analytic.costs, architecture, settings, hardware, forward, backward)
+        if need.total_bytes <= budget:
+            low = blocks
+        else:
+            high = blocks - 1
+    return even_stages(num_layers, low)
+
+
+def worker_budget_bytes(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> int:
+    """What a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers their
+    share of the host memory that is left when all else is counted, with rounds of two microbatches a worker."""
+    gpus = _smallest_device(hardware)
+    if gpus:
+        return usable_device_bytes(gpus[0])
+    host_bytes = _finest_host_bytes(architecture, settings, hardware, analytic, 2 * len(hardware.devices))
+    return max(0, usable_host_bytes(hardware) - host_bytes) // len(hardware.devices)
+
+
+def most_per_round(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> int:
+    """Microbatches of the longest rounds whose boundaries the host has room for; at least as many as workers."""
+    taken = worker_budget_bytes(architecture, settings, hardware, analytic) * sum(d.is_cpu for d in hardware.devices)
+    without, with_one = (
+        _finest_host_bytes(architecture, settings, hardware, analytic, per_round)
+        for per_round in (0, settings.sequence_chunks)
+    )
+    fitting = (usable_host_bytes(hardware) - taken - without) // max(1, with_one - without)
+    return max(len(hardware.devices), fitting * settings.sequence_chunks)
+
+
+def _finest_host_bytes(
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    analytic: AnalyticCosts,
+    per_round: int,
+) -> int:
+    """With one layer a stage, which keeps the most boundaries."""
+    count = len(analytic.costs.layers)
+    return host_need(analytic.costs, architecture, settings, hardware, (count, count), per_round).total_bytes
+
+
+def even_stages(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
+    """Forward stages without the head, and backward stages with the head alone first; the embedding (layer 0) goes
+    with the first block."""
+    head = num_layers - 1
+    starts = [0, *range(1 + blocks_per_stage, head, blocks_per_stage)]
+    forward = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
+    return forward, [(head, head), *reversed(forward)]
+
+
+def _smallest_device(hardware: Hardware) -> list[Device]:
+    """The GPU with least memory, if any: every stage must run on every worker. CPU workers share the host's memory."""
+    gpus = [device for device in hardware.devices if not device.is_cpu]
+    return sorted(gpus, key=lambda device: device.memory_bytes)[:1]
+
+
+def _device_reason(need: Need, device: Device) -> str | None:
+    return _reason(f"memory of {device.name}", need, usable_device_bytes(device), device.memory_bytes)
+
+
+def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str | None:
+    """None if the need is met; otherwise which number breaks and by how much."""
+    over = need.total_bytes - usable_bytes
+    if over <= 0:
+        return None
+    usable = "" if usable_bytes == total_bytes else f" ({format_bytes(usable_bytes)} of it usable)"
+    return (
+        f"{what}: needs {format_bytes(need.total_bytes)}, has {format_bytes(total_bytes)}{usable}: "
+        f"{format_bytes(over)} too little. Needed are {need.describe()}"
+    )
+
+
+def stage_limits(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
+) -> StageLimits:
+    """Limits for the planner under which every cut fits the devices, and every round of it the host."""
+    free = worker_budget_bytes(architecture, settings, hardware, analytic)
+    free -= fixed_device_need(analytic.costs, architecture, settings, hardware).total_bytes
+    return limits_for(analytic.costs, free, most_per_round(architecture, settings, hardware, analytic))

@@ -1,0 +1,54 @@
+"""The weight cache that `weight_cache: auto` will take of a GPU's spare memory, as `plan` foresees it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roundpipe_cli.costs.memory import CACHE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
+from roundpipe_cli.planning.question import Question
+from roundpipe_cli.planning.verdict import Verdict
+from roundpipe_cli.units import format_bytes
+
+
+def with_all_weights(question: Question) -> Question | None:
+    """The question for GPUs that hold all weights from the start, so that stages need no room for them; None where the
+    recipe does not leave it open. CPU workers read the host's weights, so for them it is the question itself."""
+    gpus = [device for device in question.hardware.devices if not device.is_cpu]
+    recipe, costs = question.loaded.recipe, question.analytic.costs
+    if not recipe.may_hold_all_weights or costs.layers[0].name != "embed":
+        return None
+    if len(gpus) < question.num_workers:
+        chained = recipe.overlaps_steps(on_cpu=True)
+        return None if gpus or chained or question.num_workers == 1 else question
+    cache_bytes = whole_cache_bytes(costs.layers)
+    settings = replace(question.settings, weight_cache_bytes=cache_bytes)
+    analytic = replace(question.analytic, costs=with_cached_weights(costs, cache_bytes, settings.dtype_bytes))
+    return replace(question, settings=settings, analytic=analytic)
+
+
+def has_room(question: Question, verdict: Verdict) -> bool:
+    """Whether what `verdict` counts leaves on each GPU what no memory model knows."""
+    sizes = [device.memory_bytes for device in question.hardware.devices if not device.is_cpu]
+    return verdict.fits and (not sizes or verdict.device.total_bytes <= CACHE_SHARE * min(sizes))
+
+
+def with_auto_cache(question: Question, verdict: Verdict) -> tuple[Question, str | None]:
+    """The question with the cache in its settings, and what is kept, in words; as it is where there is none.
+
+    Args:
+        verdict: on the stages that the run will have, without a cache. `train/auto_cache.py` decides in the same way.
+    """
+    gpus = [device for device in question.hardware.devices if not device.is_cpu]
+    pipeline = question.loaded.recipe.pipeline
+    is_auto = pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
+    if not (is_auto and question.settings.method == "lora" and verdict.fits) or len(gpus) < question.num_workers:
+        return question, None
+    smallest = min(gpus, key=lambda device: device.memory_bytes)
+    layers = question.analytic.costs.layers
+    spare = spare_for_cache(smallest.memory_bytes, verdict.device.total_bytes, layers, share=CACHE_SHARE)
+    if not spare:
+        return question, None
+    whole = sum(layer.param_bytes for layer in layers)
+    kept = "all" if spare >= whole else format_bytes(spare)
+    text = f"weight cache (auto): {kept} of {format_bytes(whole)} of weights stay on each GPU, uploaded once in a run"
+    return replace(question, settings=replace(question.settings, weight_cache_bytes=spare)), text

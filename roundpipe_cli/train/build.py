@@ -1,0 +1,269 @@
+"""From a prepared model to its engine and its cutter, for training and for `bench --run` alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_cli.costs.analytic import head_bytes
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
+from roundpipe_cli.costs.memory import CONTEXT_BYTES, backward_workspace_bytes
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.probe import find_saved_bytes, find_unread
+from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.events import Notice
+from roundpipe_cli.planning.adaptive import SHARED_BYTES_PER_S, Cutter, rough_costs
+from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.train.devices import make_backends, threads_per_worker
+from roundpipe_cli.train.setup import Setup, Tell, active_parameters, experts_per_token, packed_bits
+
+ASSUMED_LINK_BYTES_PER_S = 25e9
+"""PCIe 4.0 with 16 lanes."""
+INPUTS_SHARE = 0.05
+"""Of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
+PROBE_PRODUCTS = 10**10
+"""Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
+processor, and ten for a slow one. Sequences of some tens of tokens will do."""
+MIN_PROBE_TOKENS = 32
+HOST_SHARE = 0.5
+"""Of the host memory that is free, for the activations of all CPU workers together."""
+ROUND_SHARE = 0.25
+"""Of the same, for the inputs of all layers of a round's microbatches. Rounds of one microbatch a worker must do."""
+
+
+def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
+    """The engine of a run; not started yet. `count_bytes`: see `make_backends`."""
+    recipe = setup.recipe
+    num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
+    skip = recipe.pipeline.skip_last_projection
+    chunks = recipe.mlp_chunk_tokens
+    unread = find_unread(setup.model, setup.split, setup.store, chunks) if skip or chunks else {}
+    return Engine(
+        setup.model,
+        setup.split,
+        setup.store,
+        make_backends(setup.devices, num_threads, count_bytes=count_bytes),
+        seed=recipe.seed,
+        head_chunk_tokens=recipe.head_chunk_tokens,
+        mlp_chunk_tokens=chunks,
+        label_smoothing=recipe.label_smoothing_factor,
+        recompute=recipe.pipeline.recompute,
+        unread=unread if skip else None,
+        keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
+        keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
+        weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
+        watchdog_s=recipe.watchdog_s or None,
+    )
+
+
+def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
+    """Blocks whose activations are kept where they can be."""
+    if pipeline.recompute == "none":
+        return num_blocks
+    return 0 if pipeline.keep_activations == "auto" else min(pipeline.keep_activations, num_blocks)
+
+
+def weight_cache_bytes(pipeline: PipelineConfig) -> int:
+    """Of each GPU's memory, for weights that stay there."""
+    return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
+
+
+def _inputs_bytes(setup: Setup) -> int:
+    """Host bytes of the hidden states at the input of every layer, of a step's microbatches at their longest."""
+    recipe = setup.recipe
+    config: Any = setup.model.config
+    tokens = recipe.gradient_accumulation_steps * recipe.micro_batch_size * int(setup.dataset.rows.lengths.max())
+    width = config.get_text_config().hidden_size * setup.store.layouts[0].trainable_dtype.itemsize
+    return len(setup.store.layouts) * tokens * int(width)
+
+
+def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
+    """The cutter of a run, with rough costs until the first steps have been timed. `chained`: see `Cutter`."""
+    recipe = setup.recipe
+    layouts = setup.store.layouts
+    on_gpu = setup.devices[0] != "cpu"
+    config: Any = setup.model.config
+    if on_gpu:
+        memory = min(
+            cuda.memory_bytes(int(name.removeprefix("cuda:"))) // setup.devices.count(name) for name in setup.devices
+        )
+        memory = max(0, memory - weight_cache_bytes(recipe.pipeline))
+    else:
+        memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
+    form = _microbatch_form(setup, longest=on_gpu)
+    text_config = config.get_text_config()
+    active = active_parameters(setup.model, list(layouts))
+    memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
+    costs = rough_costs(
+        layouts,
+        active,
+        method=recipe.method,
+        tokens=form.tokens,
+        hidden_size=text_config.hidden_size,
+        experts_per_token=max(1, experts_per_token(text_config)),
+        device="cuda" if on_gpu else "cpu",
+        device_memory_bytes=memory,
+        link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
+        activation_bytes=memory_parts.activation_bytes,
+    )
+    room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
+    return Cutter(
+        costs,
+        len(setup.devices),
+        recipe.pipeline,
+        _profile_cache(setup, costs),
+        chained=chained,
+        microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
+        weights_stay=not on_gpu and recipe.may_hold_all_weights,
+        shared_bytes=memory_parts.shared_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Of a microbatch."""
+
+    rows: int
+    row_tokens: int
+    """Of a chunk, where sequences are cut."""
+    context: int
+    """Of the whole sequence."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+
+def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
+    """Of the longest microbatch, or of a usual one."""
+    recipe = setup.recipe
+    rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
+    context = _sequence_tokens(setup, longest=longest)
+    return _Form(rows, max(1, context // recipe.pipeline.num_chunks), context)
+
+
+@dataclass(frozen=True)
+class _MemoryParts:
+    """Of a device's memory."""
+
+    activation_bytes: list[int] | None
+    """Of each layer, for one microbatch; None: not known."""
+    shared_bytes: int
+    """For what any stages need beside them."""
+
+
+def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryParts:
+    """Activations as a block of each kind has them, and what `plan` counts beside them.
+
+    Args:
+        active: of each block, weights that take part for one token.
+    """
+    recipe, config = setup.recipe, setup.model.config
+    text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
+    size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
+    head = head_bytes(form.tokens, recipe.head_chunk_tokens, text_config.vocab_size, hidden, size)
+    widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
+    width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
+    mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
+    boundary = form.tokens * hidden * size
+    shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
+    if setup.devices[0] != "cpu":
+        shared += CONTEXT_BYTES
+    find = functools.partial(
+        find_saved_bytes,
+        setup.model,
+        setup.split,
+        setup.store,
+        longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
+        packed=recipe.packing,
+    )
+    whole = find()
+    if whole is None:
+        return _MemoryParts(None, shared)
+    saved = whole
+    if mlp_tokens < form.tokens:
+        saved = find(in_chunks=True) or whole
+        shared += max(int(mlp_tokens * (a.per_token - b.per_token)) for a, b in zip(whole, saved, strict=True))
+    blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
+    if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
+        shared += max(blocks)
+        blocks = [boundary] * len(blocks)
+    return _MemoryParts([0, *blocks, head], shared)
+
+
+def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
+    """Of times measured before: keyed by the devices and all of the model and the recipe that layer times depend on."""
+    recipe = setup.recipe
+    if setup.devices[0] == "cpu":
+        num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
+        devices = [f"{processor_name()}, {num_cores()} cores, {num_threads} threads"] * len(setup.devices)
+    else:
+        devices = [cuda.describe_device(int(name.removeprefix("cuda:"))) for name in setup.devices]
+    config: Any = setup.model.config
+    return ProfileCache(
+        {
+            "devices": devices,
+            "torch": torch.__version__,
+            "model": config.model_type,
+            "layers": [[layer.name, layer.forward_s, layer.backward_s, layer.boundary_bytes] for layer in costs.layers],
+            "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
+            "dtype": recipe.dtype,
+            "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
+            "micro_batch_size": recipe.micro_batch_size,
+            "head_chunk_tokens": recipe.head_chunk_tokens,
+            "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
+            "recompute": recipe.pipeline.recompute,
+            "skip_last_projection": recipe.pipeline.skip_last_projection,
+            "sequence_chunks": recipe.pipeline.num_chunks,
+            "keep_activations": recipe.pipeline.keep_activations,
+            "packed_bits": packed_bits(recipe),
+        }
+    )
+
+
+def _sequence_tokens(setup: Setup, *, longest: bool) -> int:
+    """Tokens of the longest or of a usual sequence."""
+    if setup.recipe.packing:
+        return setup.recipe.max_seq_length
+    lengths = setup.dataset.rows.lengths
+    return int(lengths.max()) if longest else max(1, int(lengths.mean()))
+
+
+@contextmanager
+def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
+    """Keep the store's weights and gradients page-locked meanwhile, so that copies to GPUs run beside the host.
+
+    `weights: auto` goes on with ordinary memory where the system refuses, and says so.
+
+    Raises:
+        ResourceError: `weights: pinned` and the system refuses.
+    """
+    wanted = setup.devices[0] != "cpu" and setup.recipe.weights != "pageable"
+    index = int(setup.devices[0].removeprefix("cuda:")) if wanted else 0
+    locked = []
+    try:
+        for buffer in setup.store.transferred if wanted else []:
+            if not cuda.register_host_buffer(buffer, index):
+                _refuse_or_tell(setup, tell)
+                break
+            locked.append(buffer)
+        yield
+    finally:
+        for buffer in locked:
+            cuda.unregister_host_buffer(buffer)
+
+
+def _refuse_or_tell(setup: Setup, tell: Tell) -> None:
+    text = "the system does not let this process page-lock its weights"
+    hint = "raise the limit of locked memory (ulimit -l unlimited)"
+    if setup.recipe.weights == "pinned":
+        raise ResourceError(text, where="weights: pinned", hint=hint)
+    tell(Notice(f"{text}: uploads will be slower; {hint}"))

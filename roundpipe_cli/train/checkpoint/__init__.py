@@ -1,0 +1,1 @@
+"""Checkpoints, the output directory, and continuing from both."""

@@ -1,0 +1,136 @@
+"""Manifests: name, size and SHA-256 of every file of a folder, so that damage is found before anything is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.durable import write_new_file
+
+_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+_MAX_JSON_BYTES = 16 * 1024**2
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One line of the manifest."""
+
+    name: str
+    size: int
+    """In bytes."""
+    sha256: str
+    """Lower-case hexadecimal."""
+
+
+class DamagedError(Exception):
+    """Why a folder cannot be used; whoever loads it turns this into a warning and does without."""
+
+    def __init__(self, path: Path, found: str, expected: str) -> None:
+        super().__init__(f"{path}: found {found}, expected {expected}")
+
+
+def write_manifest(folder: Path, manifest_name: str, head: Mapping[str, Any]) -> None:
+    """Write the manifest of all files that lie in `folder`, after `head`'s own keys.
+
+    Raises:
+        OSError, DamagedError: as the system reports it.
+    """
+    paths = sorted(folder.iterdir())
+    records = [FileRecord(path.name, path.stat().st_size, file_sha256(path)) for path in paths]
+    document = {**head, "files": [asdict(record) for record in records]}
+    write_new_file(folder / manifest_name, [json.dumps(document).encode() + b"\n"])
+
+
+def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str) -> None:
+    """Compare every byte of `folder` with its manifest's records.
+
+    Raises:
+        DamagedError: the first difference.
+    """
+    extra = sorted({entry.name for entry in folder.iterdir()} - {record.name for record in records} - {manifest_name})
+    if extra:
+        raise DamagedError(folder / extra[0], "a file that is not in the manifest", "only the files saved")
+    for record in records:  # sizes first: cheap, and the usual damage is a cut
+        path = folder / record.name
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise DamagedError(path, "a link or special file", "a regular file")
+        size = path.stat().st_size if path.exists() else None
+        if size != record.size:
+            raise DamagedError(path, "no file" if size is None else f"{size} bytes", f"{record.size} bytes")
+    for record in records:
+        found = file_sha256(folder / record.name)
+        if found != record.sha256:
+            raise DamagedError(folder / record.name, f"SHA-256 {found}", record.sha256)
+
+
+def read_records(path: Path, lines: object) -> list[FileRecord]:
+    """The list of files in the manifest at `path`.
+
+    Raises:
+        DamagedError: not such a list, a file twice, or a name that leaves the folder.
+    """
+    if not isinstance(lines, list) or not lines:
+        raise DamagedError(path, "no list of files", "name, size and SHA-256 of each file")
+    records = [_read_record(path, line) for line in lines]
+    names = [record.name for record in records]
+    if len(set(names)) != len(names):
+        raise DamagedError(path, f"files {', '.join(names)}", "each file once")
+    return records
+
+
+def _read_record(path: Path, line: object) -> FileRecord:
+    if not isinstance(line, dict) or set(line) != {"name", "size", "sha256"}:
+        raise DamagedError(path, "a line without name, size and sha256", "all three")
+    name, size, sha256 = line["name"], line["size"], line["sha256"]
+    if not isinstance(name, str) or not _FILE_NAME.match(name) or name == path.name:
+        raise DamagedError(path, f"the file name {str(name)[:80]!r}", "a plain name inside the manifest's folder")
+    if type(size) is not int or size < 0 or not isinstance(sha256, str):
+        raise DamagedError(path, f"size {size!r} for {name}", "a number of bytes and a SHA-256")
+    return FileRecord(name, size, sha256)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a small file that must be our own.
+
+    Raises:
+        DamagedError: missing, a link, too large, or not a JSON object.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(path, error.strerror or "an error", "a file") from error
+    if len(data) > _MAX_JSON_BYTES:
+        raise DamagedError(path, f"over {_MAX_JSON_BYTES} bytes", "a small file")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(path, f"{len(data)} bytes that are not JSON", "JSON") from error
+    if not isinstance(value, dict):
+        raise DamagedError(path, "JSON that is not an object", "an object")
+    return value
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal.
+
+    Raises:
+        DamagedError: the file cannot be read, or is a link.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1024**2))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            while num_read := file.readinto(buffer):
+                digest.update(buffer[:num_read])
+    except OSError as error:
+        raise DamagedError(path, error.strerror or "an error", "a readable file") from error
+    return digest.hexdigest()

@@ -1,0 +1,331 @@
+"""The output directory: who may write in it, what it already holds, and what an interrupted run left in it.
+
+OUTPUT_DIR/
+  .roundpipe          marker: made by us, so our left-overs may be removed
+  .roundpipe.lock     held with flock by the run; names its process
+  recipe.yaml  metrics.jsonl
+  step-00000020/ ...  checkpoints (other folders with a step: `step_folders.py`)
+  report.json         written last of all: the run is finished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+from roundpipe_cli.durable import (
+    DELETED_PREFIX,
+    STATE_FILE_MODE,
+    TEMPORARY_PREFIX,
+    disk_error,
+    remove_tree,
+    write_atomically,
+)
+from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
+
+MARKER_NAME = ".roundpipe"
+LOCK_NAME = ".roundpipe.lock"
+METRICS_NAME = "metrics.jsonl"
+EVAL_NAME = "eval.jsonl"
+REPORT_NAME = "report.json"
+
+RESULT_FOLDER_MODE = 0o755
+"""The adapter may be for others to read; what is private in the folder has modes of its own."""
+
+_HOLDER_WAIT_S = 0.5
+"""How long to wait for a holder that has the lock but has not written its name yet."""
+
+
+class RunState(Enum):
+    """What an output directory holds."""
+
+    FRESH = "fresh"
+    HAS_CHECKPOINT = "has_checkpoint"
+    FINISHED = "finished"
+
+
+def read_state(folder: Path) -> RunState:
+    """Look, and change nothing. A checkpoint counts whether it is valid or not: it may be worth saving."""
+    if (folder / REPORT_NAME).is_file():
+        return RunState.FINISHED
+    if list_checkpoints(folder):
+        return RunState.HAS_CHECKPOINT
+    return RunState.FRESH
+
+
+def check_start(folder: Path, resume: bool) -> RunState:
+    """Whether a run may start here; called before the model loads and again under the lock. Changes nothing.
+
+    With `resume`, FINISHED means that there is nothing to do, unless the recipe asks for more steps. Without it the
+    answer is always FRESH; what a run left that was killed before its first checkpoint is then overwritten.
+
+    Raises:
+        RefusedError: without `resume`, where there is a checkpoint or a result, or somebody else's model.
+        NoCheckpointError: with `resume`, where there is no checkpoint.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RefusedError(
+            "the output directory is a file", where=str(folder), expected="a folder", hint="set output_dir= elsewhere"
+        )
+    state = read_state(folder)
+    if resume and state is RunState.FRESH:
+        raise NoCheckpointError(
+            "no checkpoint to resume from",
+            where=str(folder),
+            found="nothing named step-*" if folder.is_dir() else "no such folder",
+            expected="a folder such as step-00000200",
+            hint="run without --resume to start afresh, or name the run's folder with output_dir=",
+        )
+    if resume:
+        return state
+    found = {
+        RunState.FINISHED: f"the result of a finished run ({REPORT_NAME})",
+        RunState.HAS_CHECKPOINT: ", ".join(path.name for _, path in list_checkpoints(folder)[:3]),
+        RunState.FRESH: _foreign_model(folder),
+    }[state]
+    if found is None:
+        return state
+    raise RefusedError(
+        "the output directory already holds a run" if state is not RunState.FRESH else "the folder holds a model",
+        where=str(folder),
+        found=found,
+        expected="an empty or new folder",
+        hint="add --resume to continue that run, or start another one with output_dir=",
+    )
+
+
+def _foreign_model(folder: Path) -> str | None:
+    """A weights file in a folder that is not ours, which the result of this run would overwrite."""
+    if (folder / MARKER_NAME).exists() or not folder.is_dir():
+        return None
+    return next((path.name for path in sorted(folder.glob("*.safetensors"))), None)
+
+
+class OutputDir:
+    """Exclusive use of an output directory, as a context manager.
+
+    On entry: creates the folder, takes the lock, checks the start (see `check_start`; `state` keeps the answer) and
+    removes what an interrupted run left half-written. The kernel drops the lock when the process ends, however it does.
+    A run that is refused before it wrote anything takes the folders that it made away again.
+
+    Raises (on entry):
+        OutputInUseError: another run holds it; at once.
+        RefusedError: the folder cannot be written, or holds a run and `resume` is off.
+        NoCheckpointError: `resume` is on and there is no checkpoint; nothing was created.
+        ResourceError: the disk is full or failing.
+    """
+
+    def __init__(self, path: Path, resume: bool = False) -> None:
+        self.path = path
+        self.resume = resume
+        self.state = RunState.FRESH
+        self._lock: int | None = None
+        self._made: list[Path] = []
+
+    def __enter__(self) -> OutputDir:
+        check_start(self.path, self.resume)
+        self._made = _missing_folders(self.path)
+        try:
+            self._take_lock()
+            for folder in self._made:
+                folder.chmod(RESULT_FOLDER_MODE)
+            self.state = check_start(self.path, self.resume)  # another run may have finished meanwhile
+            if self.state is not RunState.FINISHED:
+                self._clean()
+        except OSError as error:
+            self._remove_if_unused()
+            self._release()
+            raise _unwritable(error, self.path) from error
+        except BaseException:
+            self._remove_if_unused()
+            self._release()
+            raise
+        return self
+
+    def _remove_if_unused(self) -> None:
+        """Take back the folders that this run made, if it put nothing into them: it was refused before it began."""
+        if not self._made or self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.iterdir()} <= {MARKER_NAME, LOCK_NAME}:
+                (self.path / MARKER_NAME).unlink(missing_ok=True)
+                (self.path / LOCK_NAME).unlink()  # whoever opened it meanwhile looks again, see _take_lock
+                for folder in self._made:
+                    folder.rmdir()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._remove_if_unused()
+        self._release()
+
+    def _take_lock(self) -> None:
+        lock_path = self.path / LOCK_NAME
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, STATE_FILE_MODE)
+            except FileNotFoundError:
+                if lock_path.parent.is_dir():
+                    raise
+                continue  # another run was refused and took its folder back
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file(lock, lock_path):
+                    break
+            except BlockingIOError:
+                os.close(lock)
+                raise _in_use(self.path) from None
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+        self._lock = lock
+        # A forked child (a data worker) shares the lock and would keep it after our death.
+        os.register_at_fork(after_in_child=self._forget_lock)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+
+    def _forget_lock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _release(self) -> None:
+        """The file stays: removing it would let two runs hold two files of one name."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            self._forget_lock()
+
+    def _clean(self) -> None:
+        """Remove half-written files, but only ours: in a folder without our marker they are somebody else's.
+
+        The marker lists those names that were there before us, so that they stay for good.
+        """
+        marker = self.path / MARKER_NAME
+        leftovers = [path for path in self.path.iterdir() if path.name.startswith((TEMPORARY_PREFIX, DELETED_PREFIX))]
+        if marker.is_file():
+            spared = _read_spared(marker)
+            for path in leftovers:
+                if path.name not in spared:
+                    remove_tree(path)
+        else:
+            content = {"made_by": "roundpipe", "not_ours": sorted(path.name for path in leftovers)}
+            write_atomically(marker, json.dumps(content).encode() + b"\n")
+
+
+def _missing_folders(path: Path) -> list[Path]:
+    """`path` and its parents that do not exist, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def truncate_metrics(path: Path, step: int) -> int:
+    """Cut `metrics.jsonl` back to the rows of steps before `step`, the next to run. Returns the number of rows kept.
+
+    A torn last line goes too, and so does any row that repeats a step: one row per step, always. Atomic.
+
+    Raises:
+        ResourceError: disk full or failing; the file is as it was.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    kept: list[bytes] = []
+    seen: set[int] = set()
+    for line in data.split(b"\n")[:-1]:  # what follows the last line break is torn, or empty
+        row_step = _row_step(line)
+        if row_step is not None and row_step < step and row_step not in seen:
+            seen.add(row_step)
+            kept.append(line + b"\n")
+    rest = b"".join(kept)
+    if rest != data:
+        write_atomically(path, rest)
+    return len(kept)
+
+
+def _row_step(line: bytes) -> int | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if type(step) is int else None
+
+
+def _read_spared(marker: Path) -> frozenset[str]:
+    try:
+        return frozenset(json.loads(marker.read_bytes()).get("not_ours", ()))
+    except (ValueError, TypeError, AttributeError):
+        return frozenset()
+
+
+def _in_use(folder: Path) -> OutputInUseError:
+    pid, host = _read_holder(folder / LOCK_NAME)
+    return OutputInUseError(
+        "another run is using the output directory",
+        where=str(folder),
+        found=f"process {pid} on host {host}",
+        hint="wait for it or stop it, or start this run with another output_dir=",
+    )
+
+
+def _read_holder(lock_path: Path) -> tuple[str, str]:
+    """Process id and host written in the lock file; waits briefly for a holder that is just starting.
+
+    A file left by a killed run names a process that is gone; the new holder overwrites it within moments.
+    """
+    deadline_s = time.monotonic() + _HOLDER_WAIT_S
+    pid, host = "unknown", "unknown"
+    while True:
+        try:
+            holder = json.loads(lock_path.read_bytes())
+            pid, host = str(int(holder["pid"])), str(holder["host"])
+            if host != socket.gethostname() or _is_alive(int(pid)):
+                return pid, host
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        if time.monotonic() > deadline_s:
+            return pid, host
+        time.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _unwritable(error: OSError, folder: Path) -> RoundpipeError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        disk: ResourceError = disk_error(error, folder, "in the output directory")
+        return disk
+    return RefusedError(
+        "the output directory cannot be written",
+        where=str(error.filename or folder),
+        found=error.strerror or str(error),
+        expected=f"a folder at {folder} that this user may write",
+        hint="set output_dir= to a folder of yours, or change the owner of this one",
+    )

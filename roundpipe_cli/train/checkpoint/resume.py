@@ -1,0 +1,283 @@
+"""What a checkpoint holds beside tensors, and whether a run may continue from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from roundpipe_cli import __version__
+from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
+from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
+from roundpipe_cli.train.checkpoint.store import STATE_NAME, Checkpoint, peek
+from roundpipe_cli.train.setup import Setup
+
+FREE_KEYS = (
+    "output_dir",
+    "pipeline",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_datasets",
+    "eval_samples",
+    "eval_max_new_tokens",
+    "load_best_model_at_end",
+    "early_stopping_patience",
+    "report_to",
+    "resume_from_checkpoint",
+    "on_oom",
+    "on_nonfinite",
+    "watchdog_s",
+    "weights",
+    "hardware",
+    "nodes",
+)
+"""May change between a run and its continuation; none of them changes what is computed."""
+GROWING_KEYS = ("max_steps", "num_train_epochs")
+"""May become larger."""
+DATA_KEY = "datasets (content)"
+TOKENIZER_KEY = "tokenizer"
+MODEL_KEY = "model (files)"
+CONFIG_KEY = "model (config.json)"
+WHOLE, NUMBER = (int,), (int, float)
+NEEDED: Mapping[str, tuple[type, ...]] = {
+    "recipe": (dict,),
+    "recipe.micro_batch_size": WHOLE,
+    "recipe.gradient_accumulation_steps": WHOLE,
+    "num_updates": WHOLE,
+    "loss_scale": NUMBER,
+    "steps_since_overflow": WHOLE,
+    "training_s": NUMBER,
+    "data_position": (dict,),
+    "data_position.epoch": WHOLE,
+    "data_position.window": WHOLE,
+    "data_position.offset": WHOLE,
+}
+"""What a run cannot continue without, by dotted key, and its JSON types. Later additions have defaults."""
+
+
+def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    return {
+        "tool_version": __version__,
+        "recipe": plain_data(setup.recipe),
+        "data_hash": setup.dataset.content_hash,
+        "tokenizer_hash": tokenizer_hash(setup.tokenizer),
+        "model_commit": setup.source.commit,
+        "model_hash": setup.model_hash,
+        "config_hash": setup.config_hash,
+        "loss_scale": loss_scale,
+        "training_s": seconds,
+    }
+
+
+def shared_facts(setup: Setup) -> dict[str, Any]:
+    """What must be the same on every machine of a run."""
+    state = run_state(setup, 0.0, 0.0)
+    recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
+    return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
+
+
+def named_checkpoint(recipe: Recipe, output_dir: Path) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; None for the newest one.
+
+    Raises:
+        RefusedError: it belongs to another output directory, whose metrics and results are not in this one.
+    """
+    named = recipe.resume_from_checkpoint
+    if named in (None, "auto"):
+        return None
+    folder = Path(str(named)).expanduser()
+    if folder.exists() and not folder.parent.samefile(output_dir):
+        raise RefusedError(
+            "the checkpoint to resume from is of another run",
+            where="resume_from_checkpoint",
+            found=str(folder),
+            expected=f"a checkpoint in the output directory, {output_dir}",
+            hint=f"output_dir={folder.parent}, or copy that whole folder and name a checkpoint in the copy",
+        )
+    return folder
+
+
+def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
+    """Whether the recipe may have more steps than the finished run in `output_dir`; a look at small files only."""
+    metas = [peek(folder) for _, folder in list_checkpoints(output_dir)]
+    old: Any = next((meta["recipe"] for meta in metas if meta and isinstance(meta.get("recipe"), dict)), None)
+    if old is None:
+        try:
+            old = yaml.safe_load((output_dir / "recipe.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return False
+    new = plain_data(recipe)
+    if not isinstance(old, dict):
+        return False
+    pairs = [(old[key], new[key]) for key in GROWING_KEYS if key in old]
+    longer = any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
+    before, now = old.get("early_stopping_patience"), new["early_stopping_patience"]
+    return longer or (None not in (before, now) and now > before)  # null is what a command without the key has
+
+
+def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str | None:
+    """Why nothing is left to train after `checkpoint` in a run of `num_steps`; None where something is."""
+    if checkpoint.step >= num_steps:
+        return f"all {num_steps} steps are done"
+    patience = recipe.early_stopping_patience
+    num_worse = (checkpoint.meta.get("evaluation") or {}).get("num_worse", 0)
+    if patience is not None and num_worse >= patience:
+        return "it stopped early; a larger early_stopping_patience continues it"
+    return None
+
+
+def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
+    """
+    Raises:
+        RefusedError: the checkpoint is of a step that the run, as the recipe is now, does not have.
+    """
+    if checkpoint.step > num_steps:
+        raise RefusedError(
+            "the checkpoint is past the end of the run",
+            where=str(checkpoint.folder),
+            found=f"step {checkpoint.step}",
+            expected=f"at most {num_steps}, the number of steps of this recipe and its data",
+            hint="raise max_steps or num_train_epochs, or name an earlier checkpoint: resume_from_checkpoint=",
+        )
+
+
+def check_state(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose bytes are as written, but which says less than a run needs: an old or foreign one.
+
+    Raises:
+        NoCheckpointError: every key that is missing or of another type.
+    """
+    wrong = []
+    for key, types in NEEDED.items():
+        value: Any = checkpoint.meta
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, types) or isinstance(value, bool):
+            wrong.append(f"{key}: {_short(value)}" if value is not None else f"no {key}")
+    if wrong:
+        raise _not_ours(checkpoint, STATE_NAME, ", ".join(wrong), "the state that this release saves")
+
+
+def check_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Refuse a checkpoint without the tensors that the run has, by group and name, each of the same shape.
+
+    Raises:
+        NoCheckpointError: the first that is missing or has another shape.
+    """
+    for group, tensors in wanted.items():
+        file_name = f"{group}.safetensors"
+        if tensors and group not in checkpoint.groups:
+            raise _not_ours(checkpoint, file_name, "no such file", f"{len(tensors)} tensors")
+        found = checkpoint.tensors(group) if tensors else {}
+        for name, tensor in tensors.items():
+            shape = tuple(found[name].shape) if name in found else None
+            if shape != tuple(tensor.shape):
+                text = f"no tensor {name}" if shape is None else f"{name} of shape {list(shape)}"
+                raise _not_ours(checkpoint, file_name, text, f"{name} of shape {list(tensor.shape)}")
+
+
+def _not_ours(checkpoint: Checkpoint, name: str, found: str, expected: str) -> NoCheckpointError:
+    return NoCheckpointError(
+        "the checkpoint is whole, but not one that this run can continue from",
+        where=str(checkpoint.folder / name),
+        found=found,
+        expected=expected,
+        hint="resume with the recipe and the release that wrote it, or start afresh with another output_dir=",
+    )
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 over the vocabulary and the special tokens."""
+    content = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.special_tokens_map.items(), key=str)]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[str]) -> None:
+    """Refuse to continue a run under other conditions.
+
+    Args:
+        saved: `run_state` of the checkpoint.
+        allowed: keys that the user allows to differ (`--allow-changed`).
+
+    Raises:
+        RecipeError: something else changed; every changed key with its old and new value.
+    """
+    problems = []
+    defaults = plain_data(Recipe(model="", datasets=(), output_dir=""))
+    changes = [*_changed_keys(_filled(saved["recipe"], defaults), plain_data(setup.recipe))]
+    for key, name, now in (
+        (DATA_KEY, "data_hash", setup.dataset.content_hash),
+        (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
+        (MODEL_KEY, "model_hash", setup.model_hash),
+        (CONFIG_KEY, "config_hash", setup.config_hash),
+    ):
+        if name in saved and saved.get(name) != now:
+            changes.append((key, saved.get(name), now))
+    changes = [change for change in changes if not _is_longer(saved, *change)]
+    if _as_advised(saved, setup.recipe):
+        changes = [change for change in changes if change[0] not in ("micro_batch_size", "gradient_accumulation_steps")]
+    for key, old, new in changes:
+        if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:
+            problems.append(
+                Problem(
+                    "changed since the checkpoint was written",
+                    where=key,
+                    found=_short(new),
+                    expected=_short(old),
+                    hint=f"put the old value back, or add --allow-changed {key.split(' ')[0]}",
+                )
+            )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
+    """Whether epochs gave way to a number of steps that is not smaller."""
+    return key == "max_steps" and old is None and new >= saved.get("num_steps", math.inf)
+
+
+def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether the microbatches are now those to which the run had adapted itself: the same rows in each step."""
+    fit, old = saved.get("fit"), saved["recipe"]  # with both keys: `check_state` saw them
+    rows = old["micro_batch_size"] * old["gradient_accumulation_steps"]
+    same_rows = recipe.micro_batch_size * recipe.gradient_accumulation_steps == rows
+    return fit is not None and recipe.micro_batch_size == fit["micro_batch_size"] and same_rows
+
+
+def _filled(old: Any, defaults: Any) -> Any:
+    """`old` with the default of every key that an earlier release did not have."""
+    if not (isinstance(old, dict) and isinstance(defaults, dict)):
+        return old
+    return {key: _filled(old[key], value) if key in old else value for key, value in defaults.items()} | {
+        key: value for key, value in old.items() if key not in defaults
+    }
+
+
+def _changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of what differs and is not free to change."""
+    if path in FREE_KEYS:
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _changed_keys(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new and not (path in GROWING_KEYS and _grew(old, new)):
+        yield path, old, new
+
+
+def _grew(old: Any, new: Any) -> bool:
+    return new is None or (isinstance(old, (int, float)) and new > old)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

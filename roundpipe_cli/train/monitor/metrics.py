@@ -1,0 +1,60 @@
+"""Rows of `metrics.jsonl`: one a step, each whole or, after a crash, cut off by `--resume`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.durable import disk_error
+from roundpipe_cli.events import StepFinished
+
+
+def metrics_row(event: StepFinished) -> dict[str, Any]:
+    """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
+    return {
+        "step": event.step,
+        "loss": event.loss if math.isfinite(event.loss) else None,
+        "loss_hex": event.loss.hex(),
+        "learning_rate": event.learning_rate,
+        "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
+        "tokens": event.tokens,
+        "tokens_per_s": event.tokens_per_s,
+        "step_s": event.step_s,
+        "bubble_ratio": event.bubble_ratio,
+        "utilization": list(event.utilization),
+        "upload_bytes": event.upload_bytes,
+        "device_peak_bytes": event.device_peak_bytes,
+        **(event.preference or {}),
+    }
+
+
+def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> None:
+    """One more row.
+
+    Raises:
+        ResourceError: the disk is full or does not take it.
+    """
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
+    try:
+        if file.write(line) < len(line):  # the rest does not fit; --resume cuts a torn line off
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise disk_error(error, path, f"the metrics of step {row['step']}") from error
+
+
+def sync_rows(file: FileIO, path: Path) -> None:
+    """All rows are on the disk when this returns.
+
+    Raises:
+        ResourceError: the disk does not take them.
+    """
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise disk_error(error, path, "the metrics") from error

@@ -1,0 +1,281 @@
+"""What a run tells about its workers and memory while it trains, and the file from which others follow it.
+
+`Telemetry` looks several times a second from a thread of its own; workers are never asked to wait for it. `Recorder`
+passes every event on and appends what is worth keeping to events.jsonl: whole lines, so that a kill at any byte costs
+at most the last one. Steps themselves are in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from roundpipe_cli.costs.machine import host_memory
+from roundpipe_cli.durable import STATE_FILE_MODE, write_atomically
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.live import ActionTime, Watcher
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.errors import ResourceError, RoundpipeError
+from roundpipe_cli.events import (
+    Event,
+    Notice,
+    RunStarted,
+    RunStopped,
+    Sample,
+    Span,
+    StepFinished,
+    StepTimeline,
+    WorkSeen,
+    decode,
+    encode,
+)
+from roundpipe_cli.redact import redact
+from roundpipe_cli.schedule.timeline import COMPUTE
+from roundpipe_cli.train.monitor.device_samples import DeviceSampler
+from roundpipe_cli.train.setup import Setup, Tell
+
+EVENTS_NAME = "events.jsonl"
+LOOK_S = 0.2
+SAMPLE_S = 1.0
+TIMELINE_S = 2.0
+"""Least time between two timelines in the file."""
+KEPT_TIMELINES = 3
+KEPT_NOTICES = 200
+MAX_FILE_BYTES = 4 * 1024**2
+"""At this size the file is rewritten with every second sample, the last timelines and notices."""
+
+Clock = Callable[[], float]
+
+
+def run_started(setup: Setup, time_s: float, first_step: int, num_steps: int) -> RunStarted:
+    """The event that opens a run."""
+    recipe = setup.recipe
+    name = setup.source.name.rstrip("/").rpartition("/")[2]
+    return RunStarted(time_s, name, f"{recipe.method} {recipe.dtype}", setup.devices, num_steps, first_step)
+
+
+def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
+    """What the workers did in a step that has just ended, on the run's clock."""
+    start_s = clock() - time.perf_counter() + result.started_s
+    spans = tuple(
+        Span(item.worker, item.lane, item.kind.value, item.stage, item.microbatch, item.start_s, item.end_s)
+        for item in result.timeline.intervals
+    )
+    return StepTimeline(step, start_s, spans)
+
+
+class Telemetry:
+    """A thread that tells of workers, memory and devices, as a context manager."""
+
+    def __init__(self, engine: Engine, devices: Sequence[str], tell: Tell, clock: Clock, *, live: bool) -> None:
+        """
+        Args:
+            engine: is looked at, never changed.
+            devices: of each worker.
+            tell: is told, from the thread.
+            clock: the run's.
+            live: also tell what the workers do.
+        """
+        self._engine, self._tell, self._clock, self._live = engine, tell, clock, live
+        self._sampler = DeviceSampler(devices)
+        self._watcher = Watcher()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+
+    def __enter__(self) -> Telemetry:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        next_sample_s, over = 0.0, False
+        with contextlib.closing(self._sampler):
+            while True:
+                try:
+                    if self._live:
+                        self._look()
+                    if over or time.monotonic() >= next_sample_s:
+                        next_sample_s = time.monotonic() + SAMPLE_S
+                        self._tell(self._sample())
+                except Exception as error:  # a failed device says so through the engine; the run goes on without us
+                    self._tell(Notice(f"memory and devices are no longer watched: {error}"))
+                    return
+                if over:
+                    return
+                over = self._stop.wait(LOOK_S if self._live else SAMPLE_S)
+
+    def _look(self) -> None:
+        look = self._watcher.look(self._engine.step_in_work)
+        if look is None:
+            self._tell(WorkSeen(self._clock(), 0, (), ()))
+            return
+        offset_s = self._clock() - time.perf_counter() + look.started_s
+        done = tuple(_span(item, offset_s) for item in look.done)
+        running = tuple(_span(item, offset_s) for item in look.running)
+        self._tell(WorkSeen(offset_s + look.now_s, look.step + 1, done, running))
+
+    def _sample(self) -> Sample:
+        memory = host_memory()
+        used_bytes = memory.total_bytes - memory.available_bytes
+        return Sample(self._clock(), process_bytes(), used_bytes, memory.total_bytes, self._sampler.sample())
+
+
+def process_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _span(item: ActionTime, offset_s: float) -> Span:
+    action = item.action
+    start_s, end_s = item.start_s + offset_s, item.end_s + offset_s
+    return Span(action.worker, COMPUTE, action.kind.value, action.stage, action.microbatch, start_s, end_s)
+
+
+class Recorder:
+    """Passes events on and keeps those that others may want to see later; a full disk ends the keeping, not the run."""
+
+    def __init__(self, output_dir: Path, first_step: int, clock: Clock, tell: Tell) -> None:
+        """
+        Args:
+            output_dir: of this run, locked.
+            first_step: steps done; what an earlier attempt wrote about later ones is cut off.
+            clock: the run's.
+            tell: gets every event first.
+        """
+        self._path = output_dir / EVENTS_NAME
+        self._first_step = first_step
+        self._clock, self._tell = clock, tell
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._num_bytes = 0
+        self._sample_s = 0.0
+        """Least time between two samples in the file; 0: all of them."""
+        self._next_sample_s = self._next_timeline_s = 0.0
+        self._unwritten: deque[StepTimeline] = deque(maxlen=KEPT_TIMELINES)
+
+    def __enter__(self) -> Recorder:
+        with self._failing_softly():
+            lines = read_lines(self._path)
+            kept = [line for line in lines if _step(line) <= self._first_step] if self._first_step else []
+            self._rewrite(kept)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._write_timelines()
+        if error is not None:
+            text = error.problems[0].what if isinstance(error, RoundpipeError) else f"{type(error).__name__}: {error}"
+            self._record(RunStopped(text))
+        with self._lock:
+            self._close()
+
+    def __call__(self, event: Event) -> None:
+        self._tell(event)
+        self._record(event)
+
+    def _record(self, event: Event) -> None:
+        with self._lock:
+            if self._file is None or isinstance(event, (StepFinished, WorkSeen)):
+                return
+            now_s = self._clock()
+            if isinstance(event, StepTimeline):
+                self._unwritten.append(event)
+                if now_s >= self._next_timeline_s:
+                    self._next_timeline_s = now_s + TIMELINE_S
+                    self._write_timelines()
+            elif not isinstance(event, Sample):
+                self._write(event)
+            elif now_s >= self._next_sample_s:
+                self._next_sample_s = now_s + self._sample_s
+                self._write(event)
+
+    def _write_timelines(self) -> None:
+        while self._unwritten:
+            self._write(self._unwritten.popleft())
+
+    def _write(self, event: Event) -> None:
+        if self._file is None:
+            return
+        line = _line({"t": round(self._clock(), 3), **encode(event)})
+        with self._failing_softly():
+            if os.write(self._file, line) < len(line):
+                raise OSError("the disk is full")
+            self._num_bytes += len(line)
+            if self._num_bytes > MAX_FILE_BYTES:
+                self._rewrite(_thinned(read_lines(self._path)))
+                self._sample_s = max(2 * SAMPLE_S, 2 * self._sample_s)
+
+    def _rewrite(self, lines: Sequence[dict[str, Any]]) -> None:
+        self._close()
+        data = b"".join(_line(line) for line in lines)
+        write_atomically(self._path, data, STATE_FILE_MODE)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file, self._num_bytes = os.open(self._path, flags), len(data)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    @contextlib.contextmanager
+    def _failing_softly(self) -> Any:
+        try:
+            yield
+        except (OSError, ResourceError) as error:
+            self._close()
+            self._tell(Notice(f"{self._path} is no longer written, so others cannot follow this run: {error}"))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of events.jsonl; a torn last line and what is no JSON object are left out."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in data.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                lines.append(value)
+    return lines
+
+
+def _line(values: dict[str, Any]) -> bytes:
+    return redact(json.dumps(values, separators=(",", ":"))).encode() + b"\n"
+
+
+def _step(line: dict[str, Any]) -> int:
+    step = line.get("step", 0)
+    return step if type(step) is int else 0
+
+
+def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every second sample, the last few timelines and notices, and all that is rare."""
+    places: dict[str, list[int]] = {"Sample": [], "StepTimeline": [], "Notice": []}
+    for index, line in enumerate(lines):
+        places.get(str(line.get("event")), []).append(index)
+    dropped = {
+        *places["Sample"][1::2],
+        *places["StepTimeline"][:-KEPT_TIMELINES],
+        *places["Notice"][:-KEPT_NOTICES],
+    }
+    return [line for index, line in enumerate(lines) if index not in dropped and decode(line) is not None]

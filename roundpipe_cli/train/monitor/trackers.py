@@ -1,0 +1,307 @@
+"""The metrics of a run, sent to trackers through their own packages: `report_to`.
+
+Each tracker has a thread and a bounded queue of its own, so one that is slow, fails or hangs costs the run nothing but
+one line that says so. metrics.jsonl has everything whatever happens here. What is sent: the numbers of each step and
+evaluation, and the recipe, both without secrets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished
+from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.redact import redact
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+"""Tracker -> the package that has to be installed."""
+MAX_WAITING = 10_000
+"""Rows that wait for a tracker; further ones are dropped until it catches up."""
+FLUSH_S = 10.0
+"""A tracker that is not done so long after the run is left behind."""
+PROJECT = "roundpipe"
+RUN_IDS_NAME = "trackers.json"
+
+Tell = Callable[[Event], None]
+Values = Mapping[str, float]
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Refuse early where a package is missing.
+
+    Raises:
+        RefusedError: it is not installed.
+    """
+    for name in names:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise RefusedError(
+                f"reporting to {name} needs the package {PACKAGES[name]}",
+                where="report_to",
+                found="not installed",
+                hint=f"pip install {PACKAGES[name]}",
+            )
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker is told of the run before its first step."""
+
+    name: str
+    output_dir: Path
+    first_step: int
+    """Steps that an earlier part of the run has done."""
+    config: Mapping[str, Any]
+    """The recipe, dotted keys, without secrets."""
+    run_id: str | None
+    """The tracker's own name of the run that is continued."""
+
+
+class Sink(Protocol):
+    """A tracker's package, as far as it is used."""
+
+    run_id: str | None
+
+    def log(self, step: int, values: Values) -> None:
+        """Send numbers of a step."""
+
+    def close(self) -> None:
+        """All is sent."""
+
+
+class TensorBoard:
+    """Event files in OUTPUT_DIR/tensorboard, by torch's writer."""
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.run_id: str | None = None
+        purge = {"purge_step": run.first_step + 1} if run.first_step else {}
+        self._writer = SummaryWriter(log_dir=str(run.output_dir / "tensorboard"), **purge)  # type: ignore[no-untyped-call]
+        text = json.dumps(run.config, indent=2)
+        self._writer.add_text("recipe", f"```\n{text}\n```", run.first_step)  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class Wandb:
+    """Project: WANDB_PROJECT; what else the package reads from its variables, WANDB_MODE=offline included."""
+
+    def __init__(self, run: RunInfo) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")  # stdout is for the run's own lines
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", run.name),
+            dir=str(run.output_dir),
+            config=dict(run.config),
+            id=run.run_id,
+            resume="allow" if run.run_id else None,
+        )
+        self.run_id: str | None = str(self._run.id)
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """Experiment: MLFLOW_EXPERIMENT_NAME; server: MLFLOW_TRACKING_URI."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        named = {"run_id": run.run_id} if run.run_id else {"run_name": run.name}
+        self.run_id: str | None = str(self._mlflow.start_run(**named).info.run_id)
+        if not run.run_id:
+            self._mlflow.log_params({key: str(value)[:500] for key, value in run.config.items()})
+
+    def log(self, step: int, values: Values) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class Trackio:
+    """Project: TRACKIO_PROJECT. Local unless TRACKIO_SPACE_ID names a Space."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._trackio: Any = importlib.import_module("trackio")
+        name = run.run_id or run.name
+        space = os.environ.get("TRACKIO_SPACE_ID")
+        self._trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=name,
+            config=dict(run.config),
+            space_id=space,
+            resume="allow",
+        )
+        self.run_id: str | None = name
+
+    def log(self, step: int, values: Values) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+SINKS: dict[str, Callable[[RunInfo], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
+
+
+class Trackers:
+    """Passes events on and sends the numbers among them to trackers, as a context manager."""
+
+    def __init__(self, recipe: Recipe, output_dir: Path, first_step: int, tell: Tell, flush_s: float = FLUSH_S) -> None:
+        """
+        Args:
+            output_dir: of this run, locked.
+            first_step: steps done before.
+            tell: gets every event first.
+            flush_s: how long the end of the run waits for a tracker.
+        """
+        self._tell, self._flush_s = tell, flush_s
+        self._ids_path = output_dir / RUN_IDS_NAME
+        self._lock = threading.Lock()
+        known = _read_ids(self._ids_path) if first_step and recipe.report_to else {}
+        self._ids = dict(known)
+        config = _config(recipe) if recipe.report_to else {}
+        self._threads = [
+            _TrackerThread(
+                name, RunInfo(output_dir.name, output_dir, first_step, config, known.get(name)), tell, self._keep_id
+            )
+            for name in recipe.report_to
+        ]
+
+    def __enter__(self) -> Trackers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for thread in self._threads:
+            thread.stop(self._flush_s)
+
+    def __call__(self, event: Event) -> None:
+        self._tell(event)
+        if self._threads and isinstance(event, (StepFinished, EvaluationFinished)):
+            for thread in self._threads:
+                thread.put(event.step, values_of(event))
+
+    def _keep_id(self, name: str, run_id: str) -> None:
+        """So that a resumed run goes on in the same place."""
+        from roundpipe_cli.durable import STATE_FILE_MODE, write_atomically
+
+        with self._lock:
+            self._ids[name] = run_id
+            write_atomically(self._ids_path, json.dumps(self._ids).encode(), STATE_FILE_MODE)
+
+
+def values_of(event: StepFinished | EvaluationFinished) -> dict[str, float]:
+    """The finite numbers of an event under the names of metrics.jsonl, after `train/` or `eval/`."""
+    if isinstance(event, StepFinished):
+        names = ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s", "step_s", "bubble_ratio")
+        values = {name: getattr(event, name) for name in (*names, "upload_bytes", "device_peak_bytes")}
+        values |= event.preference or {}
+    else:
+        values = {name: getattr(event, name) for name in ("loss", "perplexity", "tokens", "seconds")}
+    prefix = "train" if isinstance(event, StepFinished) else "eval"
+    return {f"{prefix}/{name}": float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with dotted keys and every secret masked."""
+    flat: dict[str, Any] = {}
+
+    def put(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                put(item, f"{path}.{key}" if path else str(key))
+        else:
+            flat[path] = value
+
+    put(json.loads(redact(json.dumps(plain_data(recipe)))), "")
+    return flat
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): str(value) for name, value in ids.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+class _TrackerThread:
+    """One tracker: everything of its package is called from this thread alone."""
+
+    def __init__(self, name: str, run: RunInfo, tell: Tell, keep_id: Callable[[str, str], None]) -> None:
+        self._name, self._run_info, self._tell, self._keep_id = name, run, tell, keep_id
+        self._rows: queue.Queue[tuple[int, Values] | None] = queue.Queue(MAX_WAITING)
+        self._failed = threading.Event()
+        self._is_dropping = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, step: int, values: Values) -> None:
+        """Hand over; returns at once."""
+        if self._failed.is_set():
+            return
+        try:
+            self._rows.put_nowait((step, values))
+        except queue.Full:
+            if not self._is_dropping:
+                self._tell(Notice(f"{self._name} is too slow: rows are left out there; metrics.jsonl has all"))
+            self._is_dropping = True
+
+    def stop(self, flush_s: float) -> None:
+        """Wait for what is handed over, but not longer than that."""
+        try:
+            self._rows.put(None, timeout=flush_s)
+            self._thread.join(flush_s)
+        except queue.Full:
+            pass
+        if self._thread.is_alive() and not self._failed.is_set():
+            self._tell(
+                Notice(f"{self._name} is not done after {flush_s:g} s and is left behind; metrics.jsonl has all")
+            )
+
+    def _run(self) -> None:
+        try:
+            sink = SINKS[self._name](self._run_info)
+            if sink.run_id is not None:
+                self._keep_id(self._name, sink.run_id)
+            while (row := self._rows.get()) is not None:
+                sink.log(*row)
+            sink.close()
+        except BaseException as error:  # whatever a tracker does, the run goes on
+            self._failed.set()
+            text = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            self._tell(Notice(f"{self._name} gets no more metrics, the run goes on: {text}"))

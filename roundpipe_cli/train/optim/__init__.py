@@ -1,0 +1,1 @@
+"""The optimizer on the host, its schedule and its thread."""

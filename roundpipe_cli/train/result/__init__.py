@@ -1,0 +1,1 @@
+"""What a run leaves: adapter or model, report, export, generation."""

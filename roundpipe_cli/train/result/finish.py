@@ -1,0 +1,161 @@
+"""The result of a run: adapter or model with tokenizer, and the report that marks the run as finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
+from roundpipe_cli.faults import fault
+from roundpipe_cli.model.lora import save_adapter
+from roundpipe_cli.model.weights_io import save_model
+from roundpipe_cli.schedule.pictures import chrome_trace
+from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_json, read_records, verify_files, write_manifest
+from roundpipe_cli.train.checkpoint.output_dir import REPORT_NAME, RESULT_FOLDER_MODE
+from roundpipe_cli.train.checkpoint.step_folders import BEST_NOTE
+from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.watchdog import at_work
+
+RESULT_FOLDER = ".tmp-result"
+LAST_NAMES = ("config.json", "adapter_config.json")
+"""Renamed into place last: without them nobody takes the folder for a model."""
+
+
+def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> list[str]:
+    """Write adapter or model and tokenizer into `output_dir`: complete files only, the configuration last.
+
+    Args:
+        best: a folder of `write_best` whose files are the result, in place of the weights as they are now.
+
+    Returns:
+        the names of the files.
+
+    Raises:
+        ResourceError: disk full or failing; the checkpoints are as they were.
+        DamagedError: the files of `best` are not as they were written; nothing of them was taken.
+    """
+    temporary = output_dir / RESULT_FOLDER
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if best is None:
+            _fill(setup, temporary)
+        else:
+            if not best.is_dir():
+                raise DamagedError(best, "no such folder", "the best weights")
+            shutil.copytree(best, temporary)
+            verify_best(temporary)  # the copy: what was read is what is taken
+        paths = _synced(temporary)
+        for name in LAST_NAMES:  # of an earlier result: old and new weights must not make one model
+            (output_dir / name).unlink(missing_ok=True)
+        for path in paths:
+            with at_work(f"writing {path.name}"):
+                fault("export")
+                target = output_dir / path.relative_to(temporary)
+                if target.parent != output_dir:
+                    target.parent.mkdir(exist_ok=True)
+                    target.parent.chmod(RESULT_FOLDER_MODE)
+                path.rename(target)
+                if target.parent != output_dir:
+                    sync_folder(target.parent)
+        sync_folder(output_dir)
+        shutil.rmtree(temporary)
+        return [path.relative_to(temporary).as_posix() for path in paths]
+    except DamagedError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise disk_error(error, output_dir, "the result") from error
+
+
+def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
+    """Write adapter or model and tokenizer as the new folder `folder`, wholly or not at all, with a note that holds
+    `note` and what `verify_best` needs.
+
+    Raises:
+        ResourceError: disk full or failing.
+    """
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _fill(setup, temporary)
+        write_manifest(temporary, BEST_NOTE, note)
+        _synced(temporary)
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise disk_error(error, folder, "the best weights") from error
+
+
+def verify_best(folder: Path) -> bool:
+    """Compare every byte of a folder of `write_best` with its note; False where an earlier release wrote it, whose
+    notes do not list the files.
+
+    Raises:
+        DamagedError: the first difference.
+    """
+    note = read_json(folder / BEST_NOTE)
+    if "files" not in note:
+        return False
+    verify_files(folder, read_records(folder / BEST_NOTE, note["files"]), BEST_NOTE)
+    return True
+
+
+def _fill(setup: Setup, folder: Path) -> None:
+    """Make `folder` with the weights as they are now, what goes with them, and the tokenizer."""
+    folder.mkdir()
+    if setup.peft_model is not None:
+        masters = {name: setup.store.master(name) for name in setup.store.trainable_names}
+        save_adapter(setup.peft_model, masters, folder)
+    else:
+        save_model(setup.model, setup.store.views, folder)
+        for name, content in setup.base_files.contents((folder / "config.json").read_bytes()).items():
+            (folder / name).write_bytes(content)
+    setup.tokenizer.save_pretrained(str(folder))
+
+
+def _synced(folder: Path) -> list[Path]:
+    """The folder's files, durable and readable by all, in the order in which to rename them."""
+    files = sorted(files_below(folder), key=lambda path: (path.name in LAST_NAMES, path.name))
+    for path in files:
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        if path.parent != folder:
+            sync_folder(path.parent)
+    return files
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file of a result, those of `additional_chat_templates/` too."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
+    """Write report.json, which says that the run is finished."""
+    write_atomically(output_dir / REPORT_NAME, (json.dumps(report, indent=2) + "\n").encode(), mode=0o644)
+
+
+def write_trace(path: Path, steps: Sequence[tuple[float, Timeline]]) -> None:
+    """Write consecutive steps as one picture for Perfetto (Trace Event format).
+
+    Args:
+        steps: when each began, of one clock, and what was done in it. Steps that overlap are shown so; the time between
+            others is left out.
+    """
+    intervals: list[Interval] = []
+    offset_s, (before_s, before) = 0.0, steps[0]
+    for started_s, timeline in steps:
+        offset_s += min(makespan_s(before), started_s - before_s)
+        for item in timeline.intervals:
+            intervals.append(item._replace(start_s=item.start_s + offset_s, end_s=item.end_s + offset_s))
+        before_s, before = started_s, timeline
+    whole = Timeline(before.num_workers, tuple(intervals))
+    write_atomically(path, json.dumps(chrome_trace(whole)).encode(), mode=0o644)

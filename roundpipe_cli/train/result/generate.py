@@ -1,0 +1,128 @@
+"""The result of a run, tried out: its answer to a prompt, by transformers' own generation."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.data.chat import find_template
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.adapter_files import read_adapter_config
+from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.train.result.base_files import end_tokens, trained_ends
+from roundpipe_cli.units import format_bytes
+
+ROOM_SHARE, ROOM_BYTES = 1.2, 512 * 1024**2
+"""GPU memory that an answer takes, as a multiple of the weights and beside them: activations, keys and values."""
+
+
+def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bool) -> tuple[Any, Any]:
+    """(model, tokenizer): base model and adapter, or a whole model.
+
+    Raises:
+        RefusedError: one of them cannot be loaded.
+    """
+    import torch
+
+    import_bitsandbytes()
+    from transformers import AutoModelForCausalLM
+
+    load_config(source)  # refuses what would run code, and what is no language model
+    arguments: dict[str, Any] = source.load_arguments or {"use_safetensors": True}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(source.folder), dtype=getattr(torch, dtype), trust_remote_code=False, **arguments
+            )
+            if is_adapter:
+                from peft import PeftModel
+
+                read_adapter_config(result)
+                model = PeftModel.from_pretrained(model, str(result), use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise RefusedError(
+            "the result cannot be loaded", where=str(result), found=f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    return model.eval(), load_tokenizer(ModelSource(str(result), result))
+
+
+def move_to_gpu(model: Any, tell: Callable[[str], None]) -> Any:
+    """The model on the GPU with the most free memory, or where it is if no GPU has room for it; says which."""
+    import torch
+
+    indices = range(cuda.num_devices()) if model.device.type == "cpu" else ()  # bitsandbytes puts its own on a GPU
+    free_bytes = [cuda.memory_bytes(index) for index in indices]
+    index = roomy_device(sum(tensor.nbytes for tensor in model.state_dict().values()), free_bytes)
+    if index is not None:
+        try:
+            model = model.to(torch.device("cuda", index))
+        except torch.OutOfMemoryError:  # somebody else was faster
+            model, index = model.to("cpu"), None
+    if free_bytes and index is None:
+        tell(f"no GPU has room for this model ({format_bytes(max(free_bytes))} free): it answers on the processor")
+    return model
+
+
+def roomy_device(model_bytes: int, free_bytes: Sequence[int]) -> int | None:
+    """Index of the device with the most free memory, if a model of that size can answer there."""
+    index = max(range(len(free_bytes)), key=lambda index: free_bytes[index], default=None)
+    fits = index is not None and free_bytes[index] >= ROOM_SHARE * model_bytes + ROOM_BYTES
+    return index if fits else None
+
+
+def answer_ends(model: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends an answer: those of the model's generation_config.json and those of training."""
+    known = end_tokens({"eos_token_id": model.generation_config.eos_token_id})
+    return list(dict.fromkeys([*known, *trained_ends(tokenizer)]))
+
+
+def describe_answer(model: Any, tokenizer: Any, temperature: float) -> str:
+    """Where and how the model answers, and what ends it."""
+    ends = " ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in answer_ends(model, tokenizer))
+    how = f"sampling at temperature {temperature:g}" if temperature > 0 else "the most probable tokens"
+    device = "the processor" if model.device.type == "cpu" else str(model.device)
+    return f"on {device} in {str(model.dtype).removeprefix('torch.')}: {how}, up to {ends or 'the last'}"
+
+
+def answer(
+    model: Any, tokenizer: Any, prompt: str, *, system: str | None, max_new_tokens: int, temperature: float
+) -> None:
+    """Write the answer to stdout as it comes. Without a chat template the prompt is continued as it is.
+
+    What else the model's generation_config.json says holds too, such as top_p or a repetition penalty.
+    """
+    import torch
+    from transformers import TextStreamer
+
+    if find_template(tokenizer, None, None) is not None:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.generate(
+            input_ids=inputs["input_ids"].to(model.device),
+            attention_mask=inputs["attention_mask"].to(model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            eos_token_id=answer_ends(model, tokenizer) or None,
+            num_beams=1,  # beams cannot be shown as they come
+            tokenizer=tokenizer,  # for the model's own `stop_strings`
+            use_cache=True,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **sampling,
+        )
+    sys.stdout.flush()

@@ -1,0 +1,159 @@
+"""An Ollama Modelfile with the chat template that was trained.
+
+Ollama writes templates in Go's language, the Hub in Jinja's. What a template puts around each turn is found out by
+rendering a conversation of marked texts; the pieces are used only if they give back, to the letter, what the template
+itself makes of other conversations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe_cli.train.result.base_files import end_tokens
+
+Messages = list[dict[str, str]]
+
+_MARKS = {"system": "SYSTEMTEXT", "user": "USERTEXT", "assistant": "ASSISTANTTEXT"}
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a chat template writes around the texts of a conversation."""
+
+    start: str
+    """Before a conversation without a system message."""
+    around: dict[str, tuple[str, str]]
+    """Role -> what stands before and after its text."""
+    prompt: str
+    """After the last turn, where the answer begins."""
+
+    def render(self, messages: Messages) -> str:
+        """The conversation as a prompt for the next answer."""
+        start = "" if messages[0]["role"] == "system" else self.start
+        turns = (self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
+        return start + "".join(turns) + self.prompt
+
+
+def find_turns(tokenizer: Any) -> Turns | None:
+    """The pieces of the tokenizer's template; None if it does not put a conversation together of such pieces."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        turns = _split(tokenizer)
+    except Exception:  # a template may raise whatever it likes
+        return None
+    return turns if turns is not None and all(_agrees(turns, tokenizer, case) for case in _CASES) else None
+
+
+def _message(role: str, content: str | None = None) -> dict[str, str]:
+    return {"role": role, "content": _MARKS[role] if content is None else content}
+
+
+_CASES: list[Messages] = [
+    [_message("user", "a b")],
+    [_message("system", "Be short."), _message("user", "x?")],
+    [_message("user", "1"), _message("assistant", "2"), _message("user", "3 {4}")],
+    [*(_message(role, f"{role}1") for role in _MARKS), _message("user", "u2"), _message("assistant", "a2")]
+    + [_message("user", "u3")],
+]
+
+
+def _render(tokenizer: Any, messages: Messages, prompt: bool) -> str:
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    adds_bos = tokenizer.bos_token and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # Ollama puts it there itself
+
+
+def _agrees(turns: Turns, tokenizer: Any, messages: Messages) -> bool:
+    try:
+        return turns.render(messages) == _render(tokenizer, messages, prompt=True)
+    except Exception:  # for instance a template that wants no system message
+        return messages[0]["role"] == "system" and "system" not in turns.around
+
+
+def _split(tokenizer: Any) -> Turns | None:
+    user, assistant = _message("user"), _message("assistant")
+    whole = _render(tokenizer, [user, assistant, user, assistant, user], prompt=False)
+    parts = whole.split(_MARKS["user"])
+    if len(parts) != 4:
+        return None
+    first, middle, again, last = parts
+    if middle != again or middle.count(_MARKS["assistant"]) != 1 or not last:
+        return None
+    after_user_before_answer, after_answer_before_user = middle.split(_MARKS["assistant"])
+    prompt = _render(tokenizer, [user], prompt=True).removeprefix(_render(tokenizer, [user], prompt=False))
+    if not after_user_before_answer.startswith(last) or after_user_before_answer[len(last) :] != prompt:
+        return None
+    after_answer = _render(tokenizer, [user, assistant], prompt=False).partition(_MARKS["assistant"])[2]
+    before_user = after_answer_before_user.removeprefix(after_answer)
+    if not after_answer_before_user.startswith(after_answer) or not first.endswith(before_user):
+        return None
+    around = {"user": (before_user, last), "assistant": (prompt, after_answer)}
+    try:
+        with_system = _render(tokenizer, [_message("system"), user], prompt=False).split(_MARKS["system"])
+        after, _, _ = with_system[1].partition(_MARKS["user"])
+        if after.endswith(before_user):
+            around["system"] = (with_system[0], after.removesuffix(before_user))
+    except Exception:  # it takes none
+        pass
+    return Turns(first.removesuffix(before_user), around, prompt)
+
+
+OLLAMA_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+"""Sampling settings: transformers' name -> Ollama's, where both mean the same."""
+
+
+def modelfile(tokenizer: Any, model: str, generation: Mapping[str, Any] | None = None) -> tuple[str, bool]:
+    """The text of a Modelfile for the weights at `model`, and whether the template is in it.
+
+    Args:
+        generation: content of the model's generation_config.json, for end tokens and sampling.
+    """
+    lines = [f"FROM {model}", ""]
+    turns = find_turns(tokenizer)
+    if turns is None:
+        lines += [
+            "# The chat template cannot be written in Ollama's language: the one in the weights' file is used.",
+            "",
+        ]
+    else:
+        lines += [f'TEMPLATE """{_go_template(turns)}"""', ""]
+    generation = generation or {}
+    turn_end = turns.around["assistant"][1].strip() if turns is not None else ""
+    ends = [turn_end or tokenizer.eos_token]
+    ends += [tokenizer.convert_ids_to_tokens(token) for token in end_tokens(generation)]
+    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in dict.fromkeys(ends) if end]
+    lines += [f"PARAMETER {name} {value}" for name, value in _sampling(generation).items()]
+    return "\n".join([*lines, ""]), turns is not None
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Ollama's sampling settings, as far as the model's own say something; otherwise Ollama has its own defaults."""
+    asked = {name: generation.get(key) for key, name in OLLAMA_NAMES.items()}
+    found = {name: v for name, v in asked.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    if generation.get("do_sample") is False:  # the most probable token, whatever the others say
+        found = {name: value for name, value in found.items() if name == "repeat_penalty"} | {"temperature": 0}
+    return found
+
+
+def _go_template(turns: Turns) -> str:
+    branches, word = "", "if"
+    for role, (before, after) in turns.around.items():
+        branches += f'{{{{ {word} eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{_go(after)}'
+        word = "else if"
+    start = f"{{{{ if not .System }}}}{_go(turns.start)}{{{{ end }}}}" if turns.start else ""
+    return f"{start}{{{{ range .Messages }}}}{branches}{{{{ end }}}}{{{{ end }}}}{_go(turns.prompt)}"
+
+
+def _go(text: str) -> str:
+    """Plain text in a Go template within a Modelfile's triple quotes."""
+    return text if "{{" not in text and '"""' not in text else f"{{{{ {json.dumps(text)} }}}}"

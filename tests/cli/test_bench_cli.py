@@ -1,0 +1,232 @@
+"""`roundpipe bench` on costs files: its JSON, its picture, its table, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from roundpipe_cli.cli.bench import bench
+from roundpipe_cli.costs.cost import load_costs
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.compare import balanced_stages, even_stages
+
+APP = typer.Typer()
+APP.command()(bench)
+
+
+def costs_of(num_blocks: int = 6, **more: Any) -> dict[str, Any]:
+    block = {"forward_s": 0.02, "backward_s": 0.04, "recompute": True, "param_bytes": 0, "boundary_bytes": 0}
+    layers = [{"name": f"block.{index}", **block} for index in range(num_blocks)]
+    layers.append({"name": "head", "forward_s": 0.03, "backward_s": 0.06, "recompute": False})
+    return {"name": "small", "hop_s": 0.003, "layers": layers, **more}
+
+
+def write(tmp_path: Path, data: Any) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def invoke(path: Path, *arguments: str, workers: int = 2, microbatches: int = 4) -> Result:
+    counts = ["--workers", str(workers), "--microbatches", str(microbatches)]
+    return CliRunner().invoke(APP, ["--costs", str(path), *counts, *arguments])
+
+
+def results_of(path: Path, *arguments: str, **counts: int) -> list[dict[str, Any]]:
+    done = invoke(path, *arguments, "--json", **counts)
+    assert done.exit_code == 0, done.exception
+    return json.loads(done.stdout)["results"]  # type: ignore[no-any-return]
+
+
+def refusal(done: Result) -> str:
+    assert isinstance(done.exception, RefusedError), done.exception
+    assert done.exception.exit_code == 2
+    return str(done.exception)
+
+
+def test_json_has_the_documented_keys_and_parts_that_sum_to_the_bubble(tmp_path: Path) -> None:
+    path = write(tmp_path, costs_of())
+    done = invoke(path, "--accounting", "published", "--json")
+    document = json.loads(done.stdout)
+    assert list(document) == ["workers", "microbatches", "results"]
+    assert (document["workers"], document["microbatches"]) == (2, 4)
+    names = [result["schedule"] for result in document["results"]]
+    assert names == ["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"]
+    for result in document["results"]:
+        assert list(result) == [
+            *("schedule", "round", "makespan_s", "bubble_ratio", "fill", "switch", "drain", "steady", "step_s"),
+            *("forward_stages", "backward_stages"),
+        ]
+        parts = [result[part] for part in ("fill", "switch", "drain", "steady")]
+        assert sum(parts) == pytest.approx(result["bubble_ratio"])
+        assert min(parts) >= 0
+        assert result["step_s"] == result["makespan_s"]
+        assert result["round"] == 2
+
+
+def test_given_stages_are_used_and_the_mirror_is_made(tmp_path: Path) -> None:
+    path = write(tmp_path, costs_of())
+    stages = "[[0, 1], [2, 2], [3, 4], [5, 6]]"
+    (result,) = results_of(path, "--schedule", "Looped-BFS", "--forward-stages", stages)
+    assert result["forward_stages"] == [[0, 1], [2, 2], [3, 4], [5, 6]]
+    assert result["backward_stages"] == [[5, 6], [3, 4], [2, 2], [0, 1]]
+    (result,) = results_of(path, "--forward-stages", "[[0, 4]]", "--backward-stages", "[[5, 6], [3, 4], [0, 2]]")
+    assert (result["schedule"], result["forward_stages"]) == ("roundpipe", [[0, 4]])
+
+
+def test_time_per_step_over_chained_steps(tmp_path: Path) -> None:
+    path = write(tmp_path, costs_of())
+    stages = ["--forward-stages", "[[0, 2], [3, 5]]", "--backward-stages", "[[6, 6], [4, 5], [2, 3], [0, 1]]"]
+    (one,) = results_of(path, *stages)
+    (barrier,) = results_of(path, *stages, "--steps", "4")
+    (chained,) = results_of(path, *stages, "--steps", "4", "--staleness", "1")
+    assert barrier["makespan_s"] == one["makespan_s"]
+    assert barrier["step_s"] == pytest.approx(one["makespan_s"])
+    assert chained["step_s"] < one["makespan_s"]
+
+
+def test_transfers_and_updates_cost_time_under_the_default_accounting_only(tmp_path: Path) -> None:
+    data = costs_of(link_bytes_per_s=1e9)
+    for layer in data["layers"]:
+        layer.update(param_bytes=50_000_000, boundary_bytes=1_000_000, grad_bytes=5_000_000, optimizer_s=0.01)
+    free, loaded = write(tmp_path, costs_of()), tmp_path / "loaded.json"
+    loaded.write_text(json.dumps(data))
+    stages = ["--schedule", "gpipe", "--forward-stages", "[[0, 2], [3, 6]]"]
+    for accounting, slower in (("published", False), ("default", True)):
+        spans = [results_of(path, *stages, "--accounting", accounting)[0]["makespan_s"] for path in (free, loaded)]
+        assert (spans[1] > spans[0]) is slower
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    path = write(tmp_path, costs_of())
+    done = invoke(path, "--svg", str(tmp_path / "picture.svg"))
+    assert done.exit_code == 0, done.exception
+    for name in ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"):
+        assert name in done.stdout
+    root = xml.etree.ElementTree.parse(tmp_path / "picture.svg").getroot()
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert sum("bubble" in text for text in texts) == 5
+    assert "cannot write the picture" in refusal(invoke(path, "--svg", str(tmp_path / "no" / "picture.svg")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "gpip"], "did you mean gpipe?"),
+        (["--accounting", "publishd"], "did you mean published?"),
+        (["--steps", "3"], "--steps must be 1 or even"),
+        (["--steps", "0"], "--steps must be 1 or even"),
+        (["--forward-stages", "[[0, 2], [2, 6]]"], "forward stages overlap"),
+        (["--forward-stages", "[[0, 2], [4, 6]]"], "forward stages leave a gap"),
+        (["--forward-stages", "[[0, 2], [3, 9]]"], "not a range of layers"),
+        (["--forward-stages", "[[0, 0], [1, 1], [2, 2], [3, 3], [4, 4], [5, 5], [6, 6], [7, 7]]"], "not a range"),
+        (["--forward-stages", json.dumps([[0, 6], *[[7, 6]] * 9])], "more stages than layers"),
+        (["--forward-stages", "[[0, 2], [3, 6]"], "--forward-stages is not JSON"),
+        (["--forward-stages", "[[0, true]]"], "--forward-stages is not a list of ranges"),
+        (["--backward-stages", "[[0, 6]]"], "--backward-stages without --forward-stages"),
+        (["--schedule", "roundpipe", "--forward-stages", "[[0, 5]]"], "roundpipe needs --backward-stages"),
+        (["--schedule", "gpipe", "--forward-stages", "[[0, 1], [2, 3], [4, 6]]"], "one stage per worker"),
+    ],
+)
+def test_refused_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in refusal(invoke(write(tmp_path, costs_of()), *arguments))
+
+
+def test_workers_without_work_are_told(tmp_path: Path) -> None:
+    done = invoke(write(tmp_path, costs_of(2)), "--schedule", "gpipe", "--schedule", "roundpipe", workers=12)
+    assert done.exit_code == 0, "a machine may have more workers than a model has layers"
+    assert "9 of 12 workers have nothing to do, with 3 layers and 4 microbatches: gpipe" in done.stderr
+    assert "roundpipe" in done.stderr
+    assert "note" not in invoke(write(tmp_path, costs_of())).stderr
+
+
+def test_refused_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, costs_of())
+    assert "--workers must be at least 1" in refusal(invoke(path, workers=0))
+    assert "--microbatches must be at least 1" in refusal(invoke(path, microbatches=-1))
+    assert "--microbatches missing" in refusal(CliRunner().invoke(APP, ["--costs", str(path), "--workers", "2"]))
+    assert "found: neither" in refusal(CliRunner().invoke(APP, ["--workers", "2"]))
+    speeds = write(tmp_path, costs_of(worker_speed=[1.0, 0.5, 0.5]))
+    assert "worker_speed does not name every worker" in refusal(invoke(speeds))
+
+
+def with_layer(**values: Any) -> dict[str, Any]:
+    data = costs_of()
+    data["layers"][3].update(values)
+    return data
+
+
+def without(key: str) -> dict[str, Any]:
+    data = costs_of()
+    del data["layers"][3][key]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (with_layer(forward_s=-0.1), "layers[3] (block.3): forward_s: negative"),
+        (with_layer(forward_s="0.1"), "layers[3] (block.3): forward_s: not a number"),
+        (with_layer(backward_s=True), "backward_s: not a number"),
+        (with_layer(param_bytes=1.5), "param_bytes: not a whole number"),
+        (with_layer(recompute="yes"), "recompute is not true or false"),
+        (with_layer(forward=1), "did you mean forward_s?"),
+        (with_layer(name="head"), "a layer out of place"),
+        (with_layer(name="embed"), "a layer out of place"),
+        (with_layer(recompute_skippable_s=1.0), "more is skipped than recomputed"),
+        (without("forward_s"), "layers[3] (block.3): forward_s missing"),
+        (without("name"), "layers[3]: name missing"),
+        (costs_of(hop_s=-1), "hop_s: negative"),
+        (costs_of(link_bytes_per_s=0), "link_bytes_per_s: zero"),
+        (costs_of(slots=0), "slots: zero"),
+        (costs_of(worker_speed=[1.0, -1]), "worker_speed[1]: negative"),
+        (costs_of(hops=1), "did you mean hop_s?"),
+        (costs_of(layers=[]), "no layers"),
+        (costs_of(layers=costs_of()["layers"][:2]), "the last layer is not the head"),
+        (costs_of(layers=[{"name": "head", "forward_s": 0, "backward_s": 0}]), "no layer takes any time"),
+        ([], "not a costs file"),
+        ("{", "the costs file is not JSON"),
+        ('{"name": "a", "name": "b"}', "key 'name' is there twice"),
+        ('{"hop_s": NaN, "layers": [{"name": "head", "forward_s": 1, "backward_s": 1}]}', "hop_s: not a number"),
+    ],
+)
+def test_refused_costs_name_file_and_layer(tmp_path: Path, data: Any, message: str) -> None:
+    path = write(tmp_path, data)
+    text = refusal(invoke(path))
+    assert message in text
+    assert str(path) in text
+
+
+def test_all_mistakes_at_once_and_a_missing_file(tmp_path: Path) -> None:
+    data = with_layer(forward_s=-1, backward_s=-1)
+    data["slots"] = 0.5
+    with pytest.raises(RefusedError) as raised:
+        load_costs(write(tmp_path, data))
+    assert len(raised.value.problems) == 3
+    assert "No such file" in refusal(invoke(tmp_path / "none.json"))
+
+
+def test_optional_keys_are_read(tmp_path: Path) -> None:
+    data = costs_of(link_bytes_per_s=5e9, device_memory_bytes=None, slots=3, worker_speed=[1, 0.5])
+    data["layers"].insert(0, {"name": "embed", "forward_s": 0, "backward_s": 0, "boundary_bytes": 64})
+    data["layers"][1].update(grad_bytes=7, optimizer_s=0.5, activation_bytes=9, recompute_skippable_s=0.01)
+    costs = load_costs(write(tmp_path, data))
+    assert (costs.name, costs.hop_s, costs.link_bytes_per_s, costs.slots) == ("small", 0.003, 5e9, 3)
+    assert costs.worker_speed == (1.0, 0.5)
+    block = costs.layers[1]
+    assert (block.grad_bytes, block.optimizer_s, block.activation_bytes) == (7, 0.5, 9)
+    assert block.recompute_skippable_s == 0.01
+    assert (costs.layers[0].recompute, costs.layers[-1].recompute) == (True, False)
+
+
+def test_even_and_balanced_stages(tmp_path: Path) -> None:
+    costs = load_costs(write(tmp_path, costs_of(num_blocks=5)))
+    assert even_stages(6, 3) == ((0, 0), (1, 2), (3, 5))
+    assert balanced_stages(costs, 3) == ((0, 1), (2, 3), (4, 5))
+    assert balanced_stages(costs, 8)[-1] == (6, 5)

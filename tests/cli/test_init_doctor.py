@@ -1,0 +1,157 @@
+"""`init` writes a recipe that validates and fits; `doctor` finds what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli import checks
+from roundpipe_cli.cli.checks import version_check
+from roundpipe_cli.cli.init_choice import choose
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.recipe.load import load_recipe
+from tests.support.e2e import child_environment, command_line, run
+
+NO_GPU = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+
+
+def test_init_by_flags(tmp_path: Path) -> None:
+    words = ["--model", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "--data", "my rows.jsonl"]
+    words += ["--hardware", "2x3090,host_memory_gib=64", "--output", "mine.yaml"]
+    done = run(tmp_path, "init", *words, environment=NO_GPU).expect(0)
+    assert done.out == "" and "next: roundpipe plan mine.yaml" in done.err
+    loaded = load_recipe(tmp_path / "mine.yaml")
+    recipe = loaded.recipe
+    assert (recipe.model, recipe.method, recipe.datasets[0].path) == (words[1], "lora", "my rows.jsonl")
+    assert recipe.hardware == "2x3090,host_memory_gib=64" and loaded.notices == ()
+    plan = make_plan(loaded)
+    assert plan.verdict.fits and plan.question.num_workers == 2
+    header = (tmp_path / "mine.yaml").read_text().split("\n\n")[0]
+    for reason in ("method lora: ", "max_seq_length 2048: ", "micro_batch_size 2: ", "It fits: "):
+        assert f"# {reason}" in header
+    before = (tmp_path / "mine.yaml").read_bytes()
+    again = run(tmp_path, "init", *words, environment=NO_GPU).expect(2)
+    assert "not overwritten" in again.err and (tmp_path / "mine.yaml").read_bytes() == before
+
+
+def test_init_asks_on_a_terminal_only(tmp_path: Path) -> None:
+    done = run(tmp_path, "init", "--model", "Qwen/Qwen3-8B", environment=NO_GPU).expect(2)
+    assert "init needs to know the data" in done.err and list(tmp_path.glob("*.yaml")) == []
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        command_line("init"), cwd=tmp_path, env=child_environment(NO_GPU), stdin=follower, stdout=follower,
+        stderr=follower,
+    )  # fmt: skip
+    os.close(follower)
+    said = ""
+    for question, answer in (
+        ("Model", "Qwen/Qwen3-1.7B\n"),
+        ("Your rows", "rows.jsonl\n"),
+        ("Hardware", "1x4060ti-16gb,host_memory_gib=32\n"),
+        ("next: roundpipe plan qwen3-1.7b.yaml", ""),
+    ):
+        deadline_s = time.monotonic() + 60
+        while question not in said and time.monotonic() < deadline_s:
+            if select.select([leader], [], [], 1)[0]:
+                try:
+                    said += os.read(leader, 4096).decode()
+                except OSError:  # the other side is closed
+                    break
+        assert question in said, said
+        os.write(leader, answer.encode())
+    assert process.wait(60) == 0
+    os.close(leader)
+    assert load_recipe(tmp_path / "qwen3-1.7b.yaml").recipe.hardware == "1x4060ti-16gb,host_memory_gib=32"
+
+
+def test_init_fits_the_machine_or_says_why_not() -> None:
+    path = Path("recipe.yaml")
+    with pytest.raises(RefusedError, match="does not fit") as refused:
+        choose("Qwen/Qwen3-32B", "2x3090,host_memory_gib=64", path)
+    assert "recipes/qwen3/14b_lora_2x24gb.yaml" in str(refused.value)
+    small = choose("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
+    assert small.dtype == "float16" and small.max_seq_length * small.micro_batch_size < 4096
+    assert choose("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
+    eight = choose("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
+    assert eight.num_microbatches == 32 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_without_a_gpu(tmp_path: Path) -> None:
+    secret = "hf_" + "s" * 34
+    environment = {**NO_GPU, "HF_TOKEN": secret}
+    done = run(tmp_path, "doctor", "--json", environment=environment).expect(0)
+    document = json.loads(done.out)
+    found = {check["name"]: check for check in document["checks"]}
+    assert document["can_train"] is True
+    for name in ("torch", "driver", "torch build", "workers", "page-locking", "host memory", "disk, outputs", "hub"):
+        assert name in found, name
+    assert all(check["state"] in ("good", "note") for check in document["checks"])
+    assert "GB/s" in found["memory copy"]["found"] or found["workers"]["found"].startswith("cuda")
+    assert found["hub token"]["found"] == "there is one" and secret not in done.out + done.err
+    words = run(tmp_path, "doctor", "--offline", environment=NO_GPU).expect(0)
+    assert words.out.splitlines()[-1].startswith("Training can run here")
+    assert list(tmp_path.glob("[!.]*")) == [], "nothing is written"
+
+
+def test_doctor_says_no_where_nothing_can_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = version_check("torch", "2.3.1+cu121", "2.10")
+    assert old.state == "fails" and old.fix == "pip install 'torch>=2.10'"
+    assert version_check("torch", "2.13.0+cpu", "2.10").state == "good"
+    monkeypatch.setattr(checks, "LEAST_HOST_BYTES", 1 << 60)
+    assert checks._memory().state == "fails"
+    site = tmp_path / "site"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12 is missing')\n")
+    environment = {**NO_GPU, "PYTHONPATH": f"{site}:{child_environment()['PYTHONPATH']}"}
+    broken = subprocess.run(
+        command_line("doctor", "--json"), cwd=tmp_path, env=child_environment(environment), capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert broken.returncode == 2, broken.stderr
+    failed = [check for check in json.loads(broken.stdout)["checks"] if check["state"] == "fails"]
+    assert [check["name"] for check in failed] == ["torch build"] and "libcudart" in failed[0]["found"]
+
+
+def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for nvidia-smi that answers as the real one does; torch here sees no GPU, and that is said."""
+    listing = "570.86, NVIDIA GeForce RTX 4090, 24564, 300, 1, 4, 4, 16\\n570.86, RTX 3090, 24576, 5, 4, 4, 16, 16\\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    rows, driver = checks._driver()
+    assert driver.found == "NVIDIA 570.86" and len(rows) == 2
+    narrow, good = checks._gpus(rows)
+    assert (narrow.state, good.state) == ("note", "good") and narrow.fix is not None and "x16" in narrow.fix
+    check, num_gpus = checks._torch(num_listed=num_gpus_here() + 1)
+    assert check.state == "note" and num_gpus == num_gpus_here() and check.fix
+
+
+def num_gpus_here() -> int:
+    from roundpipe_cli.engine.backends import cuda
+
+    return cuda.num_devices()
+
+
+def test_links_are_measured_together() -> None:
+    speeds = measure_links([CpuBackend(1, copy=True), CpuBackend(1, copy=True)], 1 << 20)
+    assert len(speeds) == 2 and all(speed.up_bytes_per_s > 0 and speed.down_bytes_per_s > 0 for speed in speeds)
+
+    class Broken(CpuBackend):
+        def allocate(self, num_bytes: int):  # type: ignore[no-untyped-def]
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure_links([CpuBackend(1, copy=True), Broken(1, copy=True)], 1 << 20)

@@ -1,0 +1,259 @@
+"""Layer costs from figures: parameters counted exactly, published throughput met, and how costs scale."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs, attended_tokens
+from roundpipe_cli.costs.find_model import find_architecture
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.models import parse_config, shipped_architecture, shipped_figures
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.stages import StageRange, backward_ranges, forward_ranges
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import makespan_s
+
+FACTS = Path(__file__).resolve().parents[1] / "facts"
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "intermediate_size": 128,
+}
+
+
+def costs(model: str = "Qwen/Qwen3-8B", hardware: str = "1x4090", **changes: Any) -> AnalyticCosts:
+    architecture = shipped_architecture(model)
+    assert architecture is not None
+    settings = TrainingSettings(**{"max_seq_length": 2048, "micro_batch_size": 4, **changes})
+    return analytic_costs(architecture, settings, parse_hardware(hardware))
+
+
+def gpu_s(analytic: AnalyticCosts) -> float:
+    return sum((2 if one.recompute else 1) * one.forward_s + one.backward_s for one in analytic.costs.layers)
+
+
+@pytest.mark.parametrize("name", list(shipped_figures()))
+def test_parameters_are_counted_exactly(name: str) -> None:
+    architecture = shipped_architecture(name)
+    assert architecture is not None
+    assert architecture.parameters == shipped_figures()[name]["parameters"]
+
+
+def test_shipped_figures_are_the_published_ones() -> None:
+    if not FACTS.is_dir():
+        pytest.skip("../shared/facts is not here")
+    published = json.loads((FACTS / "models.json").read_text())
+    for name, figures in published.items():
+        assert shipped_figures()[name.removesuffix(" (text)")] == figures
+
+
+def test_full_training_is_4x_linear_and_lora_3x() -> None:
+    """At a short sequence attention hardly counts, so the ratio is that of the linear layers."""
+    full = costs(max_seq_length=128, micro_batch_size=64, method="full").costs.layers[1]
+    lora = costs(max_seq_length=128, micro_batch_size=64, method="lora", lora_r=1).costs.layers[1]
+    assert (2 * full.forward_s + full.backward_s) / full.forward_s == pytest.approx(4, rel=0.01)
+    assert (2 * lora.forward_s + lora.backward_s) / lora.forward_s == pytest.approx(3, rel=0.01)
+    heads = [costs(method=method).costs.layers[-1] for method in ("full", "lora")]
+    assert [head.backward_s / head.forward_s for head in heads] == pytest.approx([2, 1])
+
+
+def test_attention_grows_with_the_square_of_the_sequence_and_windows_stop_it() -> None:
+    assert attended_tokens(4096, None) == 2048
+    assert attended_tokens(4096, 8192) == 2048
+    assert attended_tokens(4096, 1024) == 1024 - 128
+    short, long = (costs(max_seq_length=n, micro_batch_size=1).costs.layers[1].forward_s for n in (16384, 32768))
+    assert 2.1 < long / short < 4
+    windows = [block.window for block in find_architecture("google/gemma-3-4b-pt").blocks]
+    assert [index for index, window in enumerate(windows) if window is None] == [5, 11, 17, 23, 29]
+
+
+def test_experts_cost_their_active_share_and_upload_all() -> None:
+    layer = costs("Qwen/Qwen3-235B-A22B", micro_batch_size=16).costs.layers[1]
+    architecture = find_architecture("Qwen/Qwen3-235B-A22B")
+    block = architecture.blocks[0]
+    assert layer.param_bytes > 2 * block.params > 2.4e9 * 2
+    dense_s = 2 * block.params * 16 * 2048 / 150e12
+    assert layer.forward_s < dense_s / 5
+
+
+def test_bfloat16_uses_the_fp32_accumulate_figure_whatever_is_asked() -> None:
+    bfloat16 = [gpu_s(costs(hardware=f"4090,accumulate={one}", dtype="bfloat16")) for one in ("fp16", "fp32")]
+    float16 = [gpu_s(costs(hardware=f"4090,accumulate={one}", dtype="float16")) for one in ("fp16", "fp32")]
+    assert bfloat16[0] == bfloat16[1] == float16[1]
+    assert 1.2 < float16[1] / float16[0] < 1.5
+
+
+def test_other_gpus_scale_by_their_data_sheets() -> None:
+    a, b = gpu_s(costs(hardware="4090")), gpu_s(costs(hardware="3090"))
+    assert 2.0 < b / a < 2.6
+    assert gpu_s(costs(hardware="h100")) < 0.5 * a
+    assert gpu_s(costs(hardware="4090", dtype="float32")) > 1.8 * a
+
+
+def test_unequal_workers_have_speeds_relative_to_the_fastest() -> None:
+    model = costs(hardware="4x3090+2x4060ti").costs
+    assert model.worker_speed is not None
+    assert model.worker_speed[:4] == (1.0,) * 4
+    assert 0.4 < model.worker_speed[4] < 0.8
+    assert model.link_bytes_per_s == 12.5e9
+    assert costs(hardware="8x4090").costs.worker_speed is None
+
+
+def test_layers_are_embed_blocks_head() -> None:
+    layers = costs(method="full").costs.layers
+    assert [layers[0].name, layers[1].name, layers[-1].name, len(layers)] == ["embed", "block.0", "head", 38]
+    assert layers[0].param_bytes == layers[0].grad_bytes == 0
+    assert [layers[0].recompute, layers[1].recompute, layers[-1].recompute] == [False, True, False]
+    assert layers[1].grad_bytes == 2 * layers[1].param_bytes
+    assert all(layer.boundary_bytes == 8192 * 4096 * 2 for layer in layers[:-1])
+
+
+def test_config_json_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "text_config": None}))
+    architecture = find_architecture("here", tmp_path)
+    block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert architecture.parameters == 2 * 100 * 64 + 3 * block + 64
+    nested = {"model_type": "outer", "text_config": {**TINY, "tie_word_embeddings": True}}
+    assert parse_config(nested, name="n", source="s").parameters == architecture.parameters - 6400
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no config.json"),
+        ("[1]", "not a JSON object"),
+        ("{broken", "not a JSON object"),
+        ('{"model_type": "bert"}', "no hidden_size"),
+        (json.dumps({**TINY, "num_hidden_layers": -1}), "num_hidden_layers is not a whole number"),
+        (json.dumps({**TINY, "hidden_size": "big"}), "hidden_size is not a whole number"),
+    ],
+)
+def test_wrong_config_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(RefusedError, match=said):
+        find_architecture("here", tmp_path)
+
+
+def _gguf(path: Path, pairs: dict[str, Any]) -> Path:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs))
+    for key, value in pairs.items():
+        data += text(key)
+        if isinstance(value, list):
+            data += struct.pack("<IIQ", 9, 8, len(value)) + b"".join(text(item) for item in value)
+        elif isinstance(value, str):
+            data += struct.pack("<I", 8) + text(value)
+        else:
+            data += struct.pack("<II", 4, value)
+    path.write_bytes(data)
+    return path
+
+
+def test_gguf_header_gives_the_figures(tmp_path: Path) -> None:
+    pairs = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.tokens": ["a"] * 100,
+        "llama.embedding_length": 64,
+        "llama.block_count": 3,
+        "llama.attention.head_count": 4,
+        "llama.feed_forward_length": 128,
+    }
+    file = _gguf(tmp_path / "m.gguf", pairs)
+    assert (
+        find_architecture("m.gguf", file).parameters
+        == parse_config({**TINY, "tie_word_embeddings": True}, name="t", source="s").parameters
+    )
+    for cut in (3, 20, len(file.read_bytes()) - 5):
+        (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:cut])
+        with pytest.raises(RefusedError, match="not a readable GGUF"):
+            find_architecture("cut.gguf", tmp_path / "cut.gguf")
+
+
+def test_unknown_hub_id_offline_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    with pytest.raises(RefusedError, match=r"did you mean Qwen/Qwen3-32B"):
+        find_architecture("Qwen/Qwen3-33B")
+    sibling = find_architecture("meta-llama/Llama-3.1-8B-Instruct")
+    assert sibling.parameters == 8030261248
+    assert "Llama-3.1-8B)" in sibling.source
+
+
+def _published_cut(name: str) -> tuple[Sequence[StageRange], Sequence[StageRange]]:
+    """The published partition for 8 workers; block i is layer i + 1, the embedding goes with the first block."""
+    schedules = json.loads((FACTS / "published_schedules.json").read_text())["models"][name]["schedules"]
+    roundpipe = schedules["roundpipe"]
+    first, *others = roundpipe["blocks_per_forward_stage"]
+    *earlier, last = roundpipe["blocks_per_backward_stage"][1:]
+    forward = forward_ranges((first + 1, *others))
+    return forward, backward_ranges((1, *earlier, last + 1), forward[-1][1] + 2)
+
+
+def _published_tokens_per_s(
+    model: str, cut: tuple[Sequence[StageRange], Sequence[StageRange]], num_workers: int, rows_per_step: int
+) -> float:
+    """Simulated throughput of the published set-up: full training, float16 accumulation, full recompute, staleness 1,
+    two calls of 10 microbatches a step, the head alone in its stage."""
+    architecture = find_architecture(model)
+    hardware = parse_hardware(f"{num_workers}x4090,accumulate=fp16,host_memory_gib=2048")
+    settings = TrainingSettings(
+        max_seq_length=2048,
+        micro_batch_size=rows_per_step / 20,
+        num_microbatches=20,
+        method="full",
+        dtype="float16",
+        staleness=1,
+    )
+    analytic = analytic_costs(architecture, settings, hardware)
+    costs = analytic.costs
+    forward, backward = cut
+
+    def chained_s(num_steps: int) -> float:
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=forward,
+            backward_stages=backward,
+            num_workers=num_workers,
+            num_microbatches=20,
+            costs=costs,
+            microbatches_per_round=10,
+            num_steps=num_steps,
+            staleness=1,
+        )
+        return makespan_s(simulate(schedule, costs, staleness=1))
+
+    step_s = (chained_s(4) - chained_s(2)) / 2 + 20 * analytic.host_s_per_microbatch
+    return rows_per_step * 2048 / step_s
+
+
+@pytest.mark.slow
+def test_published_throughput_is_met_within_5_percent() -> None:
+    if not FACTS.is_dir():
+        pytest.skip("../shared/facts is not here")
+    published = json.loads((FACTS / "published_throughput.json").read_text())
+    errors = []
+    for key, model, name, rows in (
+        ("Llama-3.1-8B full", "meta-llama/Llama-3.1-8B", "Llama3-8B", 256),
+        ("Qwen3-32B full", "Qwen/Qwen3-32B", "Qwen3-32B", 128),
+    ):
+        cut = _published_cut(name)
+        for num_workers, measured in zip(published["workers"], published[key], strict=True):
+            predicted = _published_tokens_per_s(model, cut, num_workers, rows)
+            errors.append(abs(predicted / measured - 1))
+            print(f"{key} x{num_workers}: measured {measured:.0f}, predicted {predicted:.0f}, off {errors[-1]:.1%}")
+    assert len(errors) == 16
+    assert sum(errors) / 16 <= 0.05
+    assert max(errors) <= 0.10

@@ -1,0 +1,123 @@
+"""The catalogue of GPUs and the text that names a machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.costs.hardware import catalogue, find_gpu, parse_hardware, pcie_bytes_per_s
+from roundpipe_cli.costs.machine import host_memory
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import GIB
+
+FACTS = Path(__file__).resolve().parents[1] / "facts" / "hardware.json"
+
+
+def test_catalogue_holds_the_published_figures() -> None:
+    if not FACTS.is_file():
+        pytest.skip("../shared/facts is not here")
+    for name, figures in json.loads(FACTS.read_text())["gpus"].items():
+        ours = catalogue()[name]
+        assert {key: getattr(ours, key) for key in figures} == figures, name
+
+
+def test_catalogue_is_plausible() -> None:
+    assert len(catalogue()) >= 60
+    for name, gpu in catalogue().items():
+        assert gpu.acc32_tflops <= gpu.fp16_acc16_tflops <= 2.01 * gpu.acc32_tflops, name
+        assert gpu.fp32_tflops < gpu.acc32_tflops, name
+        assert find_gpu(name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("8x4090", ["rtx-4090"] * 8),
+        ("4090x2", ["rtx-4090"] * 2),
+        ("rtx-4090", ["rtx-4090"]),
+        ("2 x RTX 4090", ["rtx-4090"] * 2),
+        ("4x3090+2x4060ti", ["rtx-3090"] * 4 + ["rtx-4060-ti-16gb"] * 2),
+        ("7900xtx", ["radeon-7900-xtx"]),
+        ("2x2080Ti", ["rtx-2080-ti"] * 2),
+        ("h100", ["h100-80gb"]),
+        ("h100-pcie", ["h100-pcie"]),
+        ("NVIDIA GeForce RTX 5090", ["rtx-5090"]),
+        ("NVIDIA A100-SXM4-80GB", ["a100-80gb"]),
+        ("NVIDIA H100 80GB HBM3", ["h100-80gb"]),
+        ("Tesla T4", ["t4"]),
+    ],
+)
+def test_machines_in_words(text: str, names: list[str]) -> None:
+    assert [device.name for device in parse_hardware(text).devices] == names
+
+
+def test_given_figures_replace_the_catalogues() -> None:
+    machine = parse_hardware("2x4090:pcie_lanes=4:memory_gib=48,host_memory_gib=192,disk_free_gib=0,accumulate=fp16")
+    device = machine.devices[0]
+    assert device.memory_bytes == 48 * GIB
+    assert device.link_bytes_per_s == pytest.approx(25e9 / 4)
+    assert (machine.host_memory_bytes, machine.disk_free_bytes, machine.accumulate) == (192 * GIB, 0, "fp16")
+    assert any("given: 192 GiB" in note for note in machine.notes)
+
+
+def test_custom_gpu_by_its_figures() -> None:
+    device = parse_hardware("2xcustom:memory_gib=20:acc32_tflops=80:pcie_gb_per_s=11").devices[1]
+    assert (device.memory_bytes, device.fp32_accumulate_flops_per_s) == (20 * GIB, 80e12)
+    assert device.link_bytes_per_s == 11e9
+
+
+def test_pcie_rates_scale_with_lanes_and_generation() -> None:
+    assert pcie_bytes_per_s(4, 16) == 25e9
+    assert pcie_bytes_per_s(4, 8) == 12.5e9
+    assert pcie_bytes_per_s(2, 16) == pytest.approx(6.25e9)
+    assert pcie_bytes_per_s(6, 16) == 50e9
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8x4900", "did you mean rtx-4090"),
+        ("rtx4080supr", "did you mean rtx-4080-super"),
+        ("8xbanana", "custom:memory_gib"),
+        ("0x4090", "1 to 64"),
+        ("999x4090", "1 to 64"),
+        ("40x4090+40x3090", "too many GPUs"),
+        ("", "name is missing"),
+        ("4x3090+", "name is missing"),
+        ("2x4090,host_memory=3", "did you mean host_memory_gib"),
+        ("2x4090,host_memory_gib=nan", "not a number above 0"),
+        ("2x4090:memory_gib=-3", "not a number above 0"),
+        ("2x4090:bfloat16=perhaps", "true or false"),
+        ("2x4090,accumulate=int8", "fp16 or fp32"),
+        ("2xcustom", "needs memory_gib and acc32_tflops"),
+    ],
+)
+def test_wrong_hardware_is_refused_with_advice(text: str, said: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        parse_hardware(text)
+    assert caught.value.exit_code == 2
+    assert said in str(caught.value)
+
+
+def test_host_memory_obeys_the_containers_limit(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  67108864 kB\nMemAvailable:  60000000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/box/run\n")
+    inner = cgroup / "box" / "run"
+    inner.mkdir(parents=True)
+    (cgroup / "box" / "memory.max").write_text(f"{16 * GIB}\n")
+    (cgroup / "box" / "memory.current").write_text(f"{6 * GIB}\n")
+    (cgroup / "box" / "memory.stat").write_text(f"anon 1\ninactive_file {1 * GIB}\n")
+    (inner / "memory.max").write_text("max\n")
+    memory = host_memory(proc, cgroup)
+    assert (memory.total_bytes, memory.available_bytes) == (16 * GIB, 11 * GIB)
+    assert memory.limited_by == str(cgroup / "box" / "memory.max")
+
+
+def test_host_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  1024 kB\nMemAvailable:  512 kB\n")
+    memory = host_memory(tmp_path, tmp_path / "none")
+    assert (memory.total_bytes, memory.available_bytes, memory.limited_by) == (1 << 20, 1 << 19, "the machine")

@@ -1,0 +1,190 @@
+"""Events as lines of a file, what a run records, and what a watcher sees of the workers while they work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli import events
+from roundpipe_cli.events import (
+    DeviceSample,
+    EvaluationFinished,
+    Event,
+    Notice,
+    RunStarted,
+    RunStopped,
+    Sample,
+    Span,
+    StepTimeline,
+    WorkSeen,
+    decode,
+    encode,
+)
+from roundpipe_cli.train.monitor import telemetry
+from roundpipe_cli.train.monitor.telemetry import Recorder, read_lines
+from tests.support.e2e import launch, make_model, make_workspace, metrics, run
+
+SPAN = Span(1, "compute", "F", 2, 3, 0.125, 0.25)
+EVENTS: tuple[Event, ...] = (
+    Notice("a \x1b[2J \u00e4"),
+    RunStarted(1.5, "SmolLM2", "lora bfloat16", ("cpu", "cpu"), 10, 0),
+    WorkSeen(2.5, 3, (SPAN,), ()),
+    StepTimeline(3, 2.0, (SPAN, replace(SPAN, worker=-1, lane="host", kind="O", microbatch=-1))),
+    EvaluationFinished(3, 10, 1.25, 3.5, 100, 0.5, True, (("p", "a"),)),
+    Sample(3.0, 1, 2, 3, (DeviceSample(), DeviceSample(1, 2, 3.5, 4.5, 60.0, 250.0)), (("boundary", 2),)),
+    RunStopped("why"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_survives_its_line(event: Event) -> None:
+    assert decode(json.loads(json.dumps(encode(event)))) == event
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"event": "Nothing"}, {"event": "Notice"}, {"event": "StepTimeline", "step": 1, "start_s": 0, "spans": [[1]]}],
+)
+def test_what_is_no_event_is_none(fields: dict[str, Any]) -> None:
+    assert decode(fields) is None
+
+
+def test_the_runs_clock_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = events.run_clock()
+    before = clock()
+    monkeypatch.setattr(events.time, "time", lambda: 0.0)
+    assert 0 <= clock() - before < 60
+
+
+# --- the recorder -----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def record(folder: Path, events: list[Event], *, first_step: int = 0, step_s: float = 5.0) -> list[dict[str, Any]]:
+    clock = Clock()
+    with Recorder(folder, first_step, clock, lambda event: None) as recorder:
+        for event in events:
+            recorder(event)
+            clock.now_s += step_s
+    return read_lines(folder / telemetry.EVENTS_NAME)
+
+
+def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    evaluations: list[Event] = [EvaluationFinished(step, 9, 1.0, 2.7, 5, 0.1, False) for step in (2, 4, 6)]
+    record(tmp_path, [*evaluations, Notice("kept")])
+    path = tmp_path / telemetry.EVENTS_NAME
+    path.write_bytes(path.read_bytes() + b'{"event": "Notice", "te')  # torn by a kill
+    lines = record(tmp_path, [Notice("new")], first_step=4)
+    assert [line.get("text", line.get("step")) for line in lines] == [2, 4, "kept", "new"]
+    assert [line.get("text") for line in record(tmp_path, [Notice("afresh")])] == ["afresh"]
+
+
+def test_timelines_are_rare_but_the_last_three_are_there(tmp_path: Path) -> None:
+    lines = record(tmp_path, [StepTimeline(step, 0.0, (SPAN,)) for step in range(1, 50)], step_s=0.1)
+    steps = [line["step"] for line in lines]
+    assert steps[-3:] == [47, 48, 49] and len(steps) < 15
+
+
+def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run: samples thin out evenly, rare events all stay."""
+    monkeypatch.setattr(telemetry, "MAX_FILE_BYTES", 20_000)
+    samples: list[Event] = [Sample(float(n), n, n, n, ()) for n in range(3000)]
+    lines = record(tmp_path, [EVENTS[1], *samples, RunStopped("end")], step_s=1.0)
+    assert (tmp_path / telemetry.EVENTS_NAME).stat().st_size < 21_000
+    assert lines[0]["event"] == "RunStarted" and lines[-1]["event"] == "RunStopped"
+    times = [line["time_s"] for line in lines if line["event"] == "Sample"]
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    assert times[0] == 0 and times[-1] > 2900 and max(gaps) <= 4 * min(gaps) and len(times) > 50
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Event] = []
+    with Recorder(tmp_path, 0, Clock(), told.append) as recorder:
+        recorder(Notice("before"))
+        monkeypatch.setattr(telemetry.os, "write", lambda *arguments: 3)
+        recorder(Notice("lost"))
+        monkeypatch.undo()
+        recorder(Notice("after"))
+    texts = [event.text for event in told if isinstance(event, Notice)]
+    assert texts[:2] == ["before", "lost"] and "no longer written" in texts[2] and texts[3] == "after"
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_records(tmp_path: Path, model: Path) -> None:
+    folder = make_workspace(tmp_path / "work", model)
+    run(folder, "finetune", "recipe.yaml").expect(0)
+    lines = read_lines(folder / "out" / telemetry.EVENTS_NAME)
+    kinds = [line["event"] for line in lines]
+    assert kinds.index("RunStarted") < kinds.index("StepTimeline") < kinds.index("RunFinished")
+    assert [line["step"] for line in lines if line["event"] == "StepTimeline"][-3:] == [4, 5, 6]
+    assert "Sample" in kinds and all(decode(line) is not None for line in lines)
+    [sample] = [decode(line) for line in lines if line["event"] == "Sample"][:1]
+    assert isinstance(sample, Sample)
+    assert 10e6 < sample.process_bytes <= sample.host_total_bytes and sample.devices == (DeviceSample(),) * 2
+    row = metrics(folder / "out")[-1]
+    timeline = next(decode(line) for line in reversed(lines) if line["event"] == "StepTimeline")
+    assert isinstance(timeline, StepTimeline)
+    ends = max(span.end_s for span in timeline.spans)
+    busy = [sum(span.end_s - span.start_s for span in timeline.spans if span.worker == worker) for worker in (0, 1)]
+    assert [share / ends for share in busy] == pytest.approx(row["utilization"], abs=1e-3)
+
+
+def test_a_killed_run_leaves_whole_lines(tmp_path: Path, model: Path) -> None:
+    folder = make_workspace(tmp_path / "work", model, num_train_epochs=10)
+    running = launch(folder, "finetune", "recipe.yaml")
+    running.wait_for_steps(5)
+    running.kill(signal.SIGKILL)
+    running.process.join()
+    data = (folder / "out" / telemetry.EVENTS_NAME).read_bytes()
+    assert [json.loads(line) for line in data.split(b"\n")[:-1]]
+    run(folder, "finetune", "recipe.yaml", "--resume").expect(0)
+    lines = read_lines(folder / "out" / telemetry.EVENTS_NAME)
+    assert sum(line["event"] == "RunStarted" for line in lines) == 2
+    steps = [line["step"] for line in lines if line["event"] == "StepTimeline"]
+    assert steps == sorted(set(steps))
+
+
+def test_after_a_stop_signals_wait_until_it_was_said() -> None:
+    from roundpipe_cli.errors import StoppedError
+    from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGTERM before the first finished step"), StopSignals():
+            signal.raise_signal(signal.SIGTERM)
+        for number in EXIT_CODES:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_pause_and_save_between_steps() -> None:
+    from roundpipe_cli.train.signals import StopSignals
+
+    with StopSignals() as signals:
+        signals.guard()
+        assert not signals.take_save() and not signals.paused
+        signals.ask_to_save()
+        assert signals.take_save() and not signals.take_save()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.requested is signal.SIGINT

@@ -1,0 +1,195 @@
+"""The dashboard on a real terminal: one of tmux, whose screen is captured, with the program run as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from roundpipe_cli.dashboard.live import MAX_QUEUED, LiveDashboard
+from roundpipe_cli.dashboard.terminal import Terminal
+from roundpipe_cli.events import Notice
+from tests.support.e2e import REPOSITORY, make_model, make_workspace, metrics
+
+MAX_WAIT_S = 200.0
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+
+
+class Screen:
+    """A terminal with a shell."""
+
+    def __init__(self, folder: Path, columns: int = 80, lines: int = 24) -> None:
+        self._socket = f"roundpipe-{os.getpid()}-{time.monotonic_ns()}"
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+        environment.pop("TMUX", None)
+        self._run(
+            *("-f", os.devnull, "new-session", "-d", "-x", str(columns), "-y", str(lines), "bash --norc --noprofile"),
+            cwd=folder,
+            environment=environment,
+        )
+        self._run("set-option", "-g", "status", "off")
+        self.type("PS1='ready> '; stty -a | md5sum > before; clear")
+        self.wait_for("ready>")
+
+    def _run(self, *words: str, cwd: Path | None = None, environment: dict[str, str] | None = None) -> str:
+        command = ["tmux", "-L", self._socket, *words]
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, timeout=20, check=True)
+        return done.stdout.decode()
+
+    def type(self, text: str) -> None:
+        self._run("send-keys", "-l", text)
+        self._run("send-keys", "Enter")
+
+    def key(self, name: str) -> None:
+        self._run("send-keys", name)
+
+    def resize(self, columns: int, lines: int) -> None:
+        self._run("resize-window", "-x", str(columns), "-y", str(lines))
+
+    @property
+    def text(self) -> str:
+        return self._run("capture-pane", "-p")
+
+    def is_alternate(self) -> bool:
+        return self._run("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["1", "0"]
+
+    def wait(self, condition: Callable[[str], bool]) -> str:
+        deadline_s = time.monotonic() + MAX_WAIT_S
+        while not condition(text := self.text):
+            assert time.monotonic() < deadline_s, f"waited in vain:\n{text}"
+            time.sleep(0.1)
+        return text
+
+    def wait_for(self, *words: str) -> str:
+        return self.wait(lambda text: all(word in text for word in words))
+
+    def expect_clean(self, code: int) -> str:
+        """The shell is back: main screen, cursor, terminal settings as before, and the exit code."""
+        if code == 137:  # the shell may have written its prompt before the terminal was put back: Enter has it again
+            self.wait(lambda text: "p pause" not in text)
+            self.key("Enter")
+        text = self.wait(lambda text: text.rstrip().endswith("ready>"))
+        assert self._run("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
+        self.type('echo "code=$?" $(stty -a | md5sum | cmp - before && echo same)')
+        self.wait_for(f"code={code} same")
+        return text
+
+    def close(self) -> None:
+        self._run("kill-server")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def screen(tmp_path: Path, model: Path) -> Iterator[Screen]:
+    screen = Screen(make_workspace(tmp_path / "w", model, num_train_epochs=20, save_steps=1000))
+    yield screen
+    screen.close()
+
+
+FINETUNE = f"{sys.executable} -m roundpipe_cli finetune recipe.yaml"
+SLOW = "ROUNDPIPE_FAULT=compute:slow=0.2"
+
+
+def fills(text: str, lines: int) -> bool:
+    """Whether a dashboard, and nothing else, is on the screen from its first to its last line."""
+    rows = text.split("\n")
+    return (
+        rows[0].startswith(" roundpipe ") and rows[lines - 1].startswith(" p pause") and text.count("roundpipe ") == 1
+    )
+
+
+@needs_tmux
+def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
+    """The middle of a run at three sizes, pause, save, quit; then to the end."""
+    screen.type(f"{SLOW} {FINETUNE}")
+    screen.wait_for("step 2/60", "worker 0 · cpu", "worker 1 · cpu", "tokens/s", "p pause", "● training")
+    assert screen.is_alternate()
+    for columns, lines in ((120, 40), (200, 60), (60, 15), (80, 24)):
+        screen.resize(columns, lines)
+        screen.wait(lambda text, lines=lines: fills(text, lines))  # type: ignore[misc]
+    screen.key("p")
+    screen.wait_for("● paused", "paused after step")
+    rows = len(metrics(tmp_path / "w" / "out"))
+    screen.key("s")
+    screen.wait_for("checkpoint step-")
+    assert len(metrics(tmp_path / "w" / "out")) == rows
+    screen.key("p")
+    screen.wait_for("● training", "going on")
+    screen.key("q")
+    text = screen.expect_clean(130)
+    assert "stopped by SIGINT after step" in text and "--resume continues" in text
+    screen.type(f"clear; {FINETUNE} --resume")
+    text = screen.expect_clean(0)
+    assert "done: " in text and "predicted" in text and "step 60/60" in text
+    assert (tmp_path / "w" / "out" / "report.html").is_file()
+
+
+@needs_tmux
+def test_ctrl_c_twice_and_ctrl_z(screen: Screen) -> None:
+    screen.type(f"{SLOW} {FINETUNE}")
+    screen.wait_for("p pause")
+    screen.key("C-z")
+    screen.wait_for("Stopped", "ready>")
+    assert not screen.is_alternate()
+    screen.type("fg")
+    screen.wait_for("● training", "p pause")
+    screen.key("C-c")
+    screen.wait_for("stopping after this step")
+    screen.key("C-c")
+    text = screen.expect_clean(130)
+    assert "stopped" in text and "Traceback" not in text
+
+
+@needs_tmux
+@pytest.mark.parametrize("action", ["raise", "kill"])
+def test_a_crash_leaves_the_terminal_clean(screen: Screen, action: str) -> None:
+    """A worker's exception, and SIGKILL: then a small shell that waited for our end puts the terminal back."""
+    screen.type(f"ROUNDPIPE_FAULT=compute:slow=0.2,compute:{action}:step=3 {FINETUNE}")
+    screen.wait_for("p pause")
+    text = screen.expect_clean(1 if action == "raise" else 137)
+    assert ("a worker failed" in text) == (action == "raise")
+
+
+# --- without a terminal -----------------------------------------------------------------------------------------------
+
+
+def test_events_are_dropped_and_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody reads the queue: telling goes on at once, and what is dropped is counted."""
+    live = LiveDashboard(Terminal(), Console(), time.time, {})
+    started_s = time.monotonic()
+    for number in range(10 * MAX_QUEUED):
+        live.tell(Notice(str(number)))
+    assert time.monotonic() - started_s < 10
+    live._frame_state()
+    assert live.state.num_dropped == 9 * MAX_QUEUED
+    live._terminal.close()
+
+
+def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    terminal = Terminal(follower, follower)
+    live = LiveDashboard(terminal, Console(force_terminal=True), time.time, {})
+    terminal.is_foreground = lambda: True  # type: ignore[method-assign]  # not our controlling terminal
+    live.start()
+    assert os.read(leader, 1000)
+    os.close(leader)
+    os.close(follower)
+    live.tell(Notice("into the void"))
+    live._thread.join(10)
+    assert not live._thread.is_alive()
+    live.stop()
+    assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL

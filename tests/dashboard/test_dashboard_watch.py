@@ -1,0 +1,217 @@
+"""A run followed from its files: whole or torn, finished, resumed or killed; and the page made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.dashboard.comparison import comparison
+from roundpipe_cli.dashboard.html import page, report_page
+from roundpipe_cli.dashboard.replay import Life, RunFiles
+from roundpipe_cli.dashboard.state import RunState, fold_all
+from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
+from tests.support.recorded import recorded_run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The output directory of a finished run of three steps, with its trace."""
+    folder = make_workspace(tmp_path_factory.mktemp("run") / "w", model, num_train_epochs=1)
+    done = finetune(folder, "--trace").expect(0)
+    assert "predicted" in done.err and "forward and backward" in done.err
+    return folder / "out"
+
+
+def steps(state: RunState) -> int:
+    return state.step.step if state.step else 0
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_prefix_of_the_files_can_be_followed(finished: Path, tmp_path: Path) -> None:
+    """Killed at any byte: what is whole is told, and what comes later is told once."""
+    data = {name: (finished / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
+    whole = [type(event) for _, event in RunFiles(finished).poll()[1]]
+    assert whole.count(StepFinished) == 3 and RunStarted in whole
+    for share in [n / 97 for n in range(1, 97)]:
+        for name, content in data.items():
+            (tmp_path / name).write_bytes(content[: int(share * len(content))])
+        files = RunFiles(tmp_path)
+        before = files.poll()[1]
+        for name, content in data.items():
+            with (tmp_path / name).open("ab") as stream:
+                stream.write(content[int(share * len(content)) :])
+        anew, after = files.poll()
+        assert not anew
+        assert sorted(map(str, map(type, [event for _, event in before + after]))) == sorted(map(str, whole))
+        assert files.poll() == (False, [])
+
+
+def test_a_file_that_was_replaced_begins_anew(finished: Path, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        shutil.copy(finished / name, tmp_path / name)
+    files = RunFiles(tmp_path)
+    files.poll()
+    rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "new").write_bytes(rows[0])
+    (tmp_path / "new").rename(tmp_path / "metrics.jsonl")
+    anew, events = files.poll()
+    assert anew and steps(fold_all(events)) == 1
+
+
+def test_rubbish_in_the_files_is_passed_over(finished: Path, tmp_path: Path) -> None:
+    rubbish = b'\x00\xff\n[1]\n{"step": "x"}\n{"event": "Sample", "devices": 3}\n' + b"[" * 100_000 + b"\n"
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_bytes(rubbish + (finished / name).read_bytes())
+    state = fold_all(RunFiles(tmp_path).poll()[1])
+    assert steps(state) == 3 and state.finished is not None
+
+
+def test_life(finished: Path, tmp_path: Path) -> None:
+    assert RunFiles(finished).life() is Life.FINISHED
+    shutil.copy(finished / "metrics.jsonl", tmp_path)
+    assert RunFiles(tmp_path).life() is Life.STOPPED
+    (tmp_path / ".roundpipe.lock").write_text('{"pid": 1, "host": "elsewhere"}')
+    assert RunFiles(tmp_path).life() is Life.RUNNING
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_watch_prints_one_line_per_step(finished: Path) -> None:
+    done = run(finished.parent, "watch", "out", "--json").expect(0)
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [(row["step"], row["loss_hex"]) for row in rows] == [
+        (row["step"], row["loss_hex"]) for row in metrics(finished)
+    ]
+    plain = run(finished.parent, "watch", "out").expect(0)
+    assert [line.split()[1] for line in plain.out.splitlines()] == ["1/3", "2/3", "3/3"]
+
+
+def test_watch_needs_a_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "watch", "nowhere").expect(2)
+    assert "there is no run in this folder" in done.err and "no such folder" in done.err
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_equal_those_of_the_trace(finished: Path) -> None:
+    """Bubble ratio and utilization, within one point."""
+    state = fold_all(RunFiles(finished).poll()[1])
+    trace = json.loads((finished / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in trace if event["ph"] == "X" and event["tid"] == 0]
+    whole_us = max(event["ts"] + event["dur"] for event in trace if event["ph"] == "X")
+    busy = [sum(event["dur"] for event in spans if event["pid"] == worker + 1) / whole_us for worker in (0, 1)]
+    means = [worker.mean_utilization.value for worker in state.workers]
+    assert means == pytest.approx(busy, abs=0.01)
+    assert state.mean_bubble.value == pytest.approx(1 - sum(busy) / 2, abs=0.01)
+
+
+def test_comparison_says_how_far_off() -> None:
+    report = {
+        "predicted": {"step_s": 2.0, "bubble_ratio": 0.1, "tokens_per_s": 100.0, "host_bytes": 2**30},
+        "measured": {
+            "pipeline_s": 2.2,
+            "step_s": 2.5,
+            "tokens_per_s": 90.0,
+            "bubble_ratio": 0.15,
+            "host_peak_bytes": 2**31,
+        },
+    }
+    assert comparison(report) == [
+        ("forward and backward", "2 s", "2.2 s", "+10 %"),
+        ("whole step", "-", "2.5 s", "-"),
+        ("tokens/s", "100", "90", "-10 %"),
+        ("bubble", "10.0 %", "15.0 %", "+5.0 points"),
+        ("host memory", "1 GiB", "2 GiB", "+100 %"),
+    ]
+    assert comparison({}) == []
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Parsed(HTMLParser):
+    """Tags and addresses of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "action", "data", "srcset")]
+
+
+def test_the_page_needs_nothing_else(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    parsed = Parsed(text)
+    assert parsed.tags.count("svg") == 3 and "script" not in parsed.tags and parsed.addresses == ["data:,"]
+    assert "url(" not in text and "@import" not in text
+    assert text == report_page(finished)
+    for words in (
+        "Predicted and measured",
+        "gradient_accumulation_steps: 2",
+        "step 3 of 3, finished",
+        "recompute, stage",
+    ):
+        assert words in text, words
+    kinds = re.findall(r'class="kind-([FRB])"', text)
+    recorded = [event for _, event in RunFiles(finished).poll()[1] if isinstance(event, StepTimeline)]
+    assert len(kinds) == sum(len(event.spans) for event in recorded[-3:]) and set(kinds) == {"F", "R", "B"}
+
+
+def test_what_a_run_says_is_no_markup() -> None:
+    events = recorded_run(2, num_done=1)
+    text = page(events, {}, "model: <script>alert(1)</script>")
+    assert "<script>" not in text and "&lt;script&gt;" in text
+
+
+def test_a_page_of_nothing() -> None:
+    parsed = Parsed(page([], {}, ""))
+    assert parsed.tags.count("svg") == 3
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_in_a_browser(finished: Path, tmp_path: Path, width: int) -> None:
+    """No console error, nothing wider than the window, three pictures with lines and rectangles in view.
+
+    The page is in a frame: a window of Chromium is never narrower than 500 pixels, a phone is.
+    """
+    probe = """<script>addEventListener('load', () => { const pictures = [...document.querySelectorAll('svg')];
+      const drawn = pictures.filter(p => p.getBoundingClientRect().height > 50 &&
+        [...p.querySelectorAll('polyline, rect')].some(e => e.getBoundingClientRect().width > 20)).length;
+      const table = document.querySelector('table').parentElement;
+      const hidden = Math.max(0, table.scrollWidth - table.clientWidth);
+      parent.postMessage(`drawn=${drawn} wide=${document.documentElement.scrollWidth} hidden=${hidden}`, '*'); })
+      </script></body>"""
+    page, frame = tmp_path / "page.html", tmp_path / "frame.html"
+    page.write_text((finished / "report.html").read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    frame.write_text(
+        "<script>addEventListener('message', event => { document.title = event.data; })</script>"
+        f'<iframe src="page.html" style="width: {width}px; height: 2000px; border: 0"></iframe>'
+    )
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width + 100},2100", "--dump-dom"]
+    done = subprocess.run([*command, frame.as_uri()], capture_output=True, timeout=120)
+    title = re.search(r"<title>drawn=(\d) wide=(\d+) hidden=(\d+)</title>", done.stdout.decode())
+    assert title is not None, done.stderr.decode()[-2000:]
+    assert int(title[1]) == 3 and int(title[2]) <= width and int(title[3]) == 0
+    assert b"CONSOLE" not in done.stderr

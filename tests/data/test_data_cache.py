@@ -1,0 +1,258 @@
+"""Tokens of a source are made once and kept under a key of all that they depend on (RELIABILITY 43)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
+from roundpipe_cli.data import block_sums, keys
+from roundpipe_cli.data import dataset as dataset_module
+from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.shards import _content_sum
+from roundpipe_cli.errors import RefusedError
+from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
+from tests.support.e2e import launch, make_model, make_workspace
+
+ROWS = [{"prompt": f"Q{n}", "completion": f"A{n}"} for n in range(20)]
+
+
+def build(path: Path, tokenizer: Any | None = None, **options: Any) -> TokenizedDataset:
+    spec_names = ("type", "split", "columns")
+    spec = DatasetSpec(str(path), **{name: options.pop(name) for name in spec_names if name in options})
+    options = {"max_seq_length": 1000, **options}
+    return build_dataset(DataSettings((spec,), **options), tokenizer or byte_tokenizer())
+
+
+def shards() -> list[Path]:
+    return sorted(cache_folder("tokens").iterdir())
+
+
+def tokens(dataset: TokenizedDataset) -> list[tuple[int, list[int], list[int]]]:
+    return [(row.row_id, row.input_ids.tolist(), row.labels.tolist()) for row in dataset.rows]
+
+
+def test_the_second_time_is_taken_from_the_cache(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        *ROWS,
+        {"prompt": "x" * 200, "completion": "y"},
+        {"prompt": 3},
+        {"prompt": "</s>", "completion": "z"},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    first = build(path, on_bad_row="skip", max_seq_length=100)
+    second = build(path, on_bad_row="skip", max_seq_length=100)
+    assert (first.num_cached, second.num_cached) == (0, 1)
+    assert tokens(first) == tokens(second)
+    assert first.report == second.report and first.notices == second.notices and len(first.notices) == 5
+    assert first.content_hash == second.content_hash
+    assert [first.where(row_id) for row_id in (0, 22)] == [second.where(row_id) for row_id in (0, 22)]
+    assert len(shards()) == 1 and shards()[0].parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_seq_length": 999},
+        {"long_rows": "drop"},
+        {"train_on_inputs": True},
+        {"on_bad_row": "skip"},
+        {"chat_template": CHATML + " "},
+        {"type": "prompt_completion"},
+        {"split": "train[:19]"},
+        {"columns": {"prompt": "completion", "completion": "prompt"}},
+        {"tokenizer": "bos"},
+        {"tokenizer": "trim"},
+        {"content": True},
+        {"version": "9.9"},
+        {"library": "9.9"},
+        {"code": "other"},
+    ],
+    ids=str,
+)
+def test_another_value_of_anything_is_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    build(path)
+    stamp = path.stat()
+    options = dict(change)
+    tokenizer = byte_tokenizer()
+    if "tokenizer" in options:
+        tokenizer = byte_tokenizer(**{options.pop("tokenizer"): True})
+    if options.pop("content", False):  # same size, same time
+        path.write_bytes(path.read_bytes().replace(b"A7", b"B7"))
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    if "version" in options:
+        monkeypatch.setattr(keys, "__version__", options.pop("version"))
+    if "library" in options:
+        newer = options.pop("library")
+        monkeypatch.setattr(keys, "version", lambda name: newer)
+    if "code" in options:
+        other = options.pop("code")
+        monkeypatch.setattr(keys, "code_digest", lambda: other)
+    assert build(path, tokenizer, **options).num_cached == 0
+    assert len(shards()) == 2
+    assert build(path, tokenizer, **options).num_cached == 1
+
+
+@pytest.mark.parametrize("name", ["input_ids.bin", "trained.bin", "rows.bin", "lengths.bin", "shard.json"])
+@pytest.mark.parametrize("damage", ["gone", "short", "long", "empty"])
+def test_a_damaged_shard_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    first = build(path)
+    expected = tokens(first)
+    file = shards()[0] / name
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes({"short": data[:-1], "long": data + b"}", "empty": b""}[damage])
+    again = build(path)
+    assert again.num_cached == 0 and tokens(again) == expected
+    assert build(path).num_cached == 1
+
+
+@pytest.mark.parametrize("name", ["input_ids.bin", "trained.bin", "rows.bin", "lengths.bin", "shard.json"])
+def test_one_flipped_bit_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Story: sizes were compared, not contents, so a flipped bit of an id was another token to train on."""
+    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = tokens(build(path))
+    draw = random.Random(name)
+    for _ in range(8):
+        file = shards()[0] / name
+        data = bytearray(file.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+        again = build(path)
+        assert again.num_cached == 0 and tokens(again) == expected
+        assert "the cached tokens of" in again.notices[0] and "made again" in again.notices[0]
+        assert name in again.notices[0] or name == "shard.json"
+        whole = build(path)
+        assert whole.num_cached == 1 and not [text for text in whole.notices if "damaged" in text]
+
+
+def test_cached_ids_outside_the_vocabulary_are_made_again(tmp_path: Path) -> None:
+    """Also where the checksums vouch for them: a faulty writer, not a faulty disk."""
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = tokens(build(path))
+    for wrong in (259, -1):
+        folder = shards()[0]
+        ids = np.fromfile(folder / "input_ids.bin", dtype=np.int32)
+        ids[3] = wrong
+        ids.tofile(folder / "input_ids.bin")
+        content = json.loads((folder / "shard.json").read_text())["content"]
+        content["sums"]["input_ids.bin"] = [block_sums.checksum(ids.tobytes())]
+        document = {"content": content, "checksum": _content_sum(content)}
+        (folder / "shard.json").write_text(json.dumps(document))
+        again = build(path)
+        assert tokens(again) == expected and "a vocabulary of 259" in again.notices[0]
+
+
+def test_a_large_cache_is_checked_with_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(dataset_module, "TELL_EVERY_S", 0.0)
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    build(path)
+    told: list[str] = []
+    build_dataset(DataSettings((DatasetSpec(str(path)),), 1000), byte_tokenizer(), told.append)
+    assert len(told) > 3 and told[-1] == f"checking the cached tokens of {path}: 100 %"
+
+
+def test_a_killed_run_leaves_no_half_shard(tmp_path: Path) -> None:
+    from tests.support.e2e import launch, make_model, make_workspace, write_rows
+
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+    write_rows(folder / "rows.jsonl", 3000)
+    running = launch(folder, "data", "recipe.yaml", environment={"ROUNDPIPE_FAULT": "tokenize:slow=0.3"})
+    cache = cache_folder("tokens")
+    running.wait_until(lambda: cache.is_dir() and any((entry / "input_ids.bin").exists() for entry in cache.iterdir()))
+    running.kill(signal.SIGKILL)
+    assert running.finish().code == -signal.SIGKILL
+    assert all(entry.name.startswith(".tmp-") for entry in cache.iterdir())
+    done = launch(folder, "data", "recipe.yaml", "--json").finish().expect(0)
+    assert '"sources_from_cache": 0' in done.out
+    assert len([entry for entry in cache.iterdir() if not entry.name.startswith(".tmp-")]) == 1
+
+
+def test_two_at_once_both_have_all_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ROWS * 100)
+    with ThreadPoolExecutor(2) as threads:
+        one, two = (future.result() for future in [threads.submit(build, path), threads.submit(build, path)])
+    assert tokens(one) == tokens(two) and len(one.rows) == 2000
+    assert len(shards()) == 1
+    assert build(path).num_cached == 1
+
+
+def test_without_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = tokens(build(path))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    before = set(Path("/tmp").glob("roundpipe-tokens-*"))
+    dataset = build(path)
+    assert tokens(dataset) == expected and dataset.num_cached == 0
+    assert set(Path("/tmp").glob("roundpipe-tokens-*")) <= before, "mapped, and gone"
+
+
+def test_rows_that_are_refused_are_not_kept(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [*ROWS, {"prompt": 3}])
+    with pytest.raises(RefusedError, match="1 of 21 rows cannot be used"):
+        build(path)
+    assert not shards()
+    with pytest.raises(RefusedError, match="1 of 21 rows cannot be used"):
+        build(path)
+
+
+def test_old_shards_and_what_killed_runs_left_are_removed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    build(path)
+    (old,) = shards()
+    left, foreign = old.parent / ".tmp-left", old.parent / "mine"
+    left.mkdir()
+    foreign.mkdir()
+    for folder in (old, left, foreign):
+        long_ago_s = time.time() - 40 * 24 * 3600
+        os.utime(folder, (long_ago_s, long_ago_s))
+    build(path, max_seq_length=500)
+    assert not old.exists() and not left.exists() and foreign.exists()
+
+
+def test_a_mapped_shard_outlives_its_removal(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    build(path)
+    dataset = build(path)
+    expected = tokens(dataset)
+    shutil.rmtree(cache_folder("tokens"))
+    assert tokens(dataset) == expected
+
+
+def without_a_home() -> None:
+    """What a process sees that runs under a number which /etc/passwd does not know, as in many containers."""
+    import pwd
+
+    def unknown(number: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    os.environ.pop("HOME")
+    pwd.getpwuid = unknown
+
+
+def test_a_user_without_a_home(tmp_path: Path) -> None:
+    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+    nowhere = {CACHE_VARIABLE: "", "XDG_CACHE_HOME": ""}
+    for words in (("data", "recipe.yaml"), ("finetune", "recipe.yaml"), ("doctor", "--offline")):
+        launch(work, *words, environment=nowhere, before=without_a_home).finish().expect(0)
+    assert (work / "out" / "adapter_model.safetensors").exists()
+    assert not (work / "~").exists()

@@ -1,0 +1,372 @@
+"""Columns: layouts that other loaders accept, each used or refused by name, and what is not used is listed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.data.columns import says_something
+from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.pairs import build_pairs
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.errors import RefusedError
+from tests.data.test_data_dataset import CHATML, build, byte_tokenizer, trained_text, write_rows
+
+USER = {"role": "user", "content": "Hi"}
+YO, NO = {"role": "assistant", "content": "Yo"}, {"role": "assistant", "content": "No"}
+CHAT = [USER, YO]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+TOOL = {"type": "function", "function": {"name": "add"}}
+TOOLS_TEMPLATE = "{%- if tools %}{{- tools | tojson }}{%- endif %}" + CHATML
+KTO, MEDIA, TOKENS = "wanted or unwanted (KTO)", "images, video or sound", "tokens or masks"
+PAIR = "preference pair"
+
+HI, SYSTEM = "<s>user\nHi</s>\n<s>assistant\n", "<s>system\nBe brief.</s>\n"
+
+SINGLE: dict[str, tuple[dict[str, Any], str]] = {
+    # Used: the text before the answer. The answer `Yo` is all that is trained.
+    "llamafactory alpaca with a system prompt": (
+        {"instruction": "Hi", "input": "", "output": "Yo", "system": "Be brief."},
+        SYSTEM + HI,
+    ),
+    "llamafactory alpaca without history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
+    "llamafactory sharegpt with system and tools": (
+        {"conversations": SHAREGPT, "system": "Be brief.", "tools": json.dumps([TOOL])},
+        '[{"type": "function", "function": {"name": "add"}}]' + SYSTEM + HI,
+    ),
+    "llamafactory openai with system": ({"messages": CHAT, "system": "Be brief."}, SYSTEM + HI),
+    "llamafactory multimodal rows that are text": ({"conversations": SHAREGPT, "images": [], "videos": None}, HI),
+    "axolotl alpaca_w_system.load_open_orca": (
+        {"id": "1", "system_prompt": "Be brief.", "question": "Hi", "response": "Yo"},
+        SYSTEM + HI,
+    ),
+    "axolotl alpaca_chat.load_qa": ({"question": "Hi", "answer": "Yo"}, HI),
+    "axolotl chat_template with roles in conversations": ({"conversations": CHAT}, HI),
+    "axolotl chat_template with training flags": (
+        {"messages": [USER, {**NO, "training": False}, USER, {**YO, "train": True}]},
+        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
+    ),
+    "axolotl sharegpt with weights": (
+        {"conversations": [SHAREGPT[0], {"from": "gpt", "value": "No", "weight": 0}, *SHAREGPT]},
+        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
+    ),
+    "trl conversational prompt-completion": ({"prompt": [USER, NO, USER], "completion": [YO]},
+        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI),
+    "trl language modelling with tools": ({"messages": CHAT, "tools": [TOOL]},
+        '[{"type": "function", "function": {"name": "add"}}]' + HI),
+    "a part of the prompt that is in it": ({"context": "Hi", "prompt": "Hi", "completion": "Yo"}, HI),
+    "weights of one": ({"prompt": "Hi", "completion": "Yo", "weight": 1.0, "loss_weight": "1"}, HI),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    # The row, the column that is named, and what is said of it.
+    "trl unpaired preference": ({"prompt": "Hi", "completion": "No", "label": False}, "label", KTO),
+    "trl unpaired preference, conversational": ({"prompt": [USER], "completion": [NO], "label": True}, "label", KTO),
+    "trl unpaired preference of a csv file": ({"prompt": "Hi", "completion": "No", "label": "False"}, "label", KTO),
+    "axolotl kto.argilla_chat": ({"completion": [USER, NO], "label": False}, "label", KTO),
+    "axolotl kto with messages": ({"messages": CHAT, "label": 1}, "label", KTO),
+    "llamafactory kto of alpaca": ({"instruction": "Hi", "output": "No", "kto_tag": False}, "kto_tag", KTO),
+    "llamafactory kto of sharegpt": ({"messages": CHAT, "kto_tag": True}, "kto_tag", KTO),
+    "llamafactory images": ({"conversations": SHAREGPT, "images": ["a.jpg"]}, "images", MEDIA),
+    "llamafactory videos": ({"messages": CHAT, "videos": ["a.mp4"]}, "videos", MEDIA),
+    "llamafactory audios": ({"messages": CHAT, "audios": ["a.wav"]}, "audios", MEDIA),
+    "llava": ({"conversations": SHAREGPT, "image": "a.jpg"}, "image", MEDIA),
+    "an image under another name": (
+        {"prompt": "<image>Hi", "completion": "Yo", "source_file": "a.jpg"}, "source_file", "only text is trained",
+    ),
+    "trl vision": ({"messages": CHAT, "pixel_values": [[0.5]]}, "pixel_values", MEDIA),
+    "an image in a message": ({"messages": [{**USER, "images": ["a.jpg"]}, YO]}, "messages[0].images", MEDIA),
+    "parts of images": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, YO]}, "messages[0].content", "not text",
+    ),
+    "llamafactory pairs with objective sft": ({"instruction": "Hi", "chosen": "Yo", "rejected": "No"}, "chosen", PAIR),
+    "llamafactory sharegpt pairs with objective sft": (
+        {"conversations": SHAREGPT, "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "chosen", PAIR,
+    ),
+    "trl pairs with objective sft": ({"chosen": CHAT, "rejected": [USER, NO]}, "chosen", PAIR),
+    "trl pairs beside messages": ({"messages": CHAT, "rejected": [USER, NO]}, "rejected", PAIR),
+    "weighted rows": ({"messages": CHAT, "weight": 0.5}, "weight", "how much the row counts"),
+    "rows of a loss weight": ({"prompt": "Hi", "completion": "Yo", "loss_weight": "2"}, "loss_weight", "row counts"),
+    "weighted turns": ({"messages": [USER, {**YO, "weight": 0.5}]}, "messages[1].weight", "how much this turn"),
+    "weighted sharegpt turns": (
+        {"conversations": [SHAREGPT[0], {**SHAREGPT[1], "loss_weight": 2}]}, "conversations[1].loss_weight",
+        "this turn",
+    ),
+    "trained turns of the user": ({"messages": [{**USER, "train": True}, YO]}, "messages[0].train", "the assistant's"),
+    "axolotl training_detail": (
+        {"messages": [USER, {**YO, "training_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}]},
+        "messages[1].training_detail", "which part of the turn",
+    ),
+    "axolotl parts with a flag": (
+        {"messages": [USER, {**YO, "content": [{"type": "text", "text": "Yo", "train": False}]}]},
+        "messages[1].content", "a part whose `train`",
+    ),
+    "trl tokenised": ({"input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1]}, "input_ids", "tokenised"),
+    "tokens beside a text": ({"text": "Hi", "input_ids": [1], "completion_mask": [1]}, "input_ids", TOKENS),
+    "axolotl input_output": ({"segments": [{"label": True, "text": "Yo"}]}, "segments", "segments"),
+    "trl stepwise": (
+        {"prompt": "Hi", "completions": ["a", "b"], "labels": [True, False]}, "completions", "process supervision",
+    ),
+    "trl prompt only": ({"prompt": [USER], "ground_truth": "7"}, "prompt", "prompts without an answer"),
+    "trl chat_template_kwargs": (
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "chat template",
+    ),
+    "llamafactory alpaca with tools": ({"instruction": "Hi", "output": "Yo", "tools": "[{"}, "tools", "as JSON"),
+    "text with tools": ({"text": "Hi", "tools": [TOOL]}, "tools", "holds tools"),
+    "axolotl context_qa": ({"question": "Hi", "context": "There.", "answer": "Yo"}, "context", "part of the prompt"),
+    "dolly": ({"instruction": "Hi", "context": "There.", "response": "Yo"}, "context", "part of the prompt"),
+    "an instruction beside the question": (
+        {"instruction": "In French.", "question": "Hi", "answer": "Yo"}, "instruction", "part of the prompt",
+    ),
+    "openai function_call": (
+        {"messages": [USER, {**YO, "function_call": {"name": "add", "arguments": "{}"}}]},
+        "messages[1].function_call", "a form that is not read",
+    ),
+    "deepseek reasoning_content": (
+        {"messages": [USER, {**YO, "reasoning_content": "Hm."}]}, "reasoning_content", "thoughts out",
+    ),
+    "reasoning beside an answer": ({"question": "Hi", "thinking": "Hm.", "answer": "Yo"}, "thinking", "thoughts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_layouts_that_are_used(tmp_path: Path, name: str) -> None:
+    """Each of these columns reaches the text that is trained on."""
+    row, prompt = SINGLE[name]
+    tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
+    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
+    assert trained_text(tokenizer, dataset) == (prompt + "Yo</s>\n", "Yo</s>")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layouts_that_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Each of these columns changes what the row means, and was ignored or refused in other words."""
+    row, column, what = REFUSED[name]
+    with pytest.raises(RefusedError) as caught:
+        build(write_rows(tmp_path / "x.jsonl", [row]), byte_tokenizer())
+    message = str(caught.value)
+    assert caught.value.exit_code == 2 and column in message and what in message
+    assert "completion: rejected" not in message
+
+
+def test_history_comes_before_the_instruction_and_is_trained(tmp_path: Path) -> None:
+    """As in LLaMA-Factory, the answers of `history` are trained like the last one."""
+    tokenizer = byte_tokenizer()
+    row = {"instruction": "Hi", "output": "Yo", "history": [["A", "B"]]}
+    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
+    assert trained_text(tokenizer, dataset) == (
+        "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI + "Yo</s>\n",
+        "B</s>Yo</s>",
+    )
+    with pytest.raises(RefusedError, match="rows cannot be used") as caught:
+        build(write_rows(tmp_path / "y.jsonl", [row]), byte_tokenizer(template=None))
+    assert "no chat template" in caught.value.problems[1].what
+
+
+def test_columns_that_are_not_used_are_listed(tmp_path: Path) -> None:
+    """With a count where only some rows have them, from the cache too; nothing is said where all are used."""
+    rows: list[Any] = [{"messages": CHAT, "id": n, "source": "x"} for n in range(3)]
+    rows[1] = {"messages": [{**USER, "id": 7}, YO], "id": 1, "label": "greeting"}
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    expected = (
+        f"{path}: columns that are not used: id, source (2 of 3 rows), messages[].id (1 of 3 rows), label (1 of 3 rows)"
+    )
+    for num_cached in (0, 1):
+        dataset = build(path)
+        assert dataset.num_cached == num_cached and dataset.notices[1:] == (expected,)
+        assert dataset.report.sources[0].unused_columns == {"id": 3, "source": 2, "messages[].id": 1, "label": 1}
+    assert len(build(write_rows(tmp_path / "y.jsonl", [{"messages": CHAT, "tools": None}])).notices) == 1
+
+
+def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
+    """The first rows tell the type; any row can hold a column that changes its meaning."""
+    rows = [{"messages": CHAT}] * 600 + [{"messages": CHAT, "label": False}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    with pytest.raises(RefusedError) as caught:
+        build(path)
+    problem = caught.value.problems[1]
+    assert problem.where == f"{path}:601" and "`label`" in problem.what and problem.found == "label: False"
+    dataset = build(path, on_bad_row="skip")
+    assert len(dataset.rows) == 600 and any("KTO" in text for text in dataset.notices)
+    with pytest.raises(RefusedError, match="no row is left") as caught:
+        build(write_rows(tmp_path / "y.jsonl", rows[600:]), on_bad_row="skip")
+    assert "KTO" in str(caught.value)
+
+
+def test_columns_of_the_recipe_are_used(tmp_path: Path) -> None:
+    """A mapping makes a column used: the chosen answers alone, or a system prompt under another name."""
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [{"q": "Hi", "chosen": "Yo", "rejected": "No", "role": "Be brief."}])
+    columns = {"prompt": "q", "completion": "chosen", "system": "role"}
+    dataset = build(path, tokenizer, columns=columns)
+    assert trained_text(tokenizer, dataset) == (SYSTEM + HI + "Yo</s>\n", "Yo</s>")
+    assert dataset.notices[-1].endswith("not used: rejected")
+    with pytest.raises(RefusedError) as caught:
+        build(path, columns={"prompt": "q", "completion": "rejected"})
+    assert "`chosen` belongs to a preference pair" in str(caught.value)
+
+
+def test_no_hint_names_the_rejected_answers(tmp_path: Path) -> None:
+    """The hint for unknown columns once proposed `completion: rejected`."""
+    for row in ({"chosen": "a", "rejected": "b"}, {"rejected": "b", "chosen": "a"}, {"rejected": "a", "better": "b"}):
+        with pytest.raises(RefusedError) as caught:
+            build(write_rows(tmp_path / "x.jsonl", [row]))
+        hint = caught.value.problems[0].hint or ""
+        assert "completion: rejected" not in hint and "prompt: rejected" not in hint
+        assert ("objective: dpo" in hint) is ("chosen" in row)
+
+
+THINKING = CHATML.replace(
+    "m.content + '</s>",
+    "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content and loop.last else '') + m.content + '</s>",
+)
+
+
+def test_thoughts_are_used_or_named(tmp_path: Path) -> None:
+    """A template that keeps the last thoughts only is told; one that keeps none is refused."""
+    tokenizer = byte_tokenizer(template=THINKING)
+    thoughtful = {**YO, "reasoning_content": "Hm."}
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"messages": [USER, thoughtful]}]), tokenizer)
+    assert trained_text(tokenizer, dataset)[1] == "<think>Hm.</think>Yo</s>" and len(dataset.notices) == 1
+    rows = [{"messages": [USER, thoughtful, USER, YO]}, {"messages": [USER, YO]}]
+    notice = build(write_rows(tmp_path / "y.jsonl", rows), tokenizer).notices[1]
+    assert "reasoning_content of earlier turns (not kept by the chat template) (1 of 2 rows)" in notice
+
+
+@pytest.mark.parametrize("value", [None, "", " ", [], {}, [None], {"a": None}, "[]", float("nan"), b""])
+def test_values_that_say_nothing(value: object) -> None:
+    """They change no meaning, whatever the column is called."""
+    assert not says_something(value)
+    assert says_something([0]) and says_something(b"x") and says_something({"a": "b"})
+
+
+# --- preference pairs -----------------------------------------------------------------------------------------------
+
+FROM = {"from": "gpt", "value": "Yo"}
+FROM_NO = {"from": "gpt", "value": "No"}
+LONG = [{"role": "system", "content": "Be brief."}, USER]
+
+PAIRS: dict[str, tuple[dict[str, Any], str]] = {
+    # The row and the text before both answers, `Yo` and `No`.
+    "trl explicit, text": ({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, HI),
+    "trl explicit, conversational": ({"prompt": [USER], "chosen": [YO], "rejected": [NO]}, HI),
+    "trl implicit, conversational": ({"chosen": [*LONG, YO], "rejected": [*LONG, NO]}, SYSTEM + HI),
+    "trl with tools": (
+        {"prompt": [USER], "chosen": [YO], "rejected": [NO], "tools": [TOOL]},
+        '[{"type": "function", "function": {"name": "add"}}]' + HI,
+    ),
+    "ultrafeedback_binarized": (
+        {"prompt": "Hi", "prompt_id": "7", "chosen": CHAT, "rejected": [USER, NO], "messages": CHAT,
+         "score_chosen": 8.5, "score_rejected": 1.0},
+        HI,
+    ),
+    "chosen_messages": ({"chosen_messages": CHAT, "rejected_messages": [USER, NO]}, HI),
+    "chosen_messages with a prompt": ({"prompt": "Hi", "chosen_messages": [YO], "rejected_messages": [NO]}, HI),
+    "chosen_response": ({"prompt": "Hi", "chosen_response": "Yo", "rejected_response": "No", "margin": 1}, HI),
+    "llamafactory alpaca": ({"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"}, HI),
+    "llamafactory alpaca with input": (
+        {"instruction": "Hi", "input": "you", "chosen": "Yo", "rejected": "No"},
+        "<s>user\nHi\n\nyou</s>\n<s>assistant\n",
+    ),
+    "llamafactory alpaca with system and history": (
+        {"instruction": "Hi", "chosen": "Yo", "rejected": "No", "system": "Be brief.", "history": [["A", "B"]]},
+        SYSTEM + "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
+    ),
+    "llamafactory sharegpt": ({"conversations": [SHAREGPT[0]], "chosen": FROM, "rejected": FROM_NO}, HI),
+    "llamafactory openai": ({"messages": [USER], "chosen": YO, "rejected": NO}, HI),
+    "axolotl chat_template.default": ({"messages": LONG, "chosen": YO, "rejected": NO}, SYSTEM + HI),
+    "axolotl chatml.intel": ({"system": "Be brief.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, SYSTEM + HI),
+    "axolotl chatml.icr": ({"input": "Hi", "chosen": "Yo", "rejected": "No"}, HI),
+    "turns before that both share": (
+        {"prompt": [USER], "chosen": [NO, USER, YO], "rejected": [NO, USER, NO]},
+        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
+    ),
+}  # fmt: skip
+
+
+def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDataset, TokenizedRows]:
+    columns = options.pop("columns", {})
+    settings = DataSettings((DatasetSpec(str(path), columns=columns),), 1000, **options)
+    return build_pairs(settings, tokenizer, lambda text: None)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_in_every_common_shape(tmp_path: Path, name: str) -> None:
+    """Both answers behind the same prompt, and the answers alone are trained."""
+    row, prompt = PAIRS[name]
+    tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
+    chosen, rejected = pairs_of(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
+    assert trained_text(tokenizer, chosen) == (prompt + "Yo</s>\n", "Yo</s>")
+    assert trained_text(tokenizer, replace(chosen, rows=rejected)) == (prompt + "No</s>\n", "No</s>")
+    assert not any(text.startswith("rejected: ") for text in chosen.notices)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"chosen": "Yo", "rejected": "No"}, "the pair has no prompt"),
+        ({"prompt": "Hi", "chosen": "Yo", "rejected": ""}, "`rejected` is empty"),
+        ({"prompt": "Hi", "chosen": None, "rejected": "No"}, "`chosen` is not text"),
+        ({"prompt": "Hi", "chosen": "Yo"}, "`rejected` is missing"),
+        ({"chosen": CHAT, "rejected": [{**USER, "content": "Other"}, NO]}, "is no answer to the prompt"),
+        ({"prompt": "Other", "chosen": CHAT, "rejected": [USER, NO]}, "does not follow on the prompt"),
+        ({"messages": CHAT, "chosen": YO, "rejected": NO}, "does not follow on the prompt"),
+        ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "images": ["a.jpg"]}, MEDIA),
+        ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "context": "There."}, "part of the prompt"),
+        ({"prompt": [USER], "chosen": [{**YO, "weight": 0.5}], "rejected": [NO]}, "how much this turn counts"),
+    ],
+)
+def test_pairs_that_are_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+    """A bad answer on either side is named before anything is trained."""
+    rows = [{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, row]
+    if "messages" in row:
+        rows.reverse()
+    with pytest.raises(RefusedError) as caught:
+        pairs_of(write_rows(tmp_path / "x.jsonl", rows), byte_tokenizer())
+    assert caught.value.exit_code == 2 and what in caught.value.problems[1].what
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Hi", "completion": "No", "label": False}, {"messages": CHAT}])
+def test_rows_that_are_no_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
+    """KTO rows and plain answers with objective dpo."""
+    with pytest.raises(RefusedError, match=r"KTO|cannot find preference pairs"):
+        pairs_of(write_rows(tmp_path / "x.jsonl", [row]), byte_tokenizer())
+
+
+def test_pairs_without_a_template_are_prompt_and_answer_as_they_stand(tmp_path: Path) -> None:
+    """As before; lists of messages need a template."""
+    tokenizer = byte_tokenizer(template=None)
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Q: ", "chosen": "Yo", "rejected": "No"}])
+    chosen, _ = pairs_of(path, tokenizer)
+    assert trained_text(tokenizer, chosen) == ("Q: Yo</s>", "Yo</s>")
+    with pytest.raises(RefusedError, match="rows cannot be used"):
+        pairs_of(write_rows(tmp_path / "y.jsonl", [{"chosen": CHAT, "rejected": [USER, NO]}]), tokenizer)
+
+
+def test_the_report_counts_pairs(tmp_path: Path) -> None:
+    """A row is one pair, lost if either answer is; tokens are those of both answers."""
+    rows = [
+        {"prompt": "Hi", "chosen": "Yo", "rejected": "No", "id": 1},
+        {"prompt": "Hi", "chosen": "", "rejected": "No"},
+        {"prompt": "Hi", "chosen": "Yo", "rejected": "N" * 90},
+    ]
+    settings = {"on_bad_row": "skip", "long_rows": "drop"}
+    chosen, rejected = pairs_of(write_rows(tmp_path / "x.jsonl", rows), byte_tokenizer(), **settings)
+    assert (len(chosen.rows), len(rejected), chosen.report.rows_kept) == (2, 2, 2)
+    assert chosen.report.filter_counts() == "3 rows read, 1 bad, 0 too long, 0 without a trained token, 2 kept"
+    assert chosen.report.trained_tokens == 3 + 3 + 3 + 91 and chosen.report.sources[0].unused_columns == {"id": 1}
+    assert chosen.report.total_tokens == int(chosen.rows.lengths.sum() + rejected.lengths.sum())
+
+
+def test_both_readings_of_a_file_have_shards_of_their_own(tmp_path: Path) -> None:
+    """The same file as single answers, as chosen and as rejected answers: three entries of the cache."""
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Hi", "completion": "Yo"}])
+    pairs = write_rows(tmp_path / "y.jsonl", [{"prompt": "Hi", "chosen": "Yo", "rejected": "No"}])
+    build(path)
+    for answer, cached in (("chosen", 0), ("rejected", 0), ("chosen", 1), ("rejected", 1)):
+        settings = DataSettings((DatasetSpec(str(pairs), answer=answer),), 1000)  # type: ignore[arg-type]
+        assert build_dataset(settings, byte_tokenizer()).num_cached == cached

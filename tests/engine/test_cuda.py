@@ -1,0 +1,258 @@
+"""The CUDA backend against plain PyTorch and against itself. Needs a GPU; skipped, visibly, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.base import Event, Pair
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.model.sink_attention import sink_attention
+from roundpipe_cli.planning.resident import resident_partition
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.durations import equal_costs
+from tests.support.e2e import fresh, make_model, make_workspace, metrics
+from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.num_devices() == 0, reason="no CUDA device here: run scripts/gpu_check where there is one"),
+]
+
+
+@contextmanager
+def page_locked(rig: Rig) -> Iterator[None]:
+    """Weights and gradients page-locked, as in a run: from ordinary memory every copy would be synchronous."""
+    buffers = rig.store.transferred
+    try:
+        for buffer in buffers:
+            assert cuda.register_host_buffer(buffer, 0), "this machine does not let us page-lock memory"
+        yield
+    finally:
+        for buffer in buffers:
+            cuda.unregister_host_buffer(buffer)
+
+
+def run(
+    rig: Rig,
+    devices: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
+    make: Callable[[int], cuda.CudaBackend] = cuda.CudaBackend,
+) -> StepResult:
+    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, [make(index) for index in devices]) as engine:
+        schedule = schedule_for(rig, len(devices), len(sizes))
+        return engine.run_step(random_microbatches(sizes), schedule, step=0)
+
+
+def gradients(rig: Rig) -> dict[str, torch.Tensor]:
+    return {name: rig.store.gradient(name).clone() for name in sorted(rig.store.trainable_names)}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "gpt_oss"])
+def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
+    """Loss and gradient norm of a float32 step, GPU against the plain loop on the processor."""
+    rig = make_rig(model_type, method)
+    sizes = [(2, 12), (2, 12), (1, 7)]
+    result = run(rig, [0], sizes)
+    loss = plain_step(rig, random_microbatches(sizes))
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    expected = {name: p.grad for name, p in rig.plain.named_parameters() if p.grad is not None}
+    found = gradients(rig)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, name
+    norm = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
+    assert result.gradient_norm == pytest.approx(float(norm), rel=1e-3)
+
+
+def late_in(late: str) -> type[cuda.CudaBackend]:
+    """A backend of which one stream is slow."""
+
+    class Late(cuda.CudaBackend):
+        def copy_up(self, pairs: Sequence[Pair]) -> Event:
+            if late == "up":
+                with torch.cuda.stream(self._up):
+                    torch.cuda._sleep(2_000_000)  # cycles: a millisecond
+            return super().copy_up(pairs)
+
+        def copy_down(self, pairs: Sequence[Pair]) -> Event:
+            if late == "down":
+                with torch.cuda.stream(self._down):
+                    torch.cuda._sleep(2_000_000)
+            return super().copy_down(pairs)
+
+        def compute(self) -> AbstractContextManager[None]:
+            if late == "compute":
+                torch.cuda._sleep(2_000_000)
+            return nullcontext()
+
+    return Late
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("devices", [[0], [0, 0]])
+@pytest.mark.parametrize("late", ["up", "down", "compute"])
+def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[int], method: str) -> None:
+    """What reads before it may, and what is written over before it was read, shows where its stream is made slow."""
+    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
+    rigs = [make_rig("llama", method) for _ in range(2)]
+    usual, slow = run(rigs[0], devices, sizes), run(rigs[1], devices, sizes, late_in(late))
+    assert slow.loss == pytest.approx(usual.loss, rel=1e-6)
+    expected, found = map(gradients, rigs)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("late", ["none", "up", "down", "compute"])
+@pytest.mark.parametrize("kept", [1, 4])
+def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
+    """All weights on the device, gradients of each microbatch to the host's sum by the down lane."""
+    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
+    rigs = [make_rig("llama", "lora") for _ in range(2)]
+    usual = run(rigs[0], [0], sizes)
+    rig = rigs[1]
+    least = max(0, rig.num_layers - 1 - kept)
+    found = resident_partition(equal_costs(rig.num_layers), 2, lambda cut: cut.backward_stages[0][0] >= least)
+    assert found is not None
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=found.forward_stages,
+        backward_stages=found.backward_stages,
+        num_workers=2,
+        num_microbatches=len(sizes),
+        options=found.dealing,
+    )
+    backends = [late_in(late)(0) for _ in range(2)]
+    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, weight_cache_bytes=10**9) as engine:
+        for step in range(3):
+            result = engine.run_step(random_microbatches(sizes), schedule, step=step)
+            assert result.loss == pytest.approx(usual.loss, rel=1e-6)
+            expected, own = map(gradients, rigs)
+            for name, gradient in expected.items():
+                assert torch.allclose(own[name], gradient, rtol=1e-4, atol=1e-6), name
+        engine.grant_weight_cache(0)
+        assert engine.run_step(random_microbatches(sizes), schedule, step=3).loss == result.loss
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights(bits: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    rig = make_rig("llama", "lora", bits=bits)
+    sizes = [(2, 12), (1, 7)]
+    assert run(rig, [0], sizes).loss == pytest.approx(plain_step(rig, random_microbatches(sizes)), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_two_workers_on_one_gpu_give_the_loss_of_one(method: str) -> None:
+    """`[cuda:0, cuda:0]` exercises the paths of several devices."""
+    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
+    one = run(make_rig("llama", method), [0], sizes)
+    two = run(make_rig("llama", method), [0, 0], sizes)
+    assert two.loss == pytest.approx(one.loss, rel=1e-6)
+    assert two.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 0]])
+def test_weight_cache_and_kept_activations_change_nothing(devices: list[int]) -> None:
+    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
+    plain = run(make_rig("llama", "lora"), devices, sizes)
+    rig = make_rig("llama", "lora")
+    options = {"weight_cache_bytes": 10**9, "keep_blocks": 2}
+    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], **options) as engine:
+        schedule = schedule_for(rig, len(devices), len(sizes))
+        results = [engine.run_step(random_microbatches(sizes), schedule, step=0) for _ in range(3)]
+    for result in results:
+        assert result.loss == pytest.approx(plain.loss, rel=1e-6)
+        assert result.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-5)
+    assert results[2].upload_bytes < results[0].upload_bytes < plain.upload_bytes
+
+
+def test_many_steps_through_reused_staging_give_one_loss() -> None:
+    """Page-locked boundaries are used again and again, by two workers at once: a copy that is overtaken would show."""
+    rig = make_rig("llama", "lora", num_hidden_layers=8, hidden_size=512, intermediate_size=1024)
+    sizes = [(2, 64)] * 8
+    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(0), cuda.CudaBackend(0)]) as engine:
+        schedule = schedule_for(rig, 2, len(sizes))
+        losses = [engine.run_step(random_microbatches(sizes), schedule, step=0).loss for _ in range(20)]
+    assert losses == pytest.approx([losses[0]] * 20, rel=1e-6)
+
+
+def test_copies_keep_their_order() -> None:
+    """A tensor goes up, is changed behind its event and comes down again, while its host memory is already reused."""
+    backend = cuda.CudaBackend(0)
+    host = backend.host_like(torch.zeros(2**22, device="cuda:0"))
+    assert host.is_pinned()
+    with backend.worker_thread():
+        for value in range(20):
+            host.fill_(float(value))
+            device = backend.device_like(host)
+            arrived = backend.copy_up([(device, host)])
+            backend.wait(arrived)
+            result = device * 2
+            made = backend.record()
+            while backend.happens_in_s(arrived) > 0:
+                pass
+            host.fill_(-1.0)  # it has been read
+            backend._down.wait_event(made)
+            back = backend.host_like(result)
+            backend.copy_down([(back, result)]).synchronize()
+            assert back.unique().tolist() == [2.0 * value]
+    backend.synchronize()
+
+
+def test_uploads_are_counted_and_memory_is_bounded() -> None:
+    """Weights stream through slots: the device never holds the model."""
+    rig = make_rig("llama", "lora", num_hidden_layers=24, hidden_size=512, intermediate_size=2048)
+    cuda.release_workspaces()  # of earlier tests' streams
+    before = torch.cuda.memory_allocated(0)
+    result = run(rig, [0], [(1, 16)] * 4)
+    model_bytes = sum(layout.num_bytes for layout in rig.store.layouts)
+    assert result.upload_bytes > model_bytes
+    assert result.device_peak_bytes[0] - before < model_bytes / 2
+
+
+def test_finetune_with_two_workers_on_one_gpu(tmp_path: Path) -> None:
+    """The command itself: page-locking, profile steps, the planner, the weight cache, saving, the result."""
+    losses = []
+    for device in ("cpu", "cuda:0"):
+        name = device[:3]
+        model = make_model(tmp_path / f"model-{name}")
+        folder = make_workspace(tmp_path / name, model, lora__dropout=0.0, pipeline={"devices": [device, device]})
+        fresh(folder, "finetune", "recipe.yaml", "--offline", "--no-dashboard").expect(0)
+        assert (folder / "out" / "adapter_model.safetensors").is_file()
+        losses.append([row["loss"] for row in metrics(folder / "out")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_generate_answers_on_the_gpu_as_on_the_processor(tmp_path: Path) -> None:
+    """The same tokens in float32; it always answered on the processor."""
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+    fresh(folder, "finetune", "recipe.yaml", "--offline", "--no-dashboard", "pipeline.devices=[cpu]").expect(0)
+    words = ("generate", "out", "Say x1: ", "--max-new-tokens", "12", "--dtype", "float32", "--offline")
+    done = fresh(folder, *words).expect(0)
+    assert "on cuda:0 in float32" in done.err
+    alone = fresh(folder, *words, environment={"CUDA_VISIBLE_DEVICES": ""}).expect(0)
+    assert "on the processor" in alone.err and alone.out == done.out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_sinks_goes_through_a_kernel_that_keeps_no_scores(dtype: torch.dtype) -> None:
+    heads, length, place = 32, 2048, torch.device("cuda:0")
+    query, key, value = (torch.randn(1, n, length, 64, device=place, dtype=dtype) for n in (heads, 8, 8))
+    mask = torch.ones(length, length, dtype=torch.bool, device=place).tril()[None, None]
+    sinks = torch.randn(heads, device=place, dtype=dtype)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value, sinks)]
+    torch.cuda.reset_peak_memory_stats(place)
+    before = torch.cuda.memory_allocated(place)
+    made, _ = sink_attention(torch.nn.Module(), query, key, value, mask, 0.0, 0.125, s_aux=sinks)
+    made.backward(torch.ones_like(made))
+    taken = torch.cuda.max_memory_allocated(place) - before
+    assert taken < heads * length**2 * dtype.itemsize, "scores of all heads"
+    assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)

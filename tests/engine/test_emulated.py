@@ -1,0 +1,186 @@
+"""Schedules carried out by the dispatcher on emulated devices, against the simulator that reads the same program.
+
+Times are small but real: nothing here asserts on how fast the machine is. What the host issued too late is counted by
+the emulation itself, and the bounds below make use of that.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from roundpipe_cli.cli.app import app
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.backends.emulated import StreamClock, finish, happens_in_s
+from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
+from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s
+
+MIB = 1024**2
+NUM_BLOCKS, NUM_MICROBATCHES = 6, 4
+
+
+def costs(*, with_bytes: bool, slots: int = 2) -> CostModel:
+    """Six blocks of a few hundred microseconds; a link of 40 GB/s, so that weights and boundaries take chunks."""
+    layer = LayerCost("block", 4e-4, 9e-4, recompute=True)
+    head = LayerCost("head", 3e-4, 5e-4, recompute=False)
+    if with_bytes:
+        layer = replace(layer, param_bytes=50 * MIB, boundary_bytes=3 * MIB, grad_bytes=5 * MIB, optimizer_s=2e-4)
+        head = replace(head, param_bytes=20 * MIB, grad_bytes=40 * MIB, optimizer_s=3e-4)
+    return CostModel("small", (*[layer] * NUM_BLOCKS, head), hop_s=1e-4, link_bytes_per_s=40e9, slots=slots)
+
+
+def schedule(name: str, num_workers: int, num_steps: int = 1, staleness: int = 0) -> Schedule:
+    if name == "roundpipe":
+        stages = {"forward_stages": [(0, 2), (3, 5)], "backward_stages": [(6, 6), (4, 5), (2, 3), (0, 1)]}
+    else:
+        looped = 2 if name in ("looped_bfs", "interleaved_1f1b") else 1
+        count = num_workers * looped
+        cut = [round(index * (NUM_BLOCKS + 1) / count) for index in range(count + 1)]
+        stages = {"forward_stages": [(first, end - 1) for first, end in zip(cut, cut[1:], strict=False)]}
+    return build_schedule(
+        name,
+        **stages,  # type: ignore[arg-type]
+        num_workers=num_workers,
+        num_microbatches=NUM_MICROBATCHES,
+        num_steps=num_steps,
+        staleness=staleness,
+    )
+
+
+def rows(result: Emulated) -> list[list[str]]:
+    """Per worker what was computed, in order of time."""
+    found: list[list[tuple[float, float, str]]] = [[] for _ in range(result.timeline.num_workers)]
+    for item in result.timeline.intervals:
+        if item.lane == COMPUTE:
+            found[item.worker].append((item.start_s, item.end_s, f"{item.stage}{item.kind.value}{item.microbatch}"))
+    return [[text for _, _, text in sorted(row)] for row in found]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
+    name: str, num_workers: int, staleness: int
+) -> None:
+    """No path through the program is longer than the simulated one by more than all that was issued too late."""
+    chained = schedule(name, num_workers, 2, staleness)
+    model = costs(with_bytes=False)
+    result = run_emulated(chained, model, staleness=staleness)
+    simulated = simulate(chained, model, staleness=staleness)
+    assert rows(result) == [[str(action) for action in row] for row in chained.actions]
+    assert makespan_s(simulated) * (1 - 1e-9) <= result.makespan_s <= makespan_s(simulated) + sum(result.late_s) + 1e-9
+    assert all(0 <= part <= whole for part, whole in zip(result.compute_late_s, result.late_s, strict=True))
+    assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_byte_and_every_update_goes_over_its_lane(name: str, staleness: int, slots: int) -> None:
+    chained = schedule(name, 3, 2, staleness)
+    model = costs(with_bytes=True, slots=slots)
+    result = run_emulated(chained, model, staleness=staleness)
+    program = lower(chained, model, staleness=staleness)
+    for lane in (UP, DOWN, HOST):
+        wanted = sum(op.num_bytes for op in program.ops if op.lane == lane)
+        moved_s = sum(i.end_s - i.start_s for i in result.timeline.intervals if i.lane == lane)
+        if lane == HOST:
+            assert moved_s == pytest.approx(2 * (NUM_BLOCKS * 2e-4 + 3e-4))
+        else:
+            assert moved_s == pytest.approx(wanted / model.link_bytes_per_s)
+    moved = {key: entry.num_bytes for key, entry in result.transfers.classes.items()}
+    assert moved[UP, WEIGHTS] == sum(op.num_bytes for op in program.ops if op.payload == WEIGHTS)
+    assert moved[DOWN, WEIGHT_GRADIENT] > 0
+    check_order(result, chained)
+
+
+def check_order(result: Emulated, chained: Schedule) -> None:
+    """One thing at a time on every stream, and each worker in its schedule's order."""
+    assert rows(result) == [[str(action) for action in row] for row in chained.actions]
+    for lane in (COMPUTE, UP, DOWN, HOST):
+        for worker in range(-1, chained.num_workers):
+            spans = sorted(
+                (i.start_s, i.end_s) for i in result.timeline.intervals if (i.lane, i.worker) == (lane, worker)
+            )
+            assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in zip(spans, spans[1:], strict=False))
+
+
+def test_workers_of_different_speed() -> None:
+    model = replace(costs(with_bytes=False), worker_speed=(1.0, 0.5))
+    chained = build_schedule(
+        "roundpipe", forward_stages=[(0, 5)], backward_stages=[(6, 6), (0, 5)], num_workers=2, num_microbatches=2,
+        costs=model,
+    )  # fmt: skip
+    result, simulated = run_emulated(chained, model), simulate(chained, model)
+    assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
+
+
+def test_a_clock() -> None:
+    """An operation starts at the latest of: now, the end of the one before, its events; late is what the host lost."""
+    clock = StreamClock()
+    clock.start_step(1e9)  # far ahead of the wall
+    assert clock.issue(2.0) == (1e9, 1e9 + 2)
+    assert clock.issue(1.0, [1e9 + 5, None]) == (1e9 + 5, 1e9 + 6)
+    assert clock.issue(4.0, [], 3.0, [1e9 + 10]) == (1e9 + 7, 1e9 + 11), "the lead runs right before what it waits for"
+    assert clock.late_s == 0
+    clock.start_step(0.0)
+    start_s, _ = clock.issue(0.0, [3.0])
+    assert clock.late_s == pytest.approx(start_s - 3.0)
+    assert happens_in_s(None) == happens_in_s(start_s) == 0.0
+    finish(start_s + 0.002)
+    assert happens_in_s(start_s + 0.002) == 0.0
+
+
+def test_no_thread_is_left() -> None:
+    before = set(threading.enumerate())
+    run_emulated(schedule("roundpipe", 3), costs(with_bytes=True))
+    assert set(threading.enumerate()) == before
+
+
+def test_emulation_needs_no_torch() -> None:
+    code = "import sys, roundpipe_cli.cli.bench_emulated; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def costs_file(folder: Path) -> str:
+    layer = {"forward_s": 4e-4, "backward_s": 9e-4, "param_bytes": 2**20, "boundary_bytes": 2**19}
+    layers = [{"name": f"block.{index}", **layer} for index in range(NUM_BLOCKS)]
+    layers.append({"name": "head", "forward_s": 3e-4, "backward_s": 5e-4, "recompute": False})
+    path = folder / "costs.json"
+    path.write_text(json.dumps({"name": "small", "hop_s": 1e-4, "layers": layers}))
+    return str(path)
+
+
+@pytest.mark.parametrize("accounting", ["default", "published"])
+def test_bench_runs_a_costs_file(tmp_path: Path, accounting: str) -> None:
+    arguments = ["bench", "--costs", costs_file(tmp_path), "--workers", "3", "--microbatches", "4", "--run", "--json"]
+    arguments += ["--steps", "2", "--staleness", "1", "--accounting", accounting]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [entry["schedule"] for entry in document["results"]] == list(SCHEDULES)
+    for entry in document["results"]:
+        assert entry["measured_makespan_s"] > 0 and entry["late_s"] >= 0
+        assert isinstance(entry["measured_step_s"], float)  # a difference of two runs, which a busy machine may bend
+        assert 0 <= entry["measured_bubble_ratio"] < 1
+        if accounting == "published":
+            assert entry["measured_makespan_s"] >= entry["makespan_s"] * (1 - 1e-9)
+
+
+def test_bench_prints_what_it_measured(tmp_path: Path) -> None:
+    arguments = ["bench", "--costs", costs_file(tmp_path), "--workers", "2", "--microbatches", "3", "--run"]
+    arguments += ["--schedule", "roundpipe", "--repetitions", "2", "--head-workers", "2", "--steps", "2"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "2 emulated workers" in result.stdout and "per chained step" in result.stdout

@@ -1,0 +1,140 @@
+"""Where, when and in which order a step is computed does not change a bit of it: DESIGN.md section 5.
+
+Every case is compared with one worker that does everything in one forward and one backward stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, build_schedule
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.update_rules import AdamW
+from tests.support.tiny import Rig, make_rig, random_microbatches
+
+SIZES = [(2, 12), (2, 12), (1, 7), (2, 9), (1, 5)]
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama-lora-dropout": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1}),
+    "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
+    "qwen3_moe-lora": ("qwen3_moe", "lora", {}),
+    "qwen3_moe-full": ("qwen3_moe", "full", {}),
+    "gemma3_text-full-tied": ("gemma3_text", "full", {}),
+    "llama-full-bfloat16": ("llama", "full", {"dtype": torch.bfloat16}),
+}
+"""All of three blocks: layers 0 (embed), 1-3, 4 (head)."""
+PARTITIONS = {
+    "whole": ([(0, 3)], [(4, 4), (0, 3)]),
+    "all-fused": ([(0, -1)], [(0, 4)]),
+    "single": ([(0, 0), (1, 1), (2, 2), (3, 3)], [(4, 4), (3, 3), (2, 2), (1, 1), (0, 0)]),
+    "uneven": ([(0, 0), (1, 2)], [(3, 4), (0, 2)]),
+    "late-cut": ([(0, 1)], [(2, 4), (1, 1), (0, 0)]),
+    "with-empty": ([(0, 1), (2, 1), (2, 3)], [(4, 4), (2, 3), (2, 1), (0, 1)]),
+}
+BOUND_STAGES = {
+    1: [[(0, 4)], [(0, 1), (2, 4)]],
+    2: [[(0, 1), (2, 4)], [(0, 0), (1, 1), (2, 3), (4, 4)]],
+    3: [[(0, 1), (2, 3), (4, 4)], [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 4)]],
+}
+"""By number of workers: for one stage per worker, and for two."""
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Everything that must not change."""
+
+    loss_hex: str
+    norm_hex: str
+    gradients: tuple[bytes, ...]
+
+
+def run_step(rig: Rig, schedule: Schedule, *, copy: bool, recompute: str, step: int = 0) -> Bits:
+    with rig.engine(schedule.num_workers, copy=copy, recompute=recompute, seed=3, head_chunk_tokens=8) as engine:
+        result = engine.run_step(random_microbatches(SIZES, seed=step), schedule, step=step)
+    flat = tuple(gradient.numpy().tobytes() for gradient in rig.store.gradients)
+    return Bits(result.loss.hex(), result.gradient_norm.hex(), flat)
+
+
+def roundpipe(partition: str, num_workers: int, per_round: int | None = None) -> Schedule:
+    forward, backward = PARTITIONS[partition]
+    return build_schedule(
+        "roundpipe",
+        forward_stages=forward,
+        backward_stages=backward,
+        num_workers=num_workers,
+        num_microbatches=len(SIZES),
+        microbatches_per_round=per_round,
+    )
+
+
+def bound(name: str, num_workers: int) -> Schedule:
+    stages = BOUND_STAGES[num_workers][name in ("looped_bfs", "interleaved_1f1b")]
+    return build_schedule(name, forward_stages=stages, num_workers=num_workers, num_microbatches=len(SIZES))
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def case(request: pytest.FixtureRequest) -> tuple[Rig, Bits]:
+    """A model and the bits of its reference step."""
+    model_type, method, options = MODELS[request.param]
+    rig = make_rig(model_type, method, **options)
+    return rig, run_step(rig, roundpipe("whole", 1), copy=False, recompute="stage")
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["alias", "copy"])
+@pytest.mark.parametrize("partition", sorted(PARTITIONS))
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_workers_partitions_and_copies(case: tuple[Rig, Bits], num_workers: int, partition: str, copy: bool) -> None:
+    rig, expected = case
+    recompute = "layer" if (num_workers + copy) % 2 else "stage"
+    assert run_step(rig, roundpipe(partition, num_workers), copy=copy, recompute=recompute) == expected
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("per_round", [1, 2, 4, 5])
+def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute: str) -> None:
+    rig, expected = case
+    schedule = roundpipe("uneven", 2, per_round)
+    assert run_step(rig, schedule, copy=per_round % 2 == 0, recompute=recompute) == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("name", BOUND_SCHEDULES)
+def test_bound_schedules(case: tuple[Rig, Bits], name: str, num_workers: int) -> None:
+    rig, expected = case
+    schedule = bound(name, num_workers)
+    assert run_step(rig, schedule, copy=True, recompute="stage") == expected
+    assert run_step(rig, schedule, copy=False, recompute="layer") == expected
+
+
+def test_other_seeds_and_steps_do_change_the_bits(case: tuple[Rig, Bits]) -> None:
+    """The comparison can fail: another step has other data (and other dropout masks)."""
+    rig, expected = case
+    other = run_step(rig, roundpipe("whole", 1), copy=False, recompute="stage", step=1)
+    assert other.loss_hex != expected.loss_hex and other.gradients != expected.gradients
+
+
+@pytest.mark.parametrize("name", ["llama-lora-dropout", "gpt2-full-dropout", "llama-full-bfloat16"])
+def test_masters_after_three_updates(name: str) -> None:
+    schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("looped_bfs", 2), bound("1f1b", 3)]
+    assert {schedule.name for schedule in schedules} <= set(SCHEDULES)
+    results = [_train(name, schedule, copy=index % 2 == 1) for index, schedule in enumerate(schedules)]
+    assert all(result == results[0] for result in results)
+    assert results[0][1] != _train(name, schedules[0], copy=False, num_steps=2)[1]
+
+
+def _train(name: str, schedule: Schedule, *, copy: bool, num_steps: int = 3) -> tuple[list[str], list[bytes]]:
+    """Losses, then masters and weights, of a few steps with updates."""
+    model_type, method, options = MODELS[name]
+    rig = make_rig(model_type, method, **options)
+    optimizer = HostOptimizer(rig.store, AdamW(weight_decay=0.01))
+    losses = []
+    with rig.engine(schedule.num_workers, copy=copy, seed=3) as engine:
+        for step in range(num_steps):
+            result = engine.run_step(random_microbatches(SIZES, seed=step), schedule, step=step)
+            optimizer.step(1e-3, 0.05 / (result.gradient_norm + 1e-6))
+            losses.append(result.loss.hex())
+    return losses, [tensor.numpy().tobytes() for tensor in (*rig.store.masters, *rig.store.buffers)]

@@ -1,0 +1,195 @@
+"""What happens when a worker fails or gets stuck: one error in the caller that names the place, and no thread left."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from roundpipe_cli import faults
+from roundpipe_cli.engine.dispatch import pool
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.errors import InternalError, ResourceError
+from roundpipe_cli.faults import ENVIRONMENT_VARIABLE, FaultError, FaultExit
+from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+
+NUM_STEPS = 3
+MICROBATCHES = random_microbatches([(2, 8), (1, 6), (2, 5)])
+PLACE = re.compile(
+    r"^worker (?P<worker>\d) \(cpu\), (weights for )?(forward|recompute|backward) of stage (?P<stage>\d+) "
+    r"\(layers (?P<first>\d+)-(?P<last>\d+)\), microbatch (?P<microbatch>\d+), step (?P<step>\d+), "
+    r"layer (?P<layer>embed|block\.\d+|head)$"
+)
+Ask = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return make_rig("llama", "lora")
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    """Ask for a fault, as the environment variable has it."""
+
+    def set_fault(text: str) -> None:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
+        faults.load_faults()
+
+    yield set_fault
+    monkeypatch.undo()
+    faults.load_faults()
+
+
+def run_steps(rig: Rig, engine: Engine) -> list[StepResult]:
+    schedule = schedule_for(rig, engine.num_workers, len(MICROBATCHES))
+    return [engine.run_step(MICROBATCHES, schedule, step=step) for step in range(NUM_STEPS)]
+
+
+def new_threads(before: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+def place_of(error: InternalError | ResourceError) -> re.Match[str]:
+    """The place that an error names, checked against itself."""
+    where = error.problems[0].where
+    assert where is not None
+    match = PLACE.match(where)
+    assert match is not None, where
+    layers = ("embed", "block.0", "block.1", "block.2", "head")
+    assert int(match["first"]) <= layers.index(match["layer"]) <= int(match["last"]), where
+    assert 0 <= int(match["microbatch"]) < len(MICROBATCHES)
+    return match
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("step", range(NUM_STEPS))
+@pytest.mark.parametrize("point", ["compute", "upload", "prefetch", "download"])
+def test_a_fault_is_raised_once_with_its_place(rig: Rig, ask: Ask, point: str, step: int, num_workers: int) -> None:
+    worker = num_workers - 1
+    ask(f"{point}:raise:step={step}:worker={worker}:nth=2")
+    before = set(threading.enumerate())
+    with pytest.raises(InternalError) as caught, rig.engine(num_workers, copy=True) as engine:
+        run_steps(rig, engine)
+    place = place_of(caught.value)
+    assert (int(place["worker"]), int(place["step"])) == (worker, step)
+    assert isinstance(caught.value.__cause__, FaultError) and caught.value.__cause__.__traceback__ is not None
+    assert f"FaultError: fault asked for by '{point}:raise" in str(caught.value)
+    assert caught.value.exit_code == 1 and len(caught.value.problems) == 1
+    assert new_threads(before) == []
+
+
+@pytest.mark.parametrize("nth", [1, 4, 9, 13])
+def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask, nth: int) -> None:
+    """With one worker and one visit per stage, the nth upload belongs to the nth distinct stage in its order."""
+    schedule = schedule_for(rig, 1, 1)
+    order = list(dict.fromkeys((action.kind.value in "RB", action.stage) for action in schedule.actions[0]))
+    assert schedule.backward_stages[order.pop()[1]] == (0, 0), "the embedding is never uploaded"
+    wanted = order[min(nth, len(order)) - 1]
+    ask(f"prefetch:raise:nth={min(nth, len(order))}")
+    with pytest.raises(InternalError) as caught, rig.engine(1, copy=True) as engine:
+        engine.run_step(MICROBATCHES[:1], schedule, step=0)
+    place = place_of(caught.value)
+    assert ("forward" not in place[0], int(place["stage"])) == wanted
+
+
+def test_a_fault_with_aliasing_workers(rig: Rig, ask: Ask) -> None:
+    ask("compute:raise:step=1:worker=1:nth=3")
+    before = set(threading.enumerate())
+    with pytest.raises(InternalError) as caught, rig.engine(2) as engine:
+        run_steps(rig, engine)
+    assert place_of(caught.value)["step"] == "1"
+    assert new_threads(before) == []
+
+
+def test_all_workers_fail_at_once_and_one_error_comes(rig: Rig, ask: Ask) -> None:
+    ask("compute:raise:step=1")
+    before = set(threading.enumerate())
+    with pytest.raises(InternalError), rig.engine(3, copy=True) as engine:
+        run_steps(rig, engine)
+    assert new_threads(before) == []
+
+
+@pytest.mark.parametrize("point", ["compute", "upload", "download"])
+def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask, point: str) -> None:
+    ask(f"{point}:raise=MemoryError:step=1:nth=2")
+    with pytest.raises(ResourceError) as caught, rig.engine(2, copy=True) as engine:
+        run_steps(rig, engine)
+    assert caught.value.exit_code == 5
+    assert place_of(caught.value)["step"] == "1"
+    assert "micro_batch_size" in str(caught.value)
+
+
+def test_an_exit_inside_a_worker_does_not_get_lost(rig: Rig, ask: Ask) -> None:
+    ask("compute:raise=FaultExit:nth=3")
+    with pytest.raises(InternalError) as caught, rig.engine(2, copy=True) as engine:
+        run_steps(rig, engine)
+    assert isinstance(caught.value.__cause__, FaultExit)
+
+
+def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
+    """Nothing of a failed step stays behind: slots, boundaries, graphs and sums start afresh."""
+    with rig.engine(2, copy=True) as engine:
+        expected = [result.loss.hex() for result in run_steps(rig, engine)]
+        gradients = [gradient.clone() for gradient in rig.store.gradients]
+    for fault in ("compute:raise:nth=9", "upload:raise:nth=3", "download:raise:nth=2"):
+        with rig.engine(2, copy=True) as engine:
+            ask(fault)
+            with pytest.raises(InternalError):
+                run_steps(rig, engine)
+            ask("")
+            assert [result.loss.hex() for result in run_steps(rig, engine)] == expected, fault
+            assert all((a == b).all() for a, b in zip(gradients, rig.store.gradients, strict=True)), fault
+
+
+@pytest.mark.parametrize("point", ["compute", "upload"])
+def test_a_stuck_worker_ends_the_step(
+    rig: Rig, ask: Ask, point: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
+    ask(f"{point}:hang:step=1:worker=0:nth=2")
+    before = set(threading.enumerate())
+    with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
+        run_steps(rig, engine)
+    assert "no progress" in str(caught.value) and "step 1" in str(caught.value)
+    assert "faults.py" in capfd.readouterr().err, "the stacks of all threads are shown"
+    time.sleep(0.1)
+    assert new_threads(before) == [f"{'worker' if point == 'compute' else 'up'}-0"]
+
+
+def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the stuck one would never end, and the failure says more than the watchdog."""
+    monkeypatch.setattr(pool, "JOIN_TIMEOUT_S", 0.2)
+    ask("compute:hang:worker=1:nth=1,compute:raise:worker=0:nth=2")
+    with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
+        run_steps(rig, engine)
+    assert isinstance(caught.value.__cause__, FaultError)
+    assert place_of(caught.value)["worker"] == "0"
+
+
+def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:
+    """A step far longer than the watchdog's time goes on as long as something moves."""
+    ask("compute:slow=0.15")
+    with rig.engine(2, copy=True, watchdog_s=1.5) as engine:
+        started_s = time.monotonic()
+        result = engine.run_step(MICROBATCHES, schedule_for(rig, 2, len(MICROBATCHES)), step=0)
+        assert time.monotonic() - started_s > 1.5
+    assert result.loss > 0
+
+
+def test_an_interrupt_in_the_caller_ends_the_workers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller waits: workers leave at once, and the engine cannot be used any more."""
+    before = set(threading.enumerate())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), rig.engine(2, copy=True) as engine:
+        monkeypatch.setattr(engine._pool, "_collect", interrupted)
+        run_steps(rig, engine)
+    assert new_threads(before) == []
+    assert not engine._open and engine._pool.is_stuck

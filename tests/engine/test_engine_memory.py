@@ -1,0 +1,197 @@
+"""Live bytes of a worker against DESIGN.md's bound, and uploaded bytes against the stages that were visited.
+
+Copying CPU workers count every storage that their computations make until it is freed. The bound, per worker:
+
+    slots x (weights + float32 gradient sums of the largest stage)
+  + activations of one microbatch of one stage (recompute "stage") or of one layer (recompute "layer")
+  + head chunk: chunk_tokens x vocabulary x 4 bytes x 3 (logits, probabilities, their gradient)
+  + two boundary tensors per direction
+  + what the blocks are called with (position embeddings, masks), of one round: made once per microbatch and device,
+    as section 4 says, and dropped after the worker's last use
+  + workspace of one layer's backward, as in costs/memory.py: tokens x 4 bytes x (3 x intermediate + 2 x hidden),
+    and the gradient of one parameter of a block, which is added to the sums before the next one is made
+
+Activations are counted independently: what autograd saves in the plain module, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from roundpipe_cli.engine.step import Microbatch, StepResult
+from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.builders import build_schedule
+from tests.support.tiny import Rig, make_rig, random_microbatches
+
+HIDDEN, INTERMEDIATE, NUM_BLOCKS, VOCABULARY = 128, 512, 24, 1024
+ROWS, TOKENS = 2, 8
+CHUNK_TOKENS = 4
+NUM_SLOTS, NUM_WORKERS, NUM_MICROBATCHES = 2, 2, 4
+HEAD = NUM_BLOCKS + 1
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    """24 blocks; the weights of one take about a megabyte, the activations a few hundred kilobytes."""
+    return make_rig(
+        "llama",
+        request.param,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=NUM_BLOCKS,
+        vocab_size=VOCABULARY,
+    )
+
+
+def cut(blocks_per_stage: int, num_microbatches: int = NUM_MICROBATCHES) -> Schedule:
+    """Stages of equal size forward and backward; the embedding with the first and last, the head alone."""
+    starts = range(1, HEAD, blocks_per_stage)
+    stages = [(start, min(start + blocks_per_stage, HEAD) - 1) for start in starts]
+    return build_schedule(
+        "roundpipe",
+        forward_stages=[(0, stages[0][1]), *stages[1:]],
+        backward_stages=[(HEAD, HEAD), *reversed(stages[1:]), (0, stages[0][1])],
+        num_workers=NUM_WORKERS,
+        num_microbatches=num_microbatches,
+    )
+
+
+def run(rig: Rig, schedule: Schedule, recompute: str = "stage", count_bytes: bool = True) -> StepResult:
+    microbatches = random_microbatches([(ROWS, TOKENS)] * schedule.num_microbatches, vocab=VOCABULARY)
+    options = {"recompute": recompute, "head_chunk_tokens": CHUNK_TOKENS, "num_slots": NUM_SLOTS}
+    with rig.engine(schedule.num_workers, copy=True, count_bytes=count_bytes, **options) as engine:
+        return engine.run_step(microbatches, schedule, step=0)
+
+
+def saved_bytes_per_block(rig: Rig, microbatch: Microbatch) -> list[int]:
+    """What autograd saves in each block of the plain module for one microbatch, parameters left out."""
+    blocks = list(rig.plain.get_submodule(rig.split.blocks_path).children())
+    weights = {parameter.untyped_storage()._cdata for parameter in rig.plain.parameters()}
+    saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in blocks]
+    current = -1
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if current >= 0 and storage._cdata not in weights:
+            saved[current][storage._cdata] = storage
+        return tensor
+
+    def enter(index: int) -> None:
+        nonlocal current
+        current = index
+
+    handles = [b.register_forward_pre_hook(lambda *_, i=i: enter(i)) for i, b in enumerate(blocks)]
+    handles.append(blocks[-1].register_forward_hook(lambda *_: enter(-1)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        rig.plain(input_ids=microbatch.input_ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return [sum(storage.nbytes() for storage in storages.values()) for storages in saved]
+
+
+def argument_bytes(rig: Rig, microbatch: Microbatch) -> int:
+    """Bytes of the distinct tensors, hidden states aside, that the plain model calls its blocks with."""
+    found: dict[int, int] = {}
+
+    def note(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        for value in torch.utils._pytree.tree_leaves([args[1:], kwargs]):
+            if isinstance(value, torch.Tensor):
+                found[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+
+    block = next(rig.plain.get_submodule(rig.split.blocks_path).children())
+    handle = block.register_forward_pre_hook(note, with_kwargs=True)
+    rig.plain(input_ids=microbatch.input_ids, use_cache=False)
+    handle.remove()
+    return sum(found.values())
+
+
+def slot_bytes(rig: Rig, stages: Sequence[tuple[int, int]]) -> int:
+    """Weights and gradient sums of the largest stage; the embedding stays on the host."""
+    layouts = rig.store.layouts
+    weights = max(sum(layouts[i].num_bytes for i in range(max(a, 1), b + 1)) for a, b in stages)
+    sums = max(sum(4 * layouts[i].num_trainable_elements for i in range(max(a, 1), b + 1)) for a, b in stages)
+    padding = 512 * (max(b - a for a, b in stages) + 1)  # a slot keeps its layers at borders of 256 bytes
+    return weights + sums + padding
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("blocks_per_stage", [1, 3])
+def test_live_bytes_stay_within_the_bound(rig: Rig, blocks_per_stage: int, recompute: str) -> None:
+    schedule = cut(blocks_per_stage)
+    microbatch = random_microbatches([(ROWS, TOKENS)], vocab=VOCABULARY)[0]
+    block_bytes = max(saved_bytes_per_block(rig, microbatch))
+    activations = block_bytes * (blocks_per_stage if recompute == "stage" else 1)
+    boundary = ROWS * TOKENS * HIDDEN * 4
+    slots = NUM_SLOTS * slot_bytes(rig, [*schedule.forward_stages, *schedule.backward_stages])
+    bound = (
+        slots
+        + activations
+        + CHUNK_TOKENS * VOCABULARY * 4 * 3
+        + 4 * boundary
+        + schedule.microbatches_per_round * argument_bytes(rig, microbatch)
+        + ROWS * TOKENS * 4 * (3 * INTERMEDIATE + 2 * HIDDEN)
+        + max(4 * place.num_elements for layout in rig.store.layouts[1:HEAD] for place in layout.trainable)
+    )
+    model = sum(layout.num_bytes + 4 * layout.num_trainable_elements for layout in rig.store.layouts)
+
+    peaks = run(rig, schedule, recompute).device_peak_bytes
+
+    assert max(peaks) <= bound
+    assert min(peaks) >= slots - NUM_SLOTS * 512 * (blocks_per_stage + 1) + activations, "something is not counted"
+    if blocks_per_stage == 1:
+        assert model >= 6 * bound
+
+
+def test_peak_does_not_grow_with_rounds(rig: Rig) -> None:
+    """A second round would add two microbatches' tensors; when one of them is freed depends on the threads' turns."""
+    one_round, two_rounds = (run(rig, cut(4, count)).device_peak_bytes for count in (2, 4))
+    boundary = ROWS * TOKENS * HIDDEN * 4
+    assert max(two_rounds) <= max(one_round) + boundary
+
+
+def visited_bytes(rig: Rig, schedule: Schedule) -> int:
+    """Bytes of the stages that a step visits, counted from the schedule alone.
+
+    A worker keeps the stages that it used last, as many as it has slots; any other is uploaded, and with it, once its
+    backwards begin, the gradient sums that an earlier visit left.
+    """
+    total = 0
+    for row in schedule.actions:
+        resident: dict[tuple[int, int], bool] = {}  # layer range -> whether its sums are there; least recent first
+        for action in row:
+            stages = schedule.forward_stages if action.kind is Kind.FORWARD else schedule.backward_stages
+            layers = stages[action.stage]
+            if layers[1] < layers[0]:
+                continue
+            layouts = rig.store.layouts[max(layers[0], 1) : layers[1] + 1]
+            if layers not in resident:
+                total += sum(layout.num_bytes for layout in layouts)
+                if len(resident) == NUM_SLOTS:
+                    resident.pop(next(iter(resident)))
+            has_sums = resident.pop(layers, False)
+            if action.kind is Kind.BACKWARD and not has_sums:
+                has_sums = True
+                if action.microbatch > 0:
+                    total += sum(4 * layout.num_trainable_elements for layout in layouts)
+            resident[layers] = has_sums
+    return total
+
+
+@pytest.mark.parametrize(("blocks_per_stage", "num_microbatches"), [(3, 2), (3, 6), (1, 3)])
+def test_uploaded_bytes_are_those_of_the_visited_stages(rig: Rig, blocks_per_stage: int, num_microbatches: int) -> None:
+    schedule = cut(blocks_per_stage, num_microbatches)
+    expected = visited_bytes(rig, schedule)
+    num_rounds = -(-num_microbatches // NUM_WORKERS)
+    weights = sum(layout.num_bytes for layout in rig.store.layouts[1:])
+    assert expected > 1.5 * num_rounds * weights  # up for the forward and for the backward, but for the turning point
+    assert run(rig, schedule, count_bytes=False).upload_bytes == expected
+
+
+def test_aliasing_workers_upload_nothing(rig: Rig) -> None:
+    schedule = cut(3, 2)
+    with rig.engine(NUM_WORKERS) as engine:
+        result = engine.run_step(random_microbatches([(1, 4), (1, 4)], vocab=VOCABULARY), schedule, step=0)
+    assert result.upload_bytes == 0 and result.device_peak_bytes == (0, 0)

@@ -1,0 +1,85 @@
+"""`pipeline.head_workers: auto`: a frozen head's microbatches on all workers where that makes a step faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.compare import Question, choose_partition, run
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.dealing import Options
+
+WORKERS, MICROBATCHES = 8, 16
+SPREAD = Options(head_workers=WORKERS)
+
+
+def costs(*, head_s: float = 4.0, trained_head: bool = False, adapters: bool = True) -> CostModel:
+    """32 equal blocks, of adapters by default, and a head as long as several of them."""
+    block = LayerCost("block", 1.0, 1.0, True, boundary_bytes=10**6, grad_bytes=10**6 if adapters else 0)
+    head = LayerCost("head", head_s, head_s, False, grad_bytes=10**9 if trained_head else 0)
+    blocks = tuple(replace(block, name=f"block.{index}") for index in range(32))
+    return CostModel("blocks", (LayerCost("embed", 0.0, 0.0, False, boundary_bytes=10**6), *blocks, head))
+
+
+def head_workers(schedule: Schedule) -> int:
+    """On how many workers the head's backwards are."""
+    return len({a.worker for row in schedule.actions for a in row if a.kind is Kind.BACKWARD and a.stage == 0})
+
+
+def test_a_long_frozen_head_is_shared_by_all() -> None:
+    question = Question(costs(), WORKERS, MICROBATCHES, auto_head=True)
+    chosen = choose_partition("roundpipe", question)
+    assert chosen.dealing == SPREAD
+    alone = replace(question, auto_head=False)
+    planned = choose_partition("roundpipe", alone)
+    spread_s, planned_s = run("roundpipe", chosen, question).step_s, run("roundpipe", planned, alone).step_s
+    assert spread_s < 0.99 * planned_s
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        Question(costs(trained_head=True), WORKERS, MICROBATCHES, auto_head=True),
+        Question(costs(adapters=False), WORKERS, MICROBATCHES, auto_head=True),
+        Question(costs(head_s=0.01), WORKERS, MICROBATCHES, auto_head=True),
+        Question(costs(), WORKERS, MICROBATCHES, staleness=1, num_steps=4, auto_head=True),
+        Question(costs(), WORKERS, MICROBATCHES, accounting="published", auto_head=True),
+        Question(costs(), 1, MICROBATCHES, auto_head=True),
+        Question(costs(), WORKERS, MICROBATCHES),
+    ],
+    ids=["trained", "nothing is known of gradients", "short", "staleness 1", "published", "one worker", "not asked"],
+)
+def test_otherwise_one_worker_has_it(question: Question) -> None:
+    assert choose_partition("roundpipe", question).dealing is None
+
+
+def cutter(**pipeline: Any) -> Cutter:
+    """Of a run that knows what its layers cost."""
+    cache = ProfileCache({"test": "head"})
+    cache.save(costs())
+    return Cutter(costs(), WORKERS, PipelineConfig(**pipeline), cache)
+
+
+def test_a_run_shares_it_out_unless_its_recipe_says_otherwise() -> None:
+    assert head_workers(cutter().schedule(MICROBATCHES)) == WORKERS
+    assert head_workers(cutter(head_workers=2).schedule(MICROBATCHES)) == 2
+    assert head_workers(cutter(head_workers=1).schedule(MICROBATCHES)) == 1
+    assert head_workers(cutter(sequence_chunks=16).schedule(1)) == WORKERS
+
+
+def test_plan_says_so() -> None:
+    words = ["gradient_accumulation_steps=16", "pipeline.weight_cache=0"]
+    spread = make_plan(load_recipe("recipes/llama3.1-8b.yaml", words), "8x4090")
+    alone = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "pipeline.head_workers=1"]), "8x4090")
+    assert SPREAD.why in spread.explanation and SPREAD.why not in alone.explanation
+    assert spread.step_s < 0.99 * alone.step_s
+    full = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "method=full"]), "8x4090")
+    assert SPREAD.why not in full.explanation

@@ -1,0 +1,311 @@
+"""One sequence in chunks on several workers: losses and gradients are those of the whole sequence in plain PyTorch."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.chunks import check_chunks
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.split import split_model
+from roundpipe_cli.planning.compare import Question, choose_partition, run
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import bubble_ratio
+from roundpipe_cli.schedule.validate import InvalidScheduleError, parse_rows, validate_schedule
+from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
+
+TOLERANCE = 1e-5
+SIZES = ((1, 23), (2, 16))
+
+
+def chunk_schedule(num_layers: int, num_sequences: int, chunks: int, num_workers: int = 2, **options: Any) -> Schedule:
+    """Two blocks a forward stage, one a backward stage but for the last, the head alone."""
+    last = num_layers - 1
+    return build_schedule(
+        "roundpipe",
+        forward_stages=[(start, min(start + 1, last - 1)) for start in range(0, last, 2)],
+        backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)],
+        num_workers=num_workers,
+        num_microbatches=num_sequences * chunks,
+        sequence_chunks=chunks,
+        **options,
+    )
+
+
+def chunk_step(
+    rig: Rig, microbatches: Any, chunks: int = 4, num_workers: int = 2, schedule: Schedule | None = None, **options: Any
+) -> StepResult:
+    schedule = schedule or chunk_schedule(rig.num_layers, len(microbatches), chunks, num_workers)
+    with rig.engine(num_workers, **options) as engine:
+        return engine.run_step(microbatches, schedule, step=0)
+
+
+def assert_gradients_equal(rig: Rig) -> None:
+    """Every trained parameter's, relative to the largest entry of its gradient."""
+    compared = 0
+    for name, parameter in rig.plain.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            expected, found = parameter.grad, rig.store.gradient(name, 0)
+            error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+            assert error < TOLERANCE, f"{name}: {error}"
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2"])
+def test_gradients_are_those_of_the_whole_sequence(model_type: str, method: str) -> None:
+    # llama and mistral: two query heads for each key head; mistral, gemma3 and gpt_oss: windows of 4 tokens
+    rig = make_rig(model_type, method)
+    microbatches = random_microbatches(SIZES)
+    loss = plain_step(rig, microbatches)
+    result = chunk_step(rig, microbatches)
+    assert result.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert result.num_target_tokens == sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
+    assert_gradients_equal(rig)
+
+
+@pytest.mark.parametrize("num_key_value_heads", [1, 4])
+def test_one_key_head_and_as_many_as_query_heads(num_key_value_heads: int) -> None:
+    rig = make_rig("llama", num_key_value_heads=num_key_value_heads)
+    microbatches = random_microbatches(SIZES)
+    loss = plain_step(rig, microbatches)
+    assert chunk_step(rig, microbatches).loss == pytest.approx(loss, rel=TOLERANCE)
+    assert_gradients_equal(rig)
+
+
+@pytest.mark.parametrize(("chunks", "sizes"), [(2, SIZES), (16, SIZES), (6, ((1, 3), (1, 9)))])
+def test_any_number_of_chunks_even_more_than_tokens(chunks: int, sizes: Any) -> None:
+    rig = make_rig("mistral", tie_word_embeddings=True)
+    microbatches = random_microbatches(sizes)
+    loss = plain_step(rig, microbatches)
+    assert chunk_step(rig, microbatches, chunks).loss == pytest.approx(loss, rel=TOLERANCE)
+    assert_gradients_equal(rig)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_bits_do_not_depend_on_workers_copies_or_recompute(method: str) -> None:
+    rig = make_rig("mistral", method)
+    microbatches = random_microbatches(SIZES)
+    plain_step(rig, microbatches)
+    found = []
+    for num_workers, copy, recompute in ((1, False, "stage"), (3, True, "stage"), (2, True, "layer")):
+        result = chunk_step(rig, microbatches, 4, num_workers, copy=copy, recompute=recompute)
+        found.append((result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]))
+        assert_gradients_equal(rig)
+    for loss, gradients in found[1:]:
+        assert loss == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, found[0][1], strict=True))
+
+
+def test_schedules_with_a_stage_per_worker_and_rounds_of_two_sequences() -> None:
+    rig = make_rig("llama", num_hidden_layers=2)
+    microbatches = random_microbatches([*SIZES, (1, 9), (1, 30)])
+    loss = plain_step(rig, microbatches)
+    stages = [(0, 1), (2, 3)]
+    schedules = [
+        build_schedule(name, forward_stages=stages, num_workers=2, num_microbatches=16, sequence_chunks=4)
+        for name in ("gpipe", "looped_bfs")
+    ]
+    schedules.append(chunk_schedule(4, 4, 4, microbatches_per_round=8))
+    schedules.append(chunk_schedule(4, 4, 4, microbatches_per_round=16, num_workers=2))
+    for schedule in schedules:
+        validate_schedule(schedule)
+        assert chunk_step(rig, microbatches, schedule=schedule, copy=True).loss == pytest.approx(loss, rel=TOLERANCE)
+        assert_gradients_equal(rig)
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("backward", [[(4, 4), (0, 3)], [(4, 4), (2, 3), (0, 1)]])
+def test_keys_and_values_of_frozen_lower_blocks(recompute: str, backward: Any) -> None:
+    rig = make_rig("llama", frozen=["embed_tokens", "layers.0.", "layers.1.self_attn", "layers.1.input"])
+    microbatches = random_microbatches(SIZES)
+    loss = plain_step(rig, microbatches)
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 3)],
+        backward_stages=backward,
+        num_workers=2,
+        num_microbatches=8,
+        sequence_chunks=4,
+    )
+    result = chunk_step(rig, microbatches, schedule=schedule, copy=True, recompute=recompute)
+    assert result.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert_gradients_equal(rig)
+
+
+def plain_chunks(rig: Rig, microbatch: Any, chunks: int, seed: int) -> None:
+    """Gradients of one sequence in chunks by plain PyTorch, through transformers' own cache, with dropout."""
+    from transformers import DynamicCache
+
+    rig.plain.zero_grad(set_to_none=True)
+    cache, losses = DynamicCache(), []
+    ids, targets = microbatch.input_ids, torch.full_like(microbatch.labels, -100)
+    targets[:, :-1] = microbatch.labels[:, 1:]
+    bounds = [ids.shape[1] * index // chunks for index in range(chunks + 1)]
+    for index in range(chunks):
+        part = slice(bounds[index], bounds[index + 1])
+        with _Masks(rig.split.blocks_path, rig.plain, 0, index, seed):
+            logits = rig.plain(input_ids=ids[:, part], past_key_values=cache, use_cache=True).logits
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="sum"))
+    (torch.stack(losses).sum() / int((targets != -100).sum())).backward()
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+def test_dropout_is_the_same_in_forward_and_recompute(recompute: str) -> None:
+    rig = make_rig("llama", "lora", lora_dropout=0.3, attention_dropout=0.2)
+    microbatches = random_microbatches([(1, 23)])
+    plain_chunks(rig, microbatches[0], 4, seed=5)
+    chunk_step(rig, microbatches, 4, seed=5, recompute=recompute)
+    assert_gradients_equal(rig)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "found"),
+    [
+        ("qwen3_next", {}, "Qwen3NextGatedDeltaNet, which carries state"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "scaling by length"),
+    ],
+)
+def test_models_that_need_the_whole_sequence_are_refused(model_type: str, changes: Any, found: str) -> None:
+    skeleton = build_skeleton(tiny_config(model_type, **changes), torch.float32)
+    with pytest.raises(RefusedError, match=found):
+        check_chunks(skeleton, split_model(skeleton), max_seq_length=4096)
+
+
+def test_attention_in_chunks_is_proved_for_every_block() -> None:
+    for model_type in ("llama", "gemma3_text", "gpt2", "bloom"):
+        skeleton = build_skeleton(tiny_config(model_type), torch.float32)
+        check_chunks(skeleton, split_model(skeleton), max_seq_length=64)
+
+
+def test_order_of_chunks_in_a_schedule() -> None:
+    schedule = chunk_schedule(4, 2, 3)
+    rows = str(schedule).split("\n")
+    assert rows[0].startswith("0F0 0F1 0F2 0B0 0B1 0B2 2R2 2B2 2R1 2B1 2R0 2B0")
+    assert rows[1].startswith("1F0 1F1 1F2 1R2 1B2 1R1 1B1 1R0 1B0")
+    validate_schedule(schedule)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("1F0 1F1", "1F1 1F0", "1F1 comes after 1F0"),
+        ("1R2 1B2 1R1 1B1", "1R1 1B1 1R2 1B2", "1R2 comes before 1R1"),
+    ],
+)
+def test_chunks_out_of_order_are_refused(old: str, new: str, problem: str) -> None:
+    schedule = chunk_schedule(4, 1, 3)
+    assert old in str(schedule)
+    wrong = replace(schedule, actions=parse_rows(str(schedule).replace(old, new)))
+    with pytest.raises(InvalidScheduleError, match=problem):
+        validate_schedule(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "problem"),
+    [
+        ("1f1b", None, 8, "goes backward before all chunks"),
+        ("gpipe", None, 6, "a step holds whole sequences"),
+        ("roundpipe", [(2, 3), (0, 1)], 8, "holds no blocks"),
+    ],
+)
+def test_schedules_that_chunks_do_not_suit_are_refused(name: str, stages: Any, microbatches: int, problem: str) -> None:
+    forward = [(0, 1), (2, 3)] if stages is None else [(0, 1)]
+    with pytest.raises(RefusedError, match=problem):
+        build_schedule(
+            name,
+            forward_stages=forward,
+            backward_stages=stages,
+            num_workers=2,
+            num_microbatches=microbatches,
+            sequence_chunks=4,
+        )
+
+
+def test_simulator_and_dealer_agree_that_backward_starts_with_the_last_chunk() -> None:
+    schedule = chunk_schedule(6, 1, 8, num_workers=3)
+    timeline = simulate(schedule, equal_costs(6))
+    ends = {(item.kind.value, item.stage, item.microbatch): item.end_s for item in timeline.intervals}
+    starts = {(item.kind.value, item.stage, item.microbatch): item.start_s for item in timeline.intervals}
+    for stage in range(1, len(schedule.backward_stages)):
+        assert all(starts["B", stage, chunk] >= ends["B", stage, chunk + 1] for chunk in range(7))
+        assert starts["B", stage, 7] >= ends["B", stage - 1, 7]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model", "mistral")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model, num_train_epochs=3, lora__dropout=0.0, val_set_size=2)
+
+
+def test_a_run_in_chunks_has_the_losses_of_one_without(folder: Path) -> None:
+    finetune(folder, "output_dir=whole").expect(0)
+    expected = [row["loss"] for row in metrics(folder / "whole")]
+    found = []
+    for name, devices in (("one", "[cpu]"), ("two", "[cpu,cpu]")):
+        words = (f"output_dir={name}", f"pipeline.devices={devices}", "pipeline.sequence_chunks=4")
+        finetune(folder, *words).expect(0)
+        found.append(numbers(folder / name))
+        assert [row["loss"] for row in metrics(folder / name)] == pytest.approx(expected, rel=TOLERANCE)
+    assert [row["loss_hex"] for row in found[0]] == [row["loss_hex"] for row in found[1]]
+
+
+def test_a_run_in_chunks_resumes_to_the_same_bits(folder: Path) -> None:
+    chunks = "pipeline.sequence_chunks=3"
+    finetune(folder, chunks, "output_dir=whole").expect(0)
+    running = launch(folder, "finetune", "recipe.yaml", chunks, environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.1"})
+    running.wait_for_steps(3)
+    running.kill(signal.SIGTERM)
+    running.finish().expect(128 + signal.SIGTERM)
+    finetune(folder, "--resume", chunks, "pipeline.devices=[cpu]").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("packing=true",), "does not go with packing"),
+        (("neftune_noise_alpha=5",), "does not go with neftune_noise_alpha"),
+        (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
+        (("pipeline.recompute=none",), "does not go with pipeline.recompute"),
+        (("pipeline.keep_activations=1",), "does not go with pipeline.keep_activations"),
+        (("pipeline.replicas=2",), "does not go with pipeline.replicas"),
+    ],
+)
+def test_what_chunks_do_not_go_with_is_refused(folder: Path, words: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(RefusedError, match=problem):
+        load_recipe(folder / "recipe.yaml", ["pipeline.sequence_chunks=4", *words])
+
+
+@pytest.mark.parametrize(("head_workers", "least"), [(1, 0.85), (8, 0.9)])
+def test_one_sequence_of_32_chunks_keeps_8_workers_busy(head_workers: int, least: float) -> None:
+    block = LayerCost("block", 0.01, 0.02, recompute=True)
+    costs = CostModel("blocks", (*[block] * 32, LayerCost("head", 0.01, 0.02, recompute=False)))
+    question = Question(costs, 8, 32, options=Options(head_workers=head_workers), sequence_chunks=32)
+    result = run("roundpipe", choose_partition("roundpipe", question), question)
+    validate_schedule(result.schedule)
+    assert 1 - bubble_ratio(result.timeline) >= least

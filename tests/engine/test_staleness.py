@@ -1,0 +1,300 @@
+"""Optimizer staleness: step k computes with the weights after max(k - 1, 0) updates, wherever it reads weights.
+
+The training loop itself is compared with a loop that keeps every version by hand and updates masters with torch's
+AdamW: in float32 by plain PyTorch alone, in 16 bit with gradients from one worker.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli import faults
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.train.batches import make_microbatches, make_sampler
+from roundpipe_cli.train.build import make_engine
+from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.updater import Updater
+from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.signals import StopSignals
+from tests.support.e2e import make_model, make_workspace, metrics
+from tests.support.tiny import make_rig, plain_copy, random_microbatches, schedule_for
+
+NUM_STEPS = 5
+COMMON = [
+    f"max_steps={NUM_STEPS}",
+    "num_train_epochs=4",
+    "save_steps=100",
+    "warmup_steps=0",
+    "lr_scheduler_type=linear",
+    "weight_decay=0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return {
+        "untied": make_model(folder / "untied", num_hidden_layers=2),
+        "tied": make_model(folder / "tied", "gemma3_text", num_hidden_layers=2),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _no_faults() -> Iterator[None]:
+    yield
+    faults._rules_of = None
+
+
+def workspace(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model, lora={"r": 4, "alpha": 8, "dropout": 0.0})
+
+
+def setup_of(folder: Path, *overrides: str) -> Setup:
+    loaded = load_recipe(str(folder / "recipe.yaml"), [f"output_dir={folder / 'out'}", *COMMON, *overrides])
+    return prepare(loaded, offline=True, tell=lambda event: None)
+
+
+def train(setup: Setup, folder: Path, **changes: Any) -> Trainer:
+    """The run itself, in this process."""
+    (folder / "out").mkdir(exist_ok=True)
+    trainer = Trainer(setup, folder / "out", StopSignals(), lambda event: None)
+    for name, value in changes.items():
+        setattr(trainer, name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        trainer.run(None)
+    return trainer
+
+
+@dataclass
+class Reference:
+    """The delayed loop, with every version of every trained weight kept."""
+
+    setup: Setup
+    trainer: Trainer
+    staleness: int
+    losses: list[float] = field(default_factory=list)
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        store = self.setup.store
+        self.names = sorted(store.trainable_names)
+        self.parameters = [torch.nn.Parameter(store.master(name).clone()) for name in self.names]
+        weight_decay = self.setup.recipe.weight_decay
+        self.adamw = torch.optim.AdamW(self.parameters, weight_decay=weight_decay, fused=True)
+        self.versions = [[store.views[name].clone() for name in self.names]]
+        self.scale = 2.0**16 if self.setup.recipe.dtype == "float16" else 1.0
+
+    def update(self, step: int, gradients: list[torch.Tensor], norm: float | None = None) -> None:
+        """Version step + 1 from the gradients, times the loss scale, of `step`."""
+        recipe = self.setup.recipe
+        if norm is None:
+            norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
+        factor = 1.0 / self.scale
+        if recipe.max_grad_norm > 0:
+            factor *= min(1.0, recipe.max_grad_norm / (norm + 1e-6))
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient * factor
+        self.adamw.param_groups[0]["lr"] = self.trainer._learning_rate(step)
+        self.adamw.step()
+        like = self.versions[0]
+        self.versions.append([p.detach().to(w.dtype).clone() for p, w in zip(self.parameters, like, strict=True)])
+
+    def weights_of(self, step: int) -> list[torch.Tensor]:
+        return self.versions[max(step - self.staleness, 0)]
+
+
+def by_one_worker(setup: Setup, trainer: Trainer, staleness: int, overflow_step: int | None = None) -> Reference:
+    """Gradients from one worker that holds one stage each way; the versions are set by hand."""
+    reference = Reference(setup, trainer, staleness)
+    sampler, store, last = make_sampler(setup), setup.store, len(setup.store.layouts) - 1
+    with make_engine(setup) as engine:
+        for step in range(NUM_STEPS):
+            for name, weights in zip(reference.names, reference.weights_of(step), strict=True):
+                store.views[name].copy_(weights)
+            microbatches, _ = make_microbatches(setup, sampler.next_step())
+            schedule = build_schedule(
+                "roundpipe",
+                forward_stages=[(0, -1)],
+                backward_stages=[(0, last)],
+                num_workers=1,
+                num_microbatches=len(microbatches),
+            )
+            result = engine.run_step(microbatches, schedule, step=step, loss_scale=reference.scale)
+            reference.losses.append(result.loss)
+            if step == overflow_step or not math.isfinite(result.gradient_norm):
+                reference.versions.append(reference.versions[-1])
+                reference.scale /= 2
+            else:
+                gradients = [store.gradient(name).clone() for name in reference.names]
+                reference.update(step, gradients, result.gradient_norm)
+    return reference
+
+
+CASES = {
+    "lora-float32-1-worker": ("untied", 1, ["dtype=float32", "method=lora"]),
+    "full-float32-clipped": ("tied", 2, ["dtype=float32", "method=full", "max_grad_norm=0.05"]),
+    "full-float32-3-workers-no-clip": ("untied", 3, ["dtype=float32", "method=full", "max_grad_norm=0"]),
+    "lora-bfloat16-clipped": ("untied", 2, ["dtype=bfloat16", "method=lora", "max_grad_norm=0.01"]),
+    "full-bfloat16-tied": ("tied", 3, ["dtype=bfloat16", "method=full"]),
+    "full-float16-scaled": ("untied", 2, ["dtype=float16", "method=full", "max_grad_norm=0.3"]),
+    "lora-float16-overflow": ("untied", 3, ["dtype=float16", "method=lora"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [*((name, 1) for name in sorted(CASES)), ("full-bfloat16-tied", 0), ("full-float16-scaled", 0)],
+)
+def test_bits_of_the_delayed_loop(
+    name: str, staleness: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, num_workers, overrides = CASES[name]
+    overflow_step = 2 if name.endswith("overflow") else None
+    if overflow_step is not None:
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, f"optimizer:inf:step={overflow_step}")
+        faults.load_faults()
+    folder = workspace(tmp_path, models[model])
+    devices = f"pipeline.devices=[{','.join(['cpu'] * num_workers)}]"
+    ours = setup_of(folder, *overrides, devices, f"pipeline.optimizer_staleness={staleness}")
+    trainer = train(ours, folder)
+
+    reference = by_one_worker(setup_of(folder, *overrides, "pipeline.devices=[cpu]"), trainer, staleness, overflow_step)
+
+    assert [row["loss_hex"] for row in metrics(folder / "out")] == [loss.hex() for loss in reference.losses]
+    assert ours.store.newest == NUM_STEPS
+    for parameter, weights, key in zip(reference.parameters, reference.versions[-1], reference.names, strict=True):
+        assert torch.equal(ours.store.master(key), parameter.detach()), key
+        assert torch.equal(ours.store.views[key], weights), key
+        if staleness:
+            assert torch.equal(
+                ours.store.views_at(NUM_STEPS - 1)[key], reference.versions[-2][reference.names.index(key)]
+            )
+
+
+@pytest.mark.parametrize(("method", "staleness"), [("lora", 1), ("full", 1), ("full", 0)])
+def test_plain_pytorch_delayed_loop(method: str, staleness: int, tmp_path: Path, models: dict[str, Path]) -> None:
+    """Nothing of the engine in the reference: an ordinary module, `backward()`, torch's clipping by hand and AdamW."""
+    folder = workspace(tmp_path, models["tied" if method == "full" else "untied"])
+    overrides = ["dtype=float32", f"method={method}", "learning_rate=1e-3", "max_grad_norm=0.5"]
+    trainer = train(setup_of(folder, *overrides, f"pipeline.optimizer_staleness={staleness}"), folder)
+    setup = setup_of(folder, *overrides)
+    reference = Reference(setup, trainer, staleness)
+    plain = plain_copy(setup.model, setup.store)
+    live = dict(plain.named_parameters())
+    sampler = make_sampler(setup)
+    for step in range(NUM_STEPS):
+        with torch.no_grad():
+            for name, weights in zip(reference.names, reference.weights_of(step), strict=True):
+                live[name].copy_(weights)
+        plain.zero_grad()
+        microbatches, _ = make_microbatches(setup, sampler.next_step())
+        num_targets = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
+        total = 0.0
+        for microbatch in microbatches:
+            logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            targets = microbatch.labels[:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_targets
+            loss.backward()
+            total += float(loss.detach().double())
+        reference.losses.append(total)
+        gradients = [live[name].grad for name in reference.names]
+        reference.update(step, [torch.zeros(()) if g is None else g.clone() for g in gradients])
+    ours = [row["loss"] for row in metrics(folder / "out")]
+    assert ours == pytest.approx(reference.losses, rel=1e-6)
+    assert abs(ours[-1] - ours[0]) > 0.01, "nothing was learnt, so nothing was compared"
+
+
+def test_staleness_matters_and_lags_by_one(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Steps 0 and 1 both use the first weights, so step 0's losses agree and later ones do not."""
+    losses = []
+    for staleness in (0, 1):
+        folder = workspace(tmp_path / str(staleness), models["untied"])
+        train(setup_of(folder, f"pipeline.optimizer_staleness={staleness}"), folder)
+        losses.append([row["loss_hex"] for row in metrics(folder / "out")])
+    assert losses[0][0] == losses[1][0]
+    assert all(fresh != stale for fresh, stale in zip(losses[0][1:], losses[1][1:], strict=True))
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_step_refuses_weights_of_another_version(copy: bool) -> None:
+    """Staleness is asserted: a worker that is about to bind a layer of the wrong version fails, naming it."""
+    rig = make_rig("llama", staleness=1)
+    optimizer = HostOptimizer(rig.store)
+    microbatches = random_microbatches([(1, 6), (1, 6)])
+    schedule = schedule_for(rig, 2, 2)
+    with rig.engine(2, copy=copy) as engine:
+        engine.run_step(microbatches, schedule, step=0, version=0)
+        optimizer.step(1e-3, 1.0, step=0)
+        for version in (0, 1):
+            engine.run_step(microbatches, schedule, step=1, version=version)
+        with pytest.raises(Exception, match=r"layer \d has weights of version 0, not 2"):
+            engine.run_step(microbatches, schedule, step=2, version=2)
+        layer = 2
+        with rig.store.next_version(layer), pytest.raises(Exception, match="layer 2 has weights of version -1, not 0"):
+            engine.run_step(microbatches, schedule, step=2, version=0)
+
+
+def test_each_version_has_its_own_memory_and_frozen_weights_have_one() -> None:
+    for method, dtype in (("lora", torch.bfloat16), ("full", torch.bfloat16), ("full", torch.float32)):
+        rig = make_rig("llama", method, dtype=dtype, staleness=1)
+        before = {name: view.clone() for name, view in rig.store.views_at(0).items()}
+        for name in rig.store.trainable_names:
+            rig.store.gradient(name).fill_(1.0)
+        HostOptimizer(rig.store).step(1e-2)
+        old, new = rig.store.views_at(0), rig.store.views_at(1)
+        for name, values in before.items():
+            assert torch.equal(old[name], values), name
+            if name in rig.store.trainable_names:
+                assert not torch.equal(new[name], values) and torch.equal(new[name], rig.store.master(name).to(dtype))
+            else:
+                assert new[name].data_ptr() == old[name].data_ptr()
+
+
+# --- early updates at staleness 0 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "model"), [("lora", "untied"), ("full", "untied"), ("full", "tied")])
+def test_early_updates_change_no_bit(method: str, model: str, tmp_path: Path, models: dict[str, Path]) -> None:
+    results = []
+    for early in (False, True):
+        folder = workspace(tmp_path / str(early), models[model])
+        setup = setup_of(folder, f"method={method}", "max_grad_norm=0", "pipeline.recompute=layer")
+        assert train(setup, folder, **({} if early else {"_updates_early": False}))._updates_early is early
+        losses = [row["loss_hex"] for row in metrics(folder / "out")]
+        results.append((losses, [tensor.numpy().tobytes() for tensor in setup.store.masters]))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(("model_type", "late"), [("llama", [0]), ("gemma3_text", [4])])
+def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: list[int], copy: bool) -> None:
+    """What gets a gradient from the embedding too, the tied table, is last; all else during the backward."""
+    rig = make_rig(model_type)
+    optimizer = HostOptimizer(rig.store)
+    order: list[int] = []
+    with (
+        Updater(rig.store, optimizer, num_threads=1) as updater,
+        rig.engine(2, copy=copy) as engine,
+    ):
+        updater.before_layer = lambda layer, version: order.append(layer)
+        updater.begin_early(0, 1e-3)
+        microbatches = random_microbatches([(1, 6), (2, 5), (1, 4)])
+        engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0, on_gradient=updater.gradient_complete)
+        updater.wait()
+    assert sorted(order) == sorted({1, 2, 3, 4, *late})
+    assert order[-1:] == late
+    assert rig.store.newest == 1

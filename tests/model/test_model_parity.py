@@ -1,0 +1,345 @@
+"""The proof before a run: each model trains as its own forward and backward do, or is refused by what differs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.engine import parity
+from roundpipe_cli.engine.parity import ParityRefusedError, prove
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.model.load import build_skeleton, switch_off
+from roundpipe_cli.model.lora import add_lora
+from roundpipe_cli.model.nf4 import check_packed, quantizable_names
+from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
+from roundpipe_cli.model.split import Split, SplitRefusedError, split_model
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.proof import prove_once, refuse_long_rows
+from roundpipe_cli.train.setup import prepare
+from tests.model.test_split import Causal, plain
+from tests.support.e2e import make_model, make_workspace
+from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for, tiny_config
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
+
+
+def skeleton_of(config: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Split]:
+    model = build_skeleton(config, dtype)
+    return model, split_model(model)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[nn.Module, Split]:
+    return skeleton_of(tiny_config("llama"))
+
+
+# -- what trained wrong --------------------------------------------------------------------------------------------
+
+
+def nanochat() -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING["nanochat"](
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+    )
+
+
+def test_a_norm_that_also_runs_before_the_first_block() -> None:
+    """nanochat's was left out there: the loss was off by 5e-2, without a word."""
+    proof = prove(*skeleton_of(nanochat()))
+    assert max(proof.loss_error, proof.gradient_error) < 1e-5
+
+
+def test_dynamic_rotary_scaling_remembers_no_earlier_microbatch() -> None:
+    """A worker kept the frequencies of the longest row it had met: bits differed with the number of workers."""
+    rig = make_rig("llama", max_position_embeddings=16, **DYNAMIC)
+    microbatches = random_microbatches([(1, 40), (1, 9), (1, 24), (1, 20), (1, 7)])
+    losses = set()
+    for num_workers in (1, 2, 3):
+        with rig.engine(num_workers) as engine:
+            schedule = schedule_for(rig, num_workers, len(microbatches))
+            losses.add(engine.run_step(microbatches, schedule, step=0).loss)
+    alone = [plain_step(make_rig("llama", max_position_embeddings=16, **DYNAMIC), [one]) for one in microbatches]
+    targets = [int((one.labels[:, 1:] != -100).sum()) for one in microbatches]
+    expected = sum(loss * count for loss, count in zip(alone, targets, strict=True)) / sum(targets)
+    assert len(losses) == 1
+    assert losses.pop() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("mixtral", {"router_jitter_noise": 0.2}), ("minimax", {"router_jitter_noise": 0.2})],
+)
+def test_router_noise_is_the_same_in_the_recompute(model_type: str, changes: dict[str, Any]) -> None:
+    """It came from the global generator: what the recompute drew was not what the forward had drawn."""
+    rig = make_rig(model_type, **changes)
+    microbatches = random_microbatches([(2, 12), (1, 7)])
+    expected = plain_step(rig, microbatches, seed=0)
+    for num_workers in (1, 2):
+        with rig.engine(num_workers) as engine:
+            result = engine.run_step(microbatches, schedule_for(rig, num_workers, 2), step=0)
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+    assert plain_step(rig, microbatches, seed=1) != pytest.approx(expected, rel=1e-5), "the noise should show"
+
+
+def test_experts_that_are_drawn_are_the_same_in_the_recompute() -> None:
+    """phimoe draws each token's experts in training, by `exponential_` and `rand_like`."""
+    from transformers import CONFIG_MAPPING
+
+    values = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = CONFIG_MAPPING["phimoe"](
+        **values, num_attention_heads=2, num_key_value_heads=2, num_local_experts=8, router_jitter_noise=0.4
+    )
+    assert prove(*skeleton_of(config)).gradient_error < 1e-5
+
+
+def test_layers_that_are_left_out_by_chance_are_all_kept_with_a_notice() -> None:
+    """The split's probe ran in eval mode, so `layerdrop` ended a run in the middle of a step."""
+    config = tiny_config("opt", layerdrop=0.5)
+    texts = switch_off(config)
+    assert texts == ["layerdrop: 0.5 in the model's configuration is set to 0: no block is left out"]
+    assert prove(*skeleton_of(config)).gradient_error < 1e-5
+
+
+def test_router_losses_that_are_switched_off_are_told() -> None:
+    """`output_router_logits` was set to false without a word."""
+    config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.02)
+    (text,) = switch_off(config)
+    assert "output_router_logits" in text and "0.02" in text
+    assert switch_off(config) == []
+    assert switch_off(tiny_config("mixtral")) == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_which_none_can_be_packed_are_refused(bits: int) -> None:
+    """`load_in_4bit` on gpt2, whose blocks have no torch Linear, packed nothing and said nothing."""
+    model, split = skeleton_of(tiny_config("gpt2"))
+    model.requires_grad_(False)
+    with pytest.raises(RefusedError, match=f"none of this model's weights can be kept in {bits} bit") as caught:
+        check_packed(model, split.blocks_path, quantizable_names(model, split.blocks_path), bits)
+    assert caught.value.problems[0].found == "blocks of Conv1D"
+    assert caught.value.exit_code == 2
+
+
+def test_weights_that_are_packed_in_part_are_told() -> None:
+    model, split = skeleton_of(tiny_config("llama"))
+    model.requires_grad_(False)
+    names = quantizable_names(model, split.blocks_path)
+    assert check_packed(model, split.blocks_path, names, 4) is None
+    some = [name for name in names if "mlp" in name]
+    assert check_packed(model, split.blocks_path, some, 4) == (
+        "67% of the blocks' frozen weights are kept in 4 bit; whole stay those of Linear"
+    )
+
+
+def test_rows_beyond_learned_positions_are_refused() -> None:
+    proof = prove(*skeleton_of(tiny_config("gpt2", max_position_embeddings=32)))
+    assert proof.last_position == 32
+    refuse_long_rows(32, proof)
+    with pytest.raises(RefusedError, match="rows are longer than this model has positions"):
+        refuse_long_rows(33, proof)
+    refuse_long_rows(10**6, prove(*skeleton_of(tiny_config("llama"))))
+
+
+def test_blocks_that_return_lists() -> None:
+    """openai-gpt's do: the split accepted it, and the first step failed."""
+    from transformers import CONFIG_MAPPING
+
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = CONFIG_MAPPING["openai-gpt"](vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32, **no_dropout)
+    assert prove(*skeleton_of(config)).gradient_error < 1e-5
+
+
+# -- in a run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt2_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    model = make_model(folder / "model", "gpt2", max_position_embeddings=24, num_hidden_layers=1)
+    return make_workspace(folder / "work", model, lora__target_modules=["c_attn"])
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("load_in_4bit=true", "none of this model's weights can be kept in 4 bit"),
+        ("max_seq_length=64", "rows are longer than this model has positions"),
+    ],
+)
+def test_a_run_is_refused_before_its_weights_are_loaded(
+    gpt2_work: Path, monkeypatch: pytest.MonkeyPatch, word: str, what: str
+) -> None:
+    """gpt2 in 4 bit kept whole weights, and rows beyond its positions ended the first step with an index error."""
+    if "4bit" in word:
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(gpt2_work)
+    events: list[Event] = []
+    loaded = load_recipe(gpt2_work / "recipe.yaml", [f"model={gpt2_work}/model", word])
+    with pytest.raises(RefusedError, match=what):
+        prepare(loaded, offline=True, tell=events.append)
+    assert not any(isinstance(event, Phase) and event.text.startswith("loading") for event in events)
+
+
+# -- what the proof refuses ----------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A norm that also scales by what it has been called with: state, chance, or nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.kind == "writes into a buffer":
+            self.total += 1
+            return hidden * (1 + self.total / 10)
+        if self.kind == "draws behind our back":
+            return hidden * (1 + random.random())
+        if self.kind == "fails without a graph" and not torch.is_grad_enabled():
+            raise RuntimeError("nothing without a graph")
+        if self.kind == "trains otherwise" and self.training and not torch.is_grad_enabled():
+            return hidden * 1.001
+        return hidden
+
+
+def with_scaled_blocks(kind: str) -> tuple[nn.Module, Split]:
+    model, split = skeleton_of(tiny_config("llama", num_hidden_layers=2))
+    for block in model.get_submodule(split.blocks_path).children():
+        block.mlp = nn.Sequential(block.mlp, Scaled(kind))  # type: ignore[assignment,arg-type]
+    return model, split
+
+
+@pytest.mark.parametrize("kind", ["writes into a buffer", "draws behind our back", "trains otherwise"])
+def test_a_model_that_the_engine_would_train_otherwise_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ParityRefusedError, match="would be trained wrong") as caught:
+        prove(*with_scaled_blocks(kind))
+    assert caught.value.exit_code == 2
+    assert caught.value.problems[0].where in ("loss",) or "gradient of model." in str(caught.value)
+
+
+def test_the_same_blocks_without_such_things_are_accepted() -> None:
+    assert prove(*with_scaled_blocks("nothing")).gradient_error < 1e-5
+
+
+def test_weights_used_before_the_first_block_and_after_the_last_are_refused() -> None:
+    def walk(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return plain(model, model.norm(hidden))
+
+    with pytest.raises(SplitRefusedError, match="before its first block and after its last") as caught:
+        split_model(Causal(walk))
+    assert caught.value.problems[0].where == "model.norm"
+
+
+def test_a_model_that_the_engine_cannot_compute_is_refused_with_the_reason() -> None:
+    with pytest.raises(ParityRefusedError, match="RuntimeError: nothing without a graph"):
+        prove(*with_scaled_blocks("fails without a graph"))
+
+
+# -- what it accepts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [("qwen3_next", torch.bfloat16), ("gpt_oss", torch.bfloat16), ("gemma2", torch.float16)]
+)
+def test_models_in_16_bit_are_accepted(model_type: str, dtype: torch.dtype) -> None:
+    proof = prove(*skeleton_of(tiny_config(model_type), dtype))
+    assert proof.unproven == "" and proof.gradient_error < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama"])
+def test_adapters_are_part_of_the_proof(model_type: str) -> None:
+    """PEFT's own path for fused experts, and DoRA with dropout, against the engine's."""
+    model, split = skeleton_of(tiny_config(model_type, attention_dropout=0.1))
+    dense = model_type == "llama"
+    add_lora(
+        model,
+        r=4,
+        alpha=8,
+        dropout=0.1 if dense else 0.0,
+        target_modules="all-linear",
+        dtype=torch.float32,
+        base_name="tiny",
+        use_dora=dense,
+    )
+    assert prove(model, split).gradient_error < 1e-4
+
+
+def test_a_large_model_is_cut_to_one_block_of_each_kind() -> None:
+    """Every other block of smollm3 has no rotary positions, which is a flag of its attention and no more."""
+    config = tiny_config("smollm3", num_hidden_layers=8, hidden_size=256, intermediate_size=1024, vocab_size=4096)
+    model, split = skeleton_of(config)
+    reduced = reduce_model(model, split)
+    assert len(reduced.kept) == 2
+    assert reduced.vocab_size == 512
+    assert len(list(model.get_submodule(split.blocks_path).parameters())) > len(list(reduced.model.parameters()))
+    assert prove(model, split).gradient_error < 1e-5
+
+
+def test_narrower_models_of_the_same_type() -> None:
+    config = tiny_config("glm4_moe", n_routed_experts=64, num_experts_per_tok=4, moe_intermediate_size=1024)
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 4096, 32, 4
+    smallest, small = shrunk_configs(config)
+    assert (small.n_routed_experts, small.moe_intermediate_size, config.n_routed_experts) == (8, 256, 64)
+    assert (smallest.hidden_size, smallest.num_attention_heads, smallest.num_key_value_heads) == (512, 8, 2)
+    assert prove(*skeleton_of(smallest)).gradient_error < 1e-5
+
+
+# -- remembered ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache in which nothing is proven yet."""
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_proofs")
+def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, Split]) -> None:
+    model, split = llama
+    told: list[Event] = []
+
+    def ask(recipe: Any, model: nn.Module = model) -> list[Event]:
+        told.clear()
+        prove_once(model, split, recipe, lambda config: (model, split), told.append)
+        return list(told)
+
+    full: Any = SimpleNamespace(method="full")
+    assert [type(event) for event in ask(full)] == [Phase]
+    assert ask(full) == []
+    (file,) = cache_folder("proofs").iterdir()
+    file.write_text("damaged")
+    assert [type(event) for event in ask(full)] == [Phase]
+    other, _ = skeleton_of(tiny_config("llama", rms_norm_eps=1e-3))
+    assert [type(event) for event in ask(full, other)] == [Phase]
+
+
+@pytest.mark.usefixtures("no_proofs")
+def test_what_was_not_proven_is_told(llama: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "LIMIT_PARAMETERS", 10)
+    told: list[Event] = []
+    recipe: Any = SimpleNamespace(method="full")
+    for _ in range(2):
+        told.clear()
+        prove_once(*llama, recipe, lambda config: llama, told.append)
+        (notice,) = [event for event in told if isinstance(event, Notice)]
+        assert notice.text.startswith("not proven that this model trains as its own code does: one block of each kind")
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    llama: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "proofs").write_text("")  # a file where the folder would be
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
+    recipe: Any = SimpleNamespace(method="full")
+    assert prove_once(*llama, recipe, lambda config: llama, lambda event: None).unproven == ""

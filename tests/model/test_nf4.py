@@ -1,0 +1,178 @@
+"""Base weights in 4 and 8 bit: the same numbers as bitsandbytes gives, at the size that was promised."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.nf4 import dequantize, packed_bytes, quantize, require_bitsandbytes
+from tests.engine.test_parity import check_parity
+from tests.support.e2e import REPOSITORY, finetune, fresh, make_model, make_workspace, metrics
+from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="needs the extra 4bit")
+SIZES = [(2, 12), (2, 12), (1, 7)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 40), (3, 5), (4, 32, 24), (7,)])
+def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype, bits: int) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed = torch.zeros(packed_bytes(values.numel(), bits), dtype=torch.uint8)
+    quantize(values, packed, bits)
+    if bits == 4:
+        expected = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=64, quant_type="nf4"))
+    else:
+        expected = functional.dequantize_blockwise(*functional.quantize_blockwise(values, blocksize=64))
+    unpacked = dequantize(packed, values.shape, dtype, bits)
+    assert unpacked.dtype == dtype and torch.equal(unpacked, expected.view(shape))
+    if bits == 8:
+        assert (unpacked - values).abs().max() < 0.02 * values.abs().max()
+    if values.numel() % 128 == 0:
+        assert 8 * packed.numel() == (bits + 0.5) * values.numel()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "bits"),
+    [("llama", 4), ("qwen3_moe", 4), ("gpt_oss", 4), ("gemma2", 4), ("phi", 4), ("llama", 8), ("qwen3_moe", 8)],
+)
+def test_five_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, bits: int) -> None:
+    rig = make_rig(model_type, "lora", bits=bits)
+    assert any(place.packed_bits == bits for place in rig.store.layouts[1].places)
+    check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8)
+
+
+def test_the_cut_and_the_workers_change_no_bit() -> None:
+    microbatches, seen = random_microbatches(SIZES), set()
+    for num_workers, copy, recompute in ((1, False, "stage"), (2, True, "stage"), (3, True, "layer")):
+        rig = make_rig("qwen3_moe", "lora", bits=4)
+        with rig.engine(num_workers, copy=copy, recompute=recompute) as engine:
+            result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(SIZES)), step=0)
+        seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
+    assert len(seen) == 1
+
+
+def test_a_graph_keeps_no_unpacked_weights() -> None:
+    """Of a stage of six blocks one is unpacked at a time."""
+    changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 2048}
+    peaks = {}
+    for bits in (0, 4):
+        rig = make_rig("llama", "lora", bits=bits, **changes)
+        schedule = schedule_for(rig, 1, 1, forward=[(0, 6)], backward=[(7, 7), (0, 6)])
+        with rig.engine(1, copy=True, count_bytes=True) as engine:
+            peaks[bits] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
+            whole = rig.store.layouts[1].num_parameters * 4
+    assert peaks[4] < 0.45 * peaks[0]
+    slots = 2 * sum(layout.num_bytes for layout in rig.store.layouts)
+    assert peaks[4] < slots + 3 * whole, "one unpacked block, and what is on its way"
+
+
+def test_bytes_uploaded_and_held() -> None:
+    """Of frozen block weights: 4.5 or 8.5 bits in place of 16."""
+    sent, held = {}, {}
+    for bits in (0, 4, 8):
+        rig = make_rig(
+            "llama",
+            "lora",
+            bits=bits,
+            dtype=torch.bfloat16,
+            hidden_size=512,
+            intermediate_size=2048,
+            vocab_size=128,
+        )
+        with rig.engine(1, copy=True) as engine:
+            result = engine.run_step(random_microbatches([(1, 8)]), schedule_for(rig, 1, 1), step=0)
+        sent[bits] = result.upload_bytes
+        frozen = [p for layout in rig.store.layouts[1:-1] for p in layout.places if not p.trainable]
+        held[bits] = sum(p.num_bytes for p in frozen) / sum(p.num_elements for p in frozen)
+    assert sent[4] <= 0.30 * sent[0] and sent[8] <= 0.55 * sent[0]
+    assert held[0] == 2 and held[4] <= 0.60 and held[8] <= 1.07
+
+
+def plain_qlora(rig: Any) -> nn.Module:
+    """The rig's plain module with bitsandbytes' own layers, packed afresh from the same unpacked weights."""
+    import bitsandbytes as bnb
+
+    for module in list(rig.plain.modules()):
+        for name, child in list(module.named_children()):
+            if name == "base_layer" and isinstance(child, nn.Linear):
+                own = bnb.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4",
+                    compress_statistics=False,
+                )  # fmt: skip
+                own.weight = bnb.nn.Params4bit(
+                    child.weight.detach().clone(), requires_grad=False, quant_type="nf4", compress_statistics=False
+                )
+                setattr(module, name, own.to("cpu"))
+    plain: nn.Module = rig.plain
+    return plain
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
+    from roundpipe_cli.train.optim.optimizer import HostOptimizer
+
+    rig = make_rig("llama", "lora", bits=4)
+    plain = plain_qlora(rig)
+    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    ours, schedule, microbatches = (
+        HostOptimizer(rig.store),
+        schedule_for(rig, 2, len(SIZES)),
+        random_microbatches(SIZES),
+    )
+    pairs = []
+    with rig.engine(2, copy=True) as engine:
+        for step in range(8):
+            result = engine.run_step(microbatches, schedule, step=step)
+            pairs.append((result.loss, plain_step(rig, microbatches, plain=plain)))
+            ours.step(1e-2)
+            theirs.step()
+    assert pairs[0][0] == pytest.approx(pairs[0][1], rel=1e-4)
+    assert pairs[-1][0] == pytest.approx(pairs[-1][1], rel=1e-2) and pairs[-1][0] < 0.9 * pairs[0][0]
+
+
+def test_a_recipe_in_4_and_in_8_bit(tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    losses = {}
+    for bits, words in ((0, ()), (4, ("load_in_4bit=true",)), (8, ("load_in_8bit=true",))):
+        finetune(folder, *words, f"output_dir=out{bits}").expect(0)
+        losses[bits] = [row["loss"] for row in metrics(folder / f"out{bits}")]
+    assert losses[4] != losses[0] and losses[4] == pytest.approx(losses[0], rel=0.05)
+    assert losses[8] != losses[0] and losses[8] == pytest.approx(losses[0], rel=0.005)
+    for bits in (4, 8):
+        refused = finetune(folder, "method=full", f"load_in_{bits}bit=true", "output_dir=full").expect(2)
+        assert "full fine-tuning trains them" in refused.err and "method: lora" in refused.err
+    both = finetune(folder, "load_in_4bit=true", "load_in_8bit=true", "output_dir=both").expect(2)
+    assert "cannot be in 4 and in 8 bit" in both.err
+
+
+def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match="pip install bitsandbytes"):
+        require_bitsandbytes()
+
+
+def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
+    """bitsandbytes runs one from there as it is imported, PEFT imports it: a package `kernels` tells who asked."""
+    (tmp_path / "kernels.py").write_text(
+        "import pathlib\n"
+        "def get_kernel(*names, **options):\n"
+        "    pathlib.Path(__file__).with_name('asked').write_text(str(names))\n"
+        "    raise ImportError('no network')\n"
+    )
+    workspace = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), max_steps=1)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    outcome = fresh(workspace, "finetune", "recipe.yaml", environment={"PYTHONPATH": path}).expect(0)
+    said = fresh(workspace, "generate", "out", "Say", "--max-new-tokens", "2", environment={"PYTHONPATH": path}).expect(
+        0
+    )
+    assert not (tmp_path / "asked").exists(), (tmp_path / "asked").read_text()
+    assert "kernels" not in outcome.err + said.err

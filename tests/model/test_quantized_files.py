@@ -1,0 +1,209 @@
+"""Models that were saved in bitsandbytes' 4 bit: read as they are; other quantised files: refused with advice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.base_weights import BaseWeights
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.quantized_files import STATE
+from roundpipe_cli.model.weights_io import base_name
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.setup import prepare
+from tests.support.e2e import finetune, make_model, make_workspace, metrics
+
+pytest.importorskip("bitsandbytes", reason="needs the extra 4bit")
+import_bitsandbytes()
+
+
+def save_in_4bit(model: Path, folder: Path, *, double: bool) -> Any:
+    """What transformers makes of `model`, saved into `folder` with the tokenizer."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = AutoModelForCausalLM.from_pretrained(str(model), quantization_config=settings, device_map="cpu")
+        theirs.save_pretrained(str(folder))
+    for path in [*model.glob("tokenizer*"), *model.glob("*.jinja")]:
+        shutil.copy(path, folder)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bool, Any]]:
+    """A folder with `whole`, `single` and `double`, and transformers' models of the last two."""
+    folder = tmp_path_factory.mktemp("quantized")
+    whole = make_model(folder / "whole")
+    names = {False: "single", True: "double"}
+    return folder, {double: save_in_4bit(whole, folder / name, double=double) for double, name in names.items()}
+
+
+def workspace(folder: Path, model: Path, **changes: Any) -> Path:
+    return make_workspace(folder, model, lora__dropout=0.0, **changes)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_the_store_holds_what_transformers_holds(
+    saved: tuple[Path, dict[bool, Any]], tmp_path: Path, double: bool
+) -> None:
+    """Also where the scales are quantised once more; and the weights that an export merges into."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    folder, theirs = saved
+    work = workspace(tmp_path / "w", folder / ("double" if double else "single"))
+    setup = prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+    config = load_config(setup.source)
+    assert not hasattr(config, "quantization_config")
+    base = BaseWeights(setup.source, build_skeleton(config, torch.float32))
+    places = {place.name: place for layout in setup.store.layouts for place in layout.places if not place.trainable}
+    num_packed = 0
+    for name, parameter in theirs[double].named_parameters():
+        packed = parameter.dtype == torch.uint8
+        whole = dequantize_4bit(parameter.data, parameter.quant_state) if packed else parameter.data
+        own = next(own for own in places if base_name(own) == name)
+        assert bool(places[own].packed_bits) == packed
+        assert torch.equal(setup.store.base_weight(own), whole), name
+        assert torch.equal(base[name], whole), name
+        num_packed += packed
+    assert num_packed == 7 * 3
+
+
+def test_training_is_that_of_a_model_packed_while_loading(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    whole, single = (workspace(tmp_path / name, saved[0] / name) for name in ("whole", "single"))
+    finetune(whole, "load_in_4bit=true").expect(0)
+    finetune(single).expect(0)
+    losses = [[row["loss_hex"] for row in metrics(work / "out")] for work in (whole, single)]
+    assert losses[0] == losses[1]
+    refused = finetune(single, "method=full", "output_dir=full").expect(2)
+    assert "in which they stay" in refused.err and "unquantised model" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4 in 4 bit"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
+        ({"bits": 3}, "of an unknown kind"),
+    ],
+)
+def test_other_forms_are_refused_with_advice(
+    saved: tuple[Path, Any], tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    work = workspace(tmp_path / "w", saved[0] / "whole")
+    path = work / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(RefusedError, match="quantised in a form that cannot be read") as error:
+        prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+    problem = error.value.problems[0]
+    assert named in str(problem.found) and "load_in_4bit" in str(problem.expected)
+
+
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes 0 to 7 of https://www.opencompute.org (OCP Microscaling Formats, E2M1); 8 to 15 are their negatives."""
+
+
+def test_mxfp4_is_unpacked_while_loading(tmp_path: Path) -> None:
+    """As GPT-OSS is published: experts as codes, 32 to a power of two."""
+    work = workspace(tmp_path / "w", make_model(tmp_path / "made", "gpt_oss", dtype="bfloat16"))
+    path, config = work / "model" / "model.safetensors", work / "model" / "config.json"
+    generator, tensors, expected = torch.Generator().manual_seed(0), {}, {}
+    values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+    for name, tensor in load_file(path).items():
+        if tensor.ndim < 3:
+            tensors[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape  # the files have them the other way round
+        blocks = torch.randint(256, (experts, columns, rows // 32, 16), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": torch.full(blocks.shape[:3], 125, dtype=torch.uint8)}
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2).long()
+        expected[name] = values[codes].transpose(1, 2) / 4
+    save_file(tensors, path, metadata={"format": "pt"})
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": settings}))
+    words = [f"model={work}/model", "dtype=bfloat16", "lora.target_modules=[q_proj]"]
+    setup = prepare(load_recipe(work / "recipe.yaml", words), offline=True, tell=lambda event: None)
+    assert len(expected) == 6
+    for name, whole in expected.items():
+        assert torch.equal(setup.store.base_weight(name), whole.bfloat16())
+
+
+def test_plan_counts_what_the_files_hold(saved: tuple[Path, Any]) -> None:
+    for name, stored in (("whole", False), ("single", True)):
+        config = json.loads((saved[0] / name / "config.json").read_text())
+        assert parse_config(config, name=name, source="here").stored_in_4bit is stored
+
+
+def test_weights_in_8_bit_floats_without_a_word_about_it_are_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    work = workspace(tmp_path / "w", saved[0] / "whole")
+    path = work / "model" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path, metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="quantised in a form that cannot be read"):
+        prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+
+
+def changed_state(**changes: Any) -> Callable[[dict[str, torch.Tensor], str], None]:
+    def change(tensors: dict[str, torch.Tensor], name: str) -> None:
+        state = {**json.loads(bytes(tensors[f"{name}.{STATE}"].numpy())), **changes}
+        tensors[f"{name}.{STATE}"] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def without_scales(tensors: dict[str, torch.Tensor], name: str) -> None:
+    del tensors[f"{name}.absmax"]
+
+
+def with_another_code(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[f"{name}.quant_map"] += 0.01
+
+
+def with_infinite_scales(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[f"{name}.absmax"][0] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_scales, "not as bitsandbytes writes it"),
+        (with_another_code, "another code"),
+        (with_infinite_scales, "not finite"),
+        (changed_state(blocksize=128), "another code"),
+        (changed_state(shape=[64, 64]), "not whole"),
+        (changed_state(shape=[128, 64]), "another shape"),
+        (changed_state(dtype="int8"), "not as bitsandbytes writes it"),
+    ],
+)
+def test_damaged_files_are_refused(
+    saved: tuple[Path, Any], tmp_path: Path, change: Callable[[dict[str, torch.Tensor], str], None], said: str
+) -> None:
+    work = workspace(tmp_path / "w", saved[0] / "single")
+    path = work / "model" / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors, "model.layers.1.mlp.down_proj.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=said):
+        prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)

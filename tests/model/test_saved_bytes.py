@@ -1,0 +1,235 @@
+"""What autograd keeps of a block: measured on a few tokens, true for longer microbatches, and what a run's stages are
+cut by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.costs.memory import largest_stage_bytes
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.engine.probe import find_saved_bytes
+from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
+from roundpipe_cli.planning.adaptive import MEMORY_SHARE, Cutter
+from roundpipe_cli.planning.stages import StageRange, StageSums, limits_for, within_limits
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.train.auto_cache import modelled_bytes
+from tests.engine.test_engine_memory import saved_bytes_per_block
+from tests.support.tiny import EXTRA, gpu_costs, make_rig, random_microbatches
+
+LONG = {"max_position_embeddings": 1024}
+"""Tokens a sequence, of models whose window or scores count."""
+ROWS, TOKENS = 3, 320
+SHARED_TOKENS = 0.04
+"""Position embeddings and masks, which all blocks are called with: the plain count has them in each block."""
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("model_type", "keeps_scores", "changes"),
+    [
+        ("llama", False, LONG),
+        ("qwen3", False, LONG),
+        ("phi3", False, LONG),
+        ("gpt2", False, LONG),
+        ("bloom", True, {}),
+        ("gemma2", True, {**LONG, "sliding_window": 4096}),
+    ],
+)
+def test_longer_microbatches_keep_what_short_ones_foretell(
+    model_type: str, keeps_scores: bool, changes: dict[str, Any], method: str
+) -> None:
+    rig = make_rig(model_type, method, **changes)
+    rig.plain.get_input_embeddings().requires_grad_(True)  # type: ignore[operator]  # the first block's input too
+    expected = saved_bytes_per_block(rig, random_microbatches([(ROWS, TOKENS)], vocab=128)[0])
+    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    assert found is not None and len(found) == len(expected)
+    for one, true_bytes in zip(found, expected, strict=True):
+        assert true_bytes * (1 - SHARED_TOKENS) <= one.of(ROWS, TOKENS, TOKENS) <= true_bytes * 1.02
+        assert (one.per_pair > 0) == keeps_scores
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_a_few_tokens_are_enough(model_type: str) -> None:
+    rig = make_rig(
+        model_type, "lora", **LONG, **({"sliding_window": 4096} if "sliding_window" in EXTRA[model_type] else {})
+    )
+    few, many = (find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=longest) for longest in (33, 512))
+    assert few is not None and many is not None
+    for one, other in zip(few, many, strict=True):
+        assert 0.95 <= one.of(1, 1000, 1000) / other.of(1, 1000, 1000) <= 1.1  # eight keys for a sink, beside 16
+
+
+def test_scores_are_told_from_the_rest() -> None:
+    def keeps(tokens: int) -> list[int]:
+        return [700 * tokens, 5 * tokens**2, 12345]
+
+    found = SavedBytes.of_lengths(keeps(128), keeps(256), 128)
+    assert (found.fixed, found.per_token, found.per_pair) == (12345, 700, 5)
+    assert found.of(1, 1000, 1000) == sum(keeps(1000))
+    assert found.of(1, 250, 1000) == 12345 + 250 * 700 + 5 * 250 * 1000, "a chunk attends to the whole sequence"
+
+
+def test_other_tensors_at_another_length() -> None:
+    """A loop over pieces of a sequence: only the sums are known, and what does not grow counts as if it did."""
+    found = SavedBytes.of_lengths([100 * 64], [100 * 64, 100 * 64], 64)
+    assert (found.fixed, found.per_token, found.per_pair) == (0, 100, 0)
+    found = SavedBytes.of_lengths([128 * 700 + 5 * 128**2], [256 * 700, 5 * 256**2], 128)
+    assert (found.per_token, found.per_pair) == (700, 5)
+    found = SavedBytes.of_lengths([128 * 700 + 12800], [256 * 700, 12800], 128)
+    assert (found.per_token, found.per_pair) == (800, 0)
+
+
+def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
+    weight, mask = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+    leaf = torch.randn(4, 8, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        made = leaf @ weight  # keeps its input and the weight
+        return (made[:2] * made[2:]).sum() + (made * mask).sum()  # keeps two views of one result, and the mask
+
+    assert sum(saved_sizes(run, [weight, mask])) == 2 * 4 * 8 * 4
+    assert sum(saved_sizes(run, [])) == 2 * 4 * 8 * 4 + 8 * 8 * 4 + 4 * 8 * 4
+
+
+def test_packed_rows_have_masks() -> None:
+    rig = make_rig("llama", "lora", **LONG)
+    plain = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    packed = find_saved_bytes(rig.skeleton, rig.split, rig.store, packed=True)
+    assert plain is not None and packed is not None
+    assert plain[0].per_pair == 0 < packed[0].per_pair
+
+
+def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
+    rig = make_rig("llama", "lora", **LONG)
+    whole, chunked = (find_saved_bytes(rig.skeleton, rig.split, rig.store, in_chunks=flag) for flag in (False, True))
+    assert whole is not None and chunked is not None
+    products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
+    assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products
+
+
+def test_short_sequences_are_all_that_some_models_take() -> None:
+    rig = make_rig("gpt2", "lora", max_position_embeddings=32)
+    with pytest.raises(IndexError):
+        find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    found = find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=32)
+    assert found is not None
+    true_bytes = saved_bytes_per_block(rig, random_microbatches([(2, 32)], vocab=128)[0])[1]
+    assert found[1].of(2, 32, 32) == pytest.approx(true_bytes, rel=0.02)
+
+
+def test_a_processor_that_cannot_run_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig("llama", "lora")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError('"addmm_impl_cpu_" not implemented for this type')
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fail)
+    assert find_saved_bytes(rig.skeleton, rig.split, rig.store) is None
+
+
+def test_a_device_s_peak_grows_by_what_was_found() -> None:
+    """Two more blocks to a backward stage: so much more does a copying worker hold."""
+    rig = make_rig("llama", "lora", num_hidden_layers=6, hidden_size=64, **LONG)
+    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    assert found is not None
+    microbatches = random_microbatches([(2, 192)] * 2, vocab=128)
+    peaks, slots = [], []
+    for size in (1, 3):
+        stages = [(first, first + size - 1) for first in range(1, 7, size)]
+        backward: list[StageRange] = [(7, 7), *reversed(stages[1:]), (0, stages[0][1])]
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=[(0, 3), (4, 6)],
+            backward_stages=backward,
+            num_workers=1,
+            num_microbatches=2,
+        )
+        layers = gpu_costs(rig, 10**9).layers
+        slots.append(2 * largest_stage_bytes(layers, schedule.forward_stages, backward))
+        with rig.engine(1, copy=True, count_bytes=True, head_chunk_tokens=8) as engine:
+            peaks.append(engine.run_step(microbatches, schedule, step=0).device_peak_bytes[0])
+    grown = peaks[1] - peaks[0] - (slots[1] - slots[0])
+    assert grown == pytest.approx(2 * found[0].of(2, 192, 192), rel=0.05)
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def layer(name: str, param: int, grad: int, kept: int) -> LayerCost:
+    return LayerCost(name, 1.0, 1.0, name != "head", param_bytes=param, grad_bytes=grad, activation_bytes=kept)
+
+
+@pytest.mark.parametrize("free", [12_000, 20_000, 50_000, 200_000])
+@pytest.mark.parametrize("kept", [0, 500, 5_000])
+def test_every_cut_within_the_limits_fits(free: int, kept: int) -> None:
+    blocks = [layer(f"block.{index}", 1000, 100, kept) for index in range(12)]
+    costs = CostModel("x", (layer("embed", 0, 0, 0), *blocks, layer("head", 3000, 0, 2000)))
+    limits, sums = limits_for(costs, free), StageSums(costs)
+    largest = 0
+    for forward_blocks in range(1, 13):
+        for size in range(1, 13):
+            beside = size - 1
+            edges = sorted({*range(12 - beside, 0, -size), 0}, reverse=True)
+            backward = [(13 - beside, 13)] + [
+                (low + 1 if low else 0, high) for high, low in zip(edges, edges[1:], strict=False)
+            ]
+            forward = [
+                (max(0, start), min(start + forward_blocks - 1, 12 - beside))
+                for start in range(1, 13 - beside, forward_blocks)
+            ]
+            if forward:
+                forward[0] = (0, forward[0][1])
+            if not within_limits(sums, limits, forward, backward, 2):
+                continue
+            slot = largest_stage_bytes(costs.layers, forward, backward)
+            held = max(kept * sum(1 <= at <= 12 for at in range(first, last + 1)) for first, last in backward)
+            assert costs.slots * slot + held <= free
+            largest = max(largest, size)
+    assert largest >= 1, "one block a stage is within every limit"
+
+
+def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() -> None:
+    """One worker, which recomputes the less the more blocks are in the head's stage."""
+    rig, shared = make_rig("llama", "lora", num_hidden_layers=12), 50_000
+    sizes = []
+    for memory in (800_000, 1_600_000, 3_200_000, 10_000_000):
+        cutter = Cutter(gpu_costs(rig, memory), 1, PipelineConfig(), shared_bytes=shared)
+        cutter.measured = True
+        schedule = cutter.schedule(4)
+        needed = modelled_bytes(cutter.costs, schedule.forward_stages, schedule.backward_stages)
+        needed -= 4 * cutter.costs.layers[1].boundary_bytes  # which are among the shared ones
+        assert needed + shared <= MEMORY_SHARE * memory
+        sizes.append(schedule.backward_stages[0][1] - schedule.backward_stages[0][0])
+    assert sizes == sorted(sizes) and sizes[0] < sizes[2] < sizes[-1], sizes
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+FORETOLD = [
+    *("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen3_moe"),
+    *("phi3", "smollm3", "olmo2", "granite", "glm4", "gpt_neox", "starcoder2", "hunyuan_v1_dense", "qwen2_moe"),
+]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("model_type", FORETOLD)
+def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
+    """Of widths and lengths where the rest is small beside what the model of memory knows."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **LONG}
+    rig = make_rig(
+        model_type, method, **wide, **({"sliding_window": 64} if "sliding_window" in EXTRA[model_type] else {})
+    )
+    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    assert found is not None
+    config: Any = rig.plain.config
+    architecture = parse_config(config.to_dict(), name="tiny", source="tests")
+    settings = TrainingSettings(max_seq_length=512, method=method, dtype="float32", lora_r=4)
+    for index, block in enumerate(architecture.blocks):
+        told, measured = activation_bytes(architecture, block, settings), found[index].of(1, 512, 512)
+        assert 0.85 * measured <= told <= 1.3 * measured, (index, told / measured)

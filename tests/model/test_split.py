@@ -1,0 +1,244 @@
+"""What the split finds out about a model, and what it refuses: models whose gradients would be wrong in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.split import SplitRefusedError, split_model
+from roundpipe_cli.model.worker_model import layer_parameters
+from tests.support.tiny import make_rig, tiny_config
+
+Walk = Callable[["Backbone", torch.Tensor], torch.Tensor]
+"""How a backbone takes its embedded tokens through its blocks and its norm."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        result: torch.Tensor = hidden_states + self.linear(hidden_states)
+        return result
+
+
+class Backbone(nn.Module):
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.walk = walk
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.walk(self, self.embed(input_ids)))
+
+
+class Causal(nn.Module):
+    """The shape of a Hugging Face causal language model, whose walk through the blocks a test chooses."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.model = Backbone(walk)
+        self.lm_head = nn.Linear(8, 16)
+        self.config = SimpleNamespace(
+            get_text_config=lambda: SimpleNamespace(hidden_size=8, vocab_size=16), use_cache=False
+        )
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids).last_hidden_state))
+
+
+def plain(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    for block in model.layers:
+        hidden = block(hidden)
+    result: torch.Tensor = model.norm(hidden)
+    return result
+
+
+def one_block_twice(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    for block in (model.layers[0], model.layers[1], model.layers[1], model.layers[2]):
+        hidden = block(hidden)
+    result: torch.Tensor = model.norm(hidden)
+    return result
+
+
+def two_rounds(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    return plain(model, model.norm(plain(model, hidden)))
+
+
+def wrong_order(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    for block in (model.layers[0], model.layers[2], model.layers[1]):
+        hidden = block(hidden)
+    result: torch.Tensor = model.norm(hidden)
+    return result
+
+
+def one_left_out(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    for block in list(model.layers)[:2]:
+        hidden = block(hidden)
+    result: torch.Tensor = model.norm(hidden)
+    return result
+
+
+def scaled_between_blocks(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    for index, block in enumerate(model.layers):
+        hidden = block(hidden * 2 if index == 1 else hidden)
+    result: torch.Tensor = model.norm(hidden)
+    return result
+
+
+def scaled_after_norm(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+    return plain(model, hidden) * 2
+
+
+def with_argument(make: Callable[[torch.Tensor], Any]) -> Walk:
+    """Every block but the first is given an `extra` made from the embedded tokens."""
+
+    def walk(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
+        extra = make(hidden)
+        for index, block in enumerate(model.layers):
+            hidden = block(hidden, extra=extra) if index else block(hidden)
+        result: torch.Tensor = model.norm(hidden)
+        return result
+
+    return walk
+
+
+def test_an_ordinary_model_comes_apart() -> None:
+    split = split_model(Causal(plain))
+    assert (split.blocks_path, split.num_blocks, split.backbone_path) == ("model.layers", 3, "model")
+    assert (split.tail_paths, split.embedding_path, split.result_length) == (("model.norm",), "model.embed", 0)
+    assert split.layer_names() == ("embed", "block.0", "block.1", "block.2", "head")
+
+
+@pytest.mark.parametrize(
+    ("walk", "what", "where"),
+    [
+        (one_block_twice, "once and in order", "block.1"),
+        (two_rounds, "once and in order", "block.0"),
+        (wrong_order, "once and in order", "block.2"),
+        (one_left_out, "each of its blocks once", "model.layers"),
+        (scaled_between_blocks, "changes the hidden states between two blocks", "block.0 to block.1"),
+        (scaled_after_norm, "more than its modules", "model.norm"),
+        (with_argument(lambda hidden: {}), "could change", "block.1, extra"),
+        (with_argument(lambda hidden: [hidden]), "could change", "block.1, extra"),
+        (with_argument(lambda hidden: (1, {2})), "could change", "block.1, extra"),
+        (with_argument(lambda hidden: hidden * 0.5), "gradient", "block.1, extra"),
+        (with_argument(lambda hidden: (None, hidden)), "gradient", "block.1, extra"),
+    ],
+)
+def test_what_the_split_cannot_carry_is_refused(walk: Walk, what: str, where: str) -> None:
+    with pytest.raises(SplitRefusedError) as caught:
+        split_model(Causal(walk))
+    assert caught.value.exit_code == 2
+    assert what in caught.value.problems[0].what
+    assert caught.value.problems[0].where == where
+
+
+@pytest.mark.parametrize(
+    "make", [lambda hidden: hidden.detach(), lambda hidden: ("eager", None, 2), lambda hidden: torch.arange(5)]
+)
+def test_arguments_that_it_can_carry(make: Callable[[torch.Tensor], Any]) -> None:
+    assert split_model(Causal(with_argument(make))).num_blocks == 3
+
+
+@pytest.mark.parametrize("whole_block", [True, False])
+def test_parameters_shared_between_blocks_are_refused(whole_block: bool) -> None:
+    model = Causal(plain)
+    if whole_block:
+        model.model.layers[2] = model.model.layers[0]
+    else:
+        first, last = model.model.layers[0], model.model.layers[2]
+        assert isinstance(first, Block) and isinstance(last, Block)
+        last.linear.bias = first.linear.bias
+    with pytest.raises(SplitRefusedError, match=r"block\.0 and block\.2: two blocks share a parameter") as caught:
+        split_model(model)
+    assert caught.value.problems[0].found in ("linear.weight", "linear.bias")
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = Causal(plain)
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(SplitRefusedError, match="no list of blocks"):
+        split_model(model)
+
+
+def test_gemma3n_is_refused() -> None:
+    """It stacks four hidden states, and shares keys and values between blocks through an argument."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING["gemma3n_text"](
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        sliding_window=4,
+        pad_token_id=0,
+    )
+    with pytest.raises(SplitRefusedError) as caught:
+        split_model(build_skeleton(config, torch.float32))
+    assert caught.value.problems[0].where == "block.0, argument 0"
+    assert caught.value.problems[0].found == "[4, 1, 5, 32]"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "qwen3_moe"])
+def test_every_parameter_belongs_to_exactly_one_layer(model_type: str) -> None:
+    skeleton = build_skeleton(tiny_config(model_type), torch.float32)
+    split = split_model(skeleton)
+    names = [name for layer in layer_parameters(skeleton, split) for name, _ in layer]
+    assert sorted(names) == sorted(name for name, _ in skeleton.named_parameters())
+    assert len(names) == len(set(names))
+
+
+def test_a_tied_table_is_kept_with_the_head() -> None:
+    rig = make_rig("gemma3_text")
+    assert rig.split.embedding_path + ".weight" in [place.name for place in rig.store.layouts[-1].places]
+    assert rig.store.layouts[0].places == ()
+
+
+def _source(folder: Path, config: dict[str, Any]) -> ModelSource:
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelSource("some/model", folder)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "t5", "vit"])
+def test_models_that_are_no_decoders_are_refused(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(RefusedError, match="not a decoder-only language model") as caught:
+        load_config(_source(tmp_path, {"model_type": model_type, "architectures": ["SomeModel"]}))
+    assert caught.value.exit_code == 2
+    assert f"some/model: {model_type}, SomeModel" in str(caught.value)
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="unknown architecture") as caught:
+        load_config(_source(tmp_path, {"model_type": "qwen33"}))
+    assert "did you mean qwen3" in str(caught.value)
+
+
+def test_a_decoder_is_accepted(tmp_path: Path) -> None:
+    assert load_config(_source(tmp_path, {"model_type": "llama"})).model_type == "llama"

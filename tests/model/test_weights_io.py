@@ -1,0 +1,291 @@
+"""Weights from transformers' own files into the store, to the bit; files that are refused; memory while loading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.lora import add_lora
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.weights_io import base_name, load_weights
+from roundpipe_cli.model.worker_model import layer_parameters
+from tests.support.tiny import make_rig, tiny_config
+
+INDEX = "model.safetensors.index.json"
+
+
+def save_tiny(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    """A tiny model as transformers builds and saves it, with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(str(folder), **options)  # type: ignore[operator]
+    return model
+
+
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, lora: bool = False
+) -> tuple[WeightStore, str | None, nn.Module]:
+    """The store that `load_weights` fills from `folder`, its notice, and the skeleton."""
+    source = ModelSource("tiny", folder)
+    skeleton = build_skeleton(load_config(source), dtype)
+    split = split_model(skeleton)
+    if lora:
+        add_lora(skeleton, r=2, alpha=4, dropout=0.0, target_modules="all-linear", dtype=dtype, base_name="tiny")
+    layouts = [
+        make_layout(name, parameters, dtype)
+        for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
+    ]
+    store = WeightStore(layouts)
+    return store, load_weights(source, skeleton, store.set_parameter), skeleton
+
+
+def check_equal(store: WeightStore, model: nn.Module) -> None:
+    expected = dict(model.named_parameters())
+    got = {base_name(name): view for name, view in store.views.items() if ".lora_" not in name}
+    assert got.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert got[name].dtype == parameter.dtype and torch.equal(got[name], parameter), name
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("shard_size", ["1GB", "60KB"], ids=["one-file", "shards"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "phi"])
+def test_loaded_weights_equal_the_saved_to_the_bit(
+    tmp_path: Path, model_type: str, shard_size: str, lora: bool
+) -> None:
+    model = save_tiny(tmp_path, model_type, max_shard_size=shard_size)
+    assert (tmp_path / INDEX).exists() == (shard_size == "60KB")
+    store, notice, _ = load(tmp_path, lora=lora)
+    check_equal(store, model)
+    fused_while_loading = model_type in ("qwen3_moe", "mixtral")
+    assert (notice is not None) == fused_while_loading
+
+
+def test_fused_experts_come_from_a_file_per_expert(tmp_path: Path) -> None:
+    """transformers saves each expert by itself and fuses them when it loads."""
+    save_tiny(tmp_path, "qwen3_moe")
+    with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        assert any(".experts.3.down_proj" in key for key in file.keys())  # noqa: SIM118 - the handle is no mapping
+    _, notice, _ = load(tmp_path)
+    assert notice is not None and "twice" in notice
+
+
+def test_bfloat16_file_and_float32_training(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, "llama", torch.bfloat16)
+    check_equal(load(tmp_path, torch.bfloat16)[0], model)
+    check_equal(load(tmp_path, torch.float32)[0], model.float())
+
+
+def test_persistent_buffers_are_loaded(tmp_path: Path) -> None:
+    """glm4_moe's routers correct their scores by a buffer of the checkpoint."""
+    model = save_tiny(tmp_path, "glm4_moe")
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    assert buffers
+    for buffer in buffers.values():
+        buffer.uniform_()
+    model.save_pretrained(str(tmp_path))  # type: ignore[operator]
+    loaded = dict(load(tmp_path)[2].named_buffers())
+    for name, buffer in buffers.items():
+        assert torch.equal(loaded[name], buffer), name
+
+
+def test_weights_without_the_backbone_s_prefix(tmp_path: Path) -> None:
+    """gpt2 on the hub is saved without `transformer.`."""
+    model = save_tiny(tmp_path, "gpt2")
+    path = tmp_path / "model.safetensors"
+    save_file({key.removeprefix("transformer."): value for key, value in load_file(path).items()}, path)
+    store, notice, _ = load(tmp_path)
+    check_equal(store, model)
+    assert notice is None
+
+
+def test_saved_model_loads_as_it_was(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from roundpipe_cli.model.weights_io import save_model
+
+    rig = make_rig("gemma3_text")
+    save_model(rig.skeleton, rig.store.views, tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(str(tmp_path))
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, rig.store.views[name]), name
+
+
+# -- refused -------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[dict[str, torch.Tensor]], None]
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def set_value(value: float) -> Damage:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[NAME][3, 5] = value
+
+    return damage
+
+
+def cut_rows(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[NAME] = tensors[NAME][:-1].clone()
+
+
+def remove(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[NAME]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (remove, "missing"),
+        (cut_rows, "another shape"),
+        (set_value(float("nan")), "not finite"),
+        (set_value(float("-inf")), "not finite"),
+    ],
+)
+def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, damage: Damage, what: str) -> None:
+    save_tiny(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    damage(tensors)
+    save_file(tensors, path)
+    with pytest.raises(RefusedError, match=what) as caught:
+        load(tmp_path)
+    assert caught.value.exit_code == 2
+    assert NAME in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_but_finite_weights_are_accepted(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whether a tensor is finite is asked of its sum, which must not overflow by itself."""
+    model = save_tiny(tmp_path, "llama", dtype)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[NAME].fill_(6e4)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert float(load(tmp_path, dtype)[0].views[NAME].max()) > 5e4
+    assert not torch.equal(dict(model.named_parameters())[NAME], tensors[NAME])
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "model.bin"])
+def test_an_index_that_leads_outside_is_refused(tmp_path: Path, shard: str) -> None:
+    save_tiny(tmp_path, "llama", max_shard_size="60KB")
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"][NAME] = shard
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(RefusedError, match="outside the model folder") as caught:
+        load(tmp_path)
+    assert repr(shard) in str(caught.value)
+
+
+def test_a_link_that_leads_outside_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_tiny(folder, "llama", max_shard_size="60KB")
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    shard.symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(RefusedError, match="outside the model folder"):
+        load(folder)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(RefusedError, match=f"no {shard.name}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_an_index_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    save_tiny(tmp_path, "llama", max_shard_size="60KB")
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(RefusedError) as caught:
+        load(tmp_path)
+    assert INDEX in str(caught.value)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 5, 100, 5000])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep_bytes: int) -> None:
+    save_tiny(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(RefusedError, match="cannot be read") as caught:
+        load(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.model.worker_model import layer_parameters
+
+def status_bytes(key):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    return 1024 * int(line.split()[1])
+
+source = ModelSource("tiny", Path(sys.argv[1]))
+skeleton = build_skeleton(load_config(source), torch.bfloat16)
+split = split_model(skeleton)
+for parameter in skeleton.parameters():
+    parameter.requires_grad_(False)
+base = status_bytes("VmRSS")
+layouts = [
+    make_layout(name, parameters, torch.bfloat16)
+    for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
+]
+store = WeightStore(layouts)
+load_weights(source, skeleton, store.set_parameter)
+weights = sum(layout.num_bytes for layout in layouts)
+print(status_bytes("VmHWM") - base, weights, max(layout.num_bytes for layout in layouts))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
+@pytest.mark.parametrize("shard_size", ["1GB", "50MB"], ids=["one-file", "shards"])
+def test_host_memory_while_loading(tmp_path: Path, shard_size: str) -> None:
+    """Peak above the interpreter's base: at most 1.1x the weights plus twice the largest layer."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "vocab_size": 4096}
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", **changes), dtype=torch.bfloat16)
+    model.save_pretrained(str(tmp_path), max_shard_size=shard_size)
+    del model
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    peak, weights, largest = map(int, done.stdout.split())
+    assert weights > 180e6
+    assert weights < peak <= 1.1 * weights + 2 * largest

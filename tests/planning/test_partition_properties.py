@@ -1,0 +1,206 @@
+"""What every plan must hold: cover, limits, determinism, no loss by more workers; and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.partition import Partition, plan_partition
+from roundpipe_cli.planning.search.run import Effort
+from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import makespan_s
+
+SMALL = Effort(cell_work=3e6, pattern_cells=30, local_work=1e6)
+
+
+def model(num_blocks: int, *, head: float = 2.0, hop: float = 0.1, embed: float | None = None) -> CostModel:
+    layers = [LayerCost(f"block.{index}", 1.0, 2.2, True) for index in range(num_blocks)]
+    if embed is not None:
+        layers.insert(0, LayerCost("embed", embed, embed, False))
+    return CostModel("m", (*layers, LayerCost("head", head, 2 * head, False)), hop_s=hop)
+
+
+def with_bytes(costs: CostModel, *, boundary: int = 0) -> CostModel:
+    layers = tuple(
+        replace(layer, param_bytes=100 + 10 * (index % 3), grad_bytes=7, activation_bytes=40, boundary_bytes=boundary)
+        for index, layer in enumerate(costs.layers)
+    )
+    return replace(costs, layers=layers, link_bytes_per_s=100.0)
+
+
+def check_cover(plan: Partition, num_layers: int) -> None:
+    forward = [layer for first, last in plan.forward_stages for layer in range(first, last + 1)]
+    backward = [layer for first, last in reversed(plan.backward_stages) for layer in range(first, last + 1)]
+    assert backward == list(range(num_layers))
+    assert forward == list(range(plan.backward_stages[0][0]))
+    assert all(first <= last for first, last in (*plan.forward_stages, *plan.backward_stages))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 7, 16])
+@pytest.mark.parametrize("accounting", ["default", "published"])
+def test_every_layer_once_in_both_directions(num_workers: int, num_microbatches: int, accounting: str) -> None:
+    for costs in (model(11), model(1), model(9, embed=0.0), model(0), model(0, embed=0.1)):
+        plan = plan_partition(
+            costs,
+            num_workers=num_workers,
+            num_microbatches=num_microbatches,
+            accounting=accounting,  # type: ignore[arg-type]
+            effort=SMALL,
+        )
+        check_cover(plan, len(costs.layers))
+        assert plan.explanation
+        if accounting == "published":
+            assert plan.microbatches_per_round == len(plan.workers)
+        busy = num_microbatches * sum(layer.forward_s + layer.backward_s for layer in costs.layers)
+        assert plan.makespan_s >= busy / num_workers * (1 - 1e-9)
+
+
+def test_more_workers_are_never_slower() -> None:
+    rng = random.Random(4)
+    for _ in range(4):
+        costs = model(rng.randint(2, 12), head=rng.uniform(0.2, 5), hop=rng.choice((0.01, 0.3, 3.0)))
+        num_microbatches = rng.randint(1, 12)
+        for accounting in ("published", "default"):
+            times = [
+                plan_partition(
+                    costs,
+                    num_workers=num_workers,
+                    num_microbatches=num_microbatches,
+                    accounting=accounting,  # type: ignore[arg-type]
+                    effort=SMALL,
+                ).step_s
+                for num_workers in range(1, 7)
+            ]
+            assert all(more <= fewer * (1 + 1e-9) for fewer, more in zip(times, times[1:], strict=False)), times
+
+
+def test_a_slow_worker_is_left_idle() -> None:
+    costs = replace(model(8), worker_speed=(1.0, 0.01, 1.0))
+    plan = plan_partition(costs, num_workers=3, num_microbatches=6, accounting="published", effort=SMALL)
+    assert plan.workers == (0, 2)
+    two = plan_partition(model(8), num_workers=2, num_microbatches=6, accounting="published", effort=SMALL)
+    assert plan.step_s == pytest.approx(two.step_s)
+
+
+def test_same_costs_same_plan() -> None:
+    costs = with_bytes(model(13, embed=0.2))
+    plans = [plan_partition(costs, num_workers=4, num_microbatches=9, effort=SMALL) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("limit", [260, 520])
+def test_no_stage_over_its_limit(limit: int) -> None:
+    costs = with_bytes(model(12))
+    sums = StageSums(costs)
+    limits = StageLimits(forward_bytes=limit, backward_bytes=limit + 60)
+    plan = plan_partition(costs, num_workers=4, num_microbatches=8, limits=limits, effort=SMALL)
+    check_cover(plan, 13)
+    assert all(sums.param_bytes[first][last + 1] <= limit for first, last in plan.forward_stages)
+    assert all(sums.backward_bytes(first, last + 1) <= limit + 60 for first, last in plan.backward_stages)
+
+
+def test_rounds_are_no_longer_than_their_limit() -> None:
+    slow = replace(with_bytes(model(12)), link_bytes_per_s=100.0)
+    sizes = [
+        plan_partition(
+            slow,
+            num_workers=2,
+            num_microbatches=8,
+            limits=StageLimits(microbatches_per_round=most),
+            effort=SMALL,
+        ).microbatches_per_round
+        for most in (None, 4, 3, 1)
+    ]
+    assert sizes == [8, 4, 3, 2], "where weights take long to come; but at least a microbatch a worker"
+
+
+def test_device_memory_holds_slots_and_activations() -> None:
+    costs = replace(with_bytes(model(12)), device_memory_bytes=900)
+    plan = plan_partition(costs, num_workers=4, num_microbatches=8, effort=SMALL)
+    sums = StageSums(costs)
+    held = [sums.param_bytes[first][last + 1] for first, last in plan.forward_stages]
+    held += [sums.param_bytes[a][b + 1] + sums.grad_bytes[a][b + 1] for a, b in plan.backward_stages]
+    kept = max(sums.activation_bytes[first][last + 1] for first, last in plan.backward_stages)
+    assert 2 * max(held) + kept <= 900
+
+
+def test_what_cannot_fit_is_named() -> None:
+    costs = replace(with_bytes(model(4)), device_memory_bytes=100)
+    with pytest.raises(ResourceError) as caught:
+        plan_partition(costs, num_workers=2, num_microbatches=4)
+    assert "layer 2 (block.2)" in str(caught.value)
+    assert caught.value.exit_code == 5
+
+
+def test_without_bytes_the_default_accounting_gains_only_by_its_rounds() -> None:
+    costs = model(10)
+    published = plan_partition(costs, num_workers=4, num_microbatches=4, accounting="published", effort=SMALL)
+    default = plan_partition(costs, num_workers=4, num_microbatches=4, effort=SMALL)
+    assert default.step_s <= published.step_s * 1.002
+    if default.microbatches_per_round == 4:
+        assert default.step_s == pytest.approx(published.step_s, rel=0.002)
+
+
+@pytest.mark.parametrize(("boundary", "tolerance"), [(0, 1e-9), (2, 0.05)])
+def test_default_time_is_that_of_the_simulator(boundary: int, tolerance: float) -> None:
+    """Exact for weights and gradients; boundaries that share a link with them are estimated."""
+    for num_workers, num_microbatches in ((1, 4), (2, 4), (4, 8), (3, 7)):
+        costs = with_bytes(model(12), boundary=boundary)
+        plan = plan_partition(costs, num_workers=num_workers, num_microbatches=num_microbatches, effort=SMALL)
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=plan.forward_stages,
+            backward_stages=plan.backward_stages,
+            num_workers=len(plan.workers),
+            num_microbatches=num_microbatches,
+            costs=costs,
+            microbatches_per_round=plan.microbatches_per_round,
+        )
+        simulated = makespan_s(simulate(schedule, costs))
+        assert plan.makespan_s == pytest.approx(simulated, rel=tolerance), (num_workers, num_microbatches)
+
+
+def test_link_that_binds_makes_rounds_larger() -> None:
+    free, slow = with_bytes(model(12)), replace(with_bytes(model(12)), link_bytes_per_s=20.0)
+    rounds = [
+        plan_partition(costs, num_workers=2, num_microbatches=8, effort=SMALL).microbatches_per_round
+        for costs in (free, slow)
+    ]
+    assert rounds[1] >= rounds[0]
+    assert rounds[1] > 2, "one upload serves all microbatches of a round"
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        CostModel("none", ()),
+        model(3, hop=-1.0),
+        model(3, head=-2.0),
+        model(3, head=float("nan")),
+        replace(model(3), worker_speed=(0.0,)),
+    ],
+)
+def test_meaningless_costs_are_refused(costs: CostModel) -> None:
+    with pytest.raises(RefusedError):
+        plan_partition(costs, num_workers=2, num_microbatches=4)
+
+
+def test_meaningless_counts_are_refused() -> None:
+    for workers, microbatches, steps in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(RefusedError):
+            plan_partition(model(3), num_workers=workers, num_microbatches=microbatches, num_steps=steps)
+
+
+def test_balanced_partition() -> None:
+    forward, backward = balanced_partition(8, 3, 4, head_blocks=1)
+    assert forward == ((0, 1), (2, 3), (4, 5))
+    assert backward == ((6, 7), (4, 5), (2, 3), (0, 1))
+    with pytest.raises(RefusedError, match="cannot cut 7 layers into 9 forward stages"):
+        balanced_partition(8, 9, 4)

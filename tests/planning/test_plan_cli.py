@@ -1,0 +1,346 @@
+"""`roundpipe plan`: the JSON document, the words, refusals, and that it needs neither torch nor a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.cli.plan import costs_for_recipe, plan_document, plan_text
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.predict import check_fits, make_plan, solve_recipe
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.run_length import steps_of
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+model: HuggingFaceTB/SmolLM2-135M-Instruct
+datasets: [{path: rows.jsonl}]
+max_seq_length: 512
+gradient_accumulation_steps: 4
+pipeline: {forward_stages: [[0, 10], [11, 20], [21, 30]], backward_stages: [[31, 31], [16, 30], [0, 15]]}
+"""
+"""With stages of its own: the planner's search has tests of its own, and takes a second."""
+AUTO = ("pipeline.forward_stages=auto", "pipeline.backward_stages=auto")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 10)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def load(recipe: Path, *overrides: str) -> LoadedRecipe:
+    return load_recipe(recipe, [*overrides, f"output_dir={recipe.parent / 'out'}"])
+
+
+def command(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command in its own process, with everything that could reach a network or torch switched off."""
+    program = (
+        "import sys\n"
+        "import typer\n"
+        "from roundpipe_cli.cli.output import run_command\n"
+        "from roundpipe_cli.cli.plan import plan\n"
+        "app = typer.Typer(pretty_exceptions_enable=False)\n"
+        "app.command()(plan)\n"
+        "code = run_command(lambda: app(standalone_mode=False))\n"
+        # not getrusage: ru_maxrss starts with the peak of the process that started this one
+        "peak = int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "print('peak_kib', peak, 'torch', 'torch' in sys.modules, file=sys.stderr)\n"
+        "sys.exit(code)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code, done.stderr
+    assert "torch False" in done.stderr
+    return done
+
+
+def covers(stages: list[list[int]], layers: range) -> bool:
+    return sorted(layer for first, last in stages for layer in range(first, last + 1)) == list(layers)
+
+
+def test_json_document_has_the_documented_keys(recipe: Path) -> None:
+    answer = make_plan(load(recipe, *AUTO), "2x4090")
+    document = json.loads(json.dumps(plan_document(answer, None)))
+    assert list(document) == [
+        "fits", "reasons", "workers", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
+    ]  # fmt: skip
+    assert list(document["predicted"]) == [
+        "step_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes", "disk_bytes",
+        "upload_bytes_per_step",
+    ]  # fmt: skip
+    assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
+    assert len(document["layers"]) == 32
+    assert covers(document["backward_stages"], range(32))
+    assert covers(document["forward_stages"], range(document["backward_stages"][0][0]))
+    predicted = document["predicted"]
+    assert predicted["tokens_per_s"] == pytest.approx(4 * 512 / predicted["step_s"])
+    assert 0 <= predicted["bubble_ratio"] < 1
+    solved = plan_document(answer, solve_recipe(answer))["solve"]
+    assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
+    assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
+    assert solved["micro_batch_size"] > 8
+
+
+def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None:
+    """The planner's search takes seconds for 94 layers; a few even cuts take none and keep the device's memory."""
+    big = ("max_seq_length=2048", "gradient_accumulation_steps=32", "pipeline.head_workers=1")
+    for model, hardware in (("Qwen/Qwen3-235B-A22B", "8x4090"), ("meta-llama/Llama-3.3-70B-Instruct", "2x3090")):
+        answer = make_plan(load(recipe, *AUTO, *big, f"model={model}"), hardware)
+        assert answer.verdict.fits
+        assert answer.bubble_ratio < 0.4
+        assert answer.microbatches_per_round >= len(answer.question.hardware.devices)
+        assert "few even cuts" in answer.explanation[0]
+
+
+def test_shipped_recipe_is_planned_by_the_command() -> None:
+    done = command("recipes/qwen3-32b.yaml", "--hardware", "8x4090", "--solve", "--json")
+    document = json.loads(done.stdout)
+    assert document["fits"] is True
+    assert document["workers"] == 8
+    assert len(document["layers"]) == 66
+    assert document["solve"]["max_seq_length"] > 16000
+
+
+def test_a_235b_mixture_of_experts_in_little_memory() -> None:
+    done = command("recipes/qwen3-32b.yaml", "model=Qwen/Qwen3-235B-A22B", "--hardware", "8x4090", "--json")
+    document = json.loads(done.stdout)
+    assert document["fits"] is True
+    assert covers(document["backward_stages"], range(96))
+    peak_kib = int(done.stderr.split("peak_kib ")[1].split()[0])
+    assert peak_kib < 300 * 1024
+
+
+def test_long_sequences_of_a_235b_model_fit_in_chunks(recipe: Path) -> None:
+    """31k tokens in bfloat16 on eight 24 GB cards, where the experts' activations alone would take 10 GiB."""
+    words = ("model=Qwen/Qwen3-235B-A22B", *AUTO, "max_seq_length=31744", "gradient_accumulation_steps=32")
+    words += ("dtype=bfloat16", "micro_batch_size=1")
+    machine = "8x4090,host_memory_gib=1536"
+    whole = make_plan(load(recipe, *words), machine)
+    chunks = make_plan(load(recipe, *words, "mlp_chunk_tokens=4096"), machine)
+    assert (whole.verdict.fits, chunks.verdict.fits) == (False, True)
+    assert solve_recipe(whole).changes[0].overrides == ("mlp_chunk_tokens=4096",)
+    assert chunks.bubble_ratio < 0.1
+
+
+def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
+    changes = ("model=Qwen/Qwen3-235B-A22B", "method=full", *AUTO)
+    done = command(recipe, *changes, "--hardware", "2080ti", "--solve", "--json")
+    document = json.loads(done.stdout)
+    assert document["fits"] is False
+    assert all("too little" in reason for reason in document["reasons"])
+    assert [reason.split(":")[0] for reason in document["reasons"]] == ["memory of rtx-2080-ti", "host memory"]
+    assert document["predicted"]["step_s"] > 0
+    assert document["solve"]["max_seq_length"] is None
+    assert len(document["solve"]["changes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hardware", "8x4900"], "did you mean rtx-4090"),
+        (["model=Qwen/Qwen3-33B"], "did you mean Qwen/Qwen3-32B"),
+        (["model=/no/such/folder"], "no such model file or folder"),
+        (["pipeline.forward_stages=[[0, 3]]", "pipeline.backward_stages=[[31, 31], [0, 30]]"], "gap"),
+        (["lora.rank_=3"], "lora"),
+        (["--svg", "/no/such/folder/a.svg"], "picture cannot be written"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(recipe: Path, arguments: list[str], said: str) -> None:
+    done = command(recipe, *arguments, code=2)
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_words_begin_with_the_verdict(recipe: Path) -> None:
+    answer = make_plan(load(recipe), "2x4090")
+    lines = plan_text(answer, None)
+    assert lines[0].startswith("It fits: HuggingFaceTB/SmolLM2-135M-Instruct (135M parameters), lora")
+    assert "tokens/s, bubble " in lines[1]
+    assert lines[2].endswith("for 3 steps (10 rows), if every row is full")
+    text = "\n".join(lines)
+    for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
+        assert heading in text
+    full = load(recipe, "model=Qwen/Qwen3-32B", "method=full", *AUTO)  # frozen weights could stay on the disk
+    no = plan_text(make_plan(full, "2x4090,host_memory_gib=32"), None)
+    assert no[0].startswith("It does not fit")
+    assert no[1].startswith("  host memory: needs ")
+    assert no[2].startswith("The nearest recipe of the tool that fits: ")
+    assert any(line.startswith("If it did fit: ") for line in no)
+
+
+def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
+    assert steps_of(load(recipe, "max_steps=7")) == (7, "max_steps")
+    assert steps_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2"))[0] == 4
+    steps, why = steps_of(load(recipe, "datasets[0].path=org/rows"))
+    assert steps is None and "org/rows" in why
+
+
+def test_picture_of_a_step(recipe: Path, tmp_path: Path) -> None:
+    done = command(recipe, "--hardware", "2x4090", "--svg", tmp_path / "step.svg")
+    picture = (tmp_path / "step.svg").read_text()
+    assert picture.startswith("<svg") and "worker 1" in picture
+    assert "wrote" in done.stderr and "It fits" in done.stdout
+
+
+def test_without_gpus_the_machine_is_said(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are planned for the two CPU workers that `finetune` would take, large ones for an assumed box."""
+    monkeypatch.setenv("PATH", "")
+    small, large = ask(load(recipe)), ask(load(recipe, "model=Qwen/Qwen3-8B"))
+    assert [device.name for device in small.hardware.devices] == ["cpu", "cpu"]
+    assert any("no GPU here: two CPU workers" in note for note in small.hardware.notes)
+    assert [device.name for device in large.hardware.devices] == ["rtx-4090"] * 8
+    assert any("planned for 8x4090" in note for note in large.hardware.notes)
+    three = ask(load(recipe, "pipeline.devices=[cpu, cpu, cpu]"))
+    assert len(three.hardware.devices) == 3
+    assert all(layer.param_bytes == 0 for layer in three.analytic.costs.layers), "CPU workers alias the weights"
+    twice = ask(load(recipe, "pipeline.devices=[cuda:0, cuda:0]"))
+    assert any("planned for 2x4090" in note for note in twice.hardware.notes)
+
+
+def test_gpus_are_read_from_nvidia_smi(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    listing = (
+        "NVIDIA GeForce RTX 4090, 24564, 4, 8, GPU-1a2b\\nNVIDIA GeForce RTX 3090, 24576, 4, 16, GPU-1c2d\\n"
+        "Novelty 9000, 16000, 5, 16, GPU-3e4f\\n"
+    )
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second, third = ask(load(recipe)).hardware.devices
+    assert (first.name, first.memory_bytes, first.link_bytes_per_s) == ("rtx-4090", 24564 * 1024**2, 12.5e9)
+    assert (second.name, third.name) == ("rtx-3090", "Novelty 9000")
+    shared = ask(load(recipe, "pipeline.devices=[cuda:1, cuda:1]")).hardware.devices
+    assert [device.memory_bytes for device in shared] == [12288 * 1024**2] * 2
+    for chosen, names in (
+        ("1", ["rtx-3090"]),
+        ("GPU-3e4f, 0", ["Novelty 9000", "rtx-4090"]),
+        ("GPU-1c", ["rtx-3090"]),
+        ("2,7,0", ["Novelty 9000"]),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert [device.name for device in ask(load(recipe)).hardware.devices] == names
+
+
+def test_every_schedule_of_a_recipe_is_planned(recipe: Path) -> None:
+    for schedule in ("looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"):
+        answer = make_plan(load(recipe, *AUTO, f"pipeline.schedule={schedule}"), "4x4090")
+        assert covers([list(stage) for stage in answer.backward_stages], range(32)), schedule
+        assert answer.step_s > 0
+    assert make_plan(load(recipe), "2x4090").forward_stages == ((0, 10), (11, 20), (21, 30))
+
+
+def test_step_time_of_many_microbatches_follows_from_fewer(recipe: Path) -> None:
+    few, many = (
+        make_plan(load(recipe, f"gradient_accumulation_steps={count}"), "4x4090").step_s for count in (64, 640)
+    )
+    assert 9 < many / few < 10.01
+
+
+def test_staleness_and_turing_settings_reach_the_plan(recipe: Path) -> None:
+    document: dict[str, Any] = plan_document(make_plan(load(recipe), "2x2080ti"), None)
+    assert any("no bfloat16; planned as float16" in line for line in document["assumptions"])
+    question = ask(load(recipe, "method=full", "max_seq_length=9000"), "4090")
+    assert question.settings.method == "full"
+    assert any("made for at most 8192" in line for line in make_plan(question.loaded, "4090").assumptions)
+
+
+def test_finetune_refuses_what_cannot_fit_before_loading(recipe: Path) -> None:
+    check_fits(load(recipe))
+    with pytest.raises(ResourceError) as caught:
+        check_fits(load(recipe, "model=Qwen/Qwen3-235B-A22B", "method=full", "pipeline.devices=[cpu, cpu]"))
+    assert caught.value.exit_code == 5
+    assert "host memory: needs" in str(caught.value)
+    assert "--solve" in str(caught.value)
+
+
+def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
+    """`--hardware` wins over it, and a run looks at what is here whatever it says."""
+    words = "hardware='2x3090:pcie_lanes=8,host_memory_gib=64'"
+    machine = ask(load(recipe, words)).hardware
+    assert [device.name for device in machine.devices] == ["rtx-3090"] * 2
+    assert machine.host_memory_bytes == 64 * 1024**3
+    assert machine.devices[0].link_bytes_per_s < ask(load(recipe), "3090").hardware.devices[0].link_bytes_per_s
+    assert len(ask(load(recipe, words), "4090").hardware.devices) == 1
+    check_fits(load(recipe, "model=Qwen/Qwen3-8B", "hardware='8x4090,host_memory_gib=1'", "pipeline.devices=[cpu]"))
+    with pytest.raises(RefusedError) as caught:
+        ask(load(recipe, "hardware=2x3900"))
+    assert "hardware: 2x3900" in str(caught.value) and "did you mean rtx-3090" in str(caught.value)
+
+
+def test_costs_for_bench(recipe: Path) -> None:
+    costs = costs_for_recipe(load(recipe), "4x3090+2x4060ti")
+    assert [layer.name for layer in costs.layers][:2] == ["embed", "block.0"]
+    assert costs.layers[-1].name == "head"
+    assert costs.worker_speed is not None and len(costs.worker_speed) == 6
+    with pytest.raises(RefusedError):
+        costs_for_recipe(load(recipe), "nonsense")
+
+
+def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
+    """One sequence a step keeps one worker busy, in chunks all of them; a device holds a chunk's activations."""
+    words = "8x4090,host_memory_gib=64"
+    long = [*AUTO, "model=Qwen/Qwen3-8B", "max_seq_length=65536", "gradient_accumulation_steps=1"]
+    whole = make_plan(load(recipe, *long), words)
+    chunks = make_plan(load(recipe, *long, "pipeline.sequence_chunks=32", "pipeline.head_workers=8"), words)
+    assert chunks.step_s < whole.step_s / 3 and chunks.bubble_ratio < 0.3
+    assert chunks.backward_stages[0][0] == chunks.backward_stages[0][1], "the head is alone in its stage"
+    assert chunks.verdict.fits and not whole.verdict.fits and chunks.tokens_per_s > 3 * whole.tokens_per_s
+    assert any("every chunk of a sequence takes the same time" in line for line in chunks.assumptions)
+    costs = [plan.question.analytic.costs.layers[1] for plan in (whole, chunks)]
+    assert costs[1].forward_s == pytest.approx(costs[0].forward_s / 32)
+    assert costs[1].activation_bytes < costs[0].activation_bytes
+
+
+def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
+    """What the run leaves out of a recompute or keeps on the device, the plan does not count as time, but as memory."""
+    skip, words = "pipeline.skip_last_projection", "2x4090,host_memory_gib=64"
+    never, auto, always = (ask(load(recipe, f"{skip}={value}"), words) for value in ("false", "auto", "true"))
+    block = always.analytic.costs.layers[1]
+    assert block.recomputed_s == block.forward_s - block.recompute_skippable_s < block.forward_s
+    assert never.analytic.costs.layers[1].recomputed_s == block.forward_s
+    assert auto.analytic == always.analytic, "the inputs of 32 small layers take little memory"
+    large = ask(load(recipe, "gradient_accumulation_steps=4096"), words)
+    assert not large.settings.skip_last_projection, "as `train/build.py` decides for so many of them"
+    slow, fast = (make_plan(load(recipe, f"{skip}={value}"), words) for value in ("false", "true"))
+    assert fast.step_s < slow.step_s
+    assert fast.verdict.host.total_bytes > slow.verdict.host.total_bytes
+    kept = ask(load(recipe, "pipeline.keep_activations=3"), "4090")
+    assert [layer.recompute for layer in kept.analytic.costs.layers[-5:]] == [True, False, False, False, False]
+    one, other = (make_plan(load(recipe, f"pipeline.keep_activations={count}"), "4090") for count in (0, 3))
+    assert other.step_s < one.step_s
+    assert other.verdict.device.total_bytes > one.verdict.device.total_bytes
+    several = ask(load(recipe, "pipeline.keep_activations=3"), "2x4090")
+    assert all(layer.recompute for layer in several.analytic.costs.layers[1:-1]), "blocks seldom stay where they were"
+
+
+def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
+    """A cut is judged with the host memory of its rounds' boundaries; where the fastest keeps too many, rounds are
+    shorter, and where those keep too many, stages are coarser."""
+    big = ("model=Qwen/Qwen3-235B-A22B", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
+    words = (*AUTO, *big, "gradient_accumulation_steps=64", "weights=pinned")
+    coarse, short, ample = (make_plan(load(recipe, *words), f"8x3090,host_memory_gib={gib}") for gib in (188, 192, 512))
+    assert all(plan.verdict.fits for plan in (coarse, short, ample))
+    assert short.microbatches_per_round == coarse.microbatches_per_round == 8 < ample.microbatches_per_round
+    assert len(coarse.backward_stages) < len(short.backward_stages) < len(ample.backward_stages)
+    assert "host memory is short" in coarse.explanation[0]
+    assert coarse.step_s > short.step_s > ample.step_s

@@ -1,0 +1,285 @@
+"""`plan` refuses what `finetune` refuses, with its words, and says where a parameter count is a guess. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from roundpipe_cli.cli.finetune import refuse_too_large
+from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, parse_config
+from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.model.architectures import model_types
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.source import resolve_model
+from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.type_refusals import NO_POSITION_IDS, SPLIT, STATEFUL, check_type
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.recipe.load import load_recipe
+from tests.support.tiny import BASE, EXTRA, tiny_config
+
+STAGES = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]")
+"""Of three blocks: the planner's search takes a second."""
+FIGURES = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128},
+}
+UNTAUGHT = "ernie4_5_moe"
+"""A type that trains, and whose parameters `plan` does not count right."""
+MIDDLE = {
+    **{"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+"""No model's own shape, so that no count agrees by luck."""
+OF_EXPERTS = (
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
+    *("n_group", "topk_group", "first_k_dense_replace"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 10)
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {tmp_path}/model\ndatasets: [{{path: {tmp_path}/rows.jsonl}}]\n"
+        f"output_dir: {tmp_path}/out\nmax_seq_length: 64\n"
+    )
+    return tmp_path
+
+
+def put_config(folder: Path, model_type: str, **values: Any) -> None:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps({**FIGURES, "model_type": model_type, **values}))
+
+
+def put_weights(folder: Path, *shapes: tuple[int, ...], name: str = "model.safetensors") -> None:
+    tensors = {f"w{index}": torch.zeros(shape, dtype=torch.bfloat16) for index, shape in enumerate(shapes)}
+    save_file(tensors, folder / "model" / name)
+
+
+def refused_by_plan(folder: Path, *overrides: str) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        make_plan(load_recipe(folder / "recipe.yaml", overrides), "1x4090")
+    return caught.value
+
+
+def refused_by_loading(folder: Path) -> RefusedError:
+    """What `finetune` says of the model while it loads it, before any weights."""
+    with pytest.raises(RefusedError) as caught:
+        load_config(resolve_model(str(folder / "model"), revision=None, recipe_folder=folder, offline=True))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "said"),
+    [
+        ("lama", {}, "unknown architecture"),
+        ("", {}, "unknown architecture"),
+        ("bert", {"architectures": ["BertForMaskedLM"]}, "not a decoder-only language model"),
+        ("t5", {}, "not a decoder-only language model"),
+        ("bart", {}, "not a decoder-only language model"),
+        ("qwen2_5_vl", {"text_config": FIGURES}, "not a decoder-only language model"),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "needs code from its repository"),
+        ("llama", {"_attn_implementation": "someone/kernel"}, "kernel from elsewhere"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantised in a"),
+    ],
+)
+def test_plan_and_finetune_refuse_a_model_alike(
+    folder: Path, model_type: str, values: dict[str, Any], said: str
+) -> None:
+    """`plan` once said "It fits" of each of these."""
+    put_config(folder, model_type, **values)
+    put_weights(folder, (1,))
+    planned, loaded = refused_by_plan(folder), refused_by_loading(folder)
+    assert planned.problems == loaded.problems
+    assert said in str(planned) and planned.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_config.json", "model.safetensors"])
+def test_plan_looks_at_the_files_that_are_there(folder: Path, name: str) -> None:
+    put_config(folder, "llama")
+    (folder / "model" / name).write_bytes(b"garbage" * 9)
+    assert refused_by_plan(folder).problems == refused_by_loading(folder).problems
+
+
+def test_a_folder_with_a_configuration_alone_is_planned(folder: Path) -> None:
+    """Planning before a download is what the command is for; that weights are missing is said."""
+    put_config(folder, "llama")
+    answer = make_plan(load_recipe(folder / "recipe.yaml", STAGES), "1x4090")
+    assert answer.verdict.fits
+    assert any("holds no weights" in line for line in answer.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["method=full", "load_in_4bit=true"], "load_in_4bit: such weights are frozen"),
+        (["method=full", "load_in_8bit=true"], "load_in_8bit: such weights are frozen"),
+        (["method=full", "weights=mmap"], "weights: such weights are frozen"),
+        (["pipeline.forward_stages=[[0,2]]"], "forward_stages and backward_stages go together"),
+        (["pipeline.schedule=gpipe", "pipeline.backward_stages=[[0,4]]"], "gpipe takes no backward_stages"),
+        (["pipeline.schedule=1f1b", "pipeline.head_workers=2"], "1f1b binds its stages to workers"),
+        (["pipeline.schedule=1f1b", "pipeline.dispatch=earliest_free"], "1f1b binds its stages to workers"),
+        (["pipeline.devices=[cpu,cuda:0]"], "processors and GPUs cannot work in one pool"),
+    ],
+)
+def test_what_the_recipe_alone_decides_is_refused_when_it_is_read(
+    folder: Path, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(folder / "recipe.yaml", overrides)
+    assert said in str(caught.value)
+
+
+def test_files_in_4_bit_stay_so(folder: Path) -> None:
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    put_config(folder, "llama", quantization_config=nf4)
+    assert ask(load_recipe(folder / "recipe.yaml"), "1x4090").settings.load_in_4bit
+    for change in ("method=full", "load_in_8bit=true"):
+        assert "in which they stay" in str(refused_by_plan(folder, change))
+
+
+def test_long_packed_rows_and_scaled_positions(folder: Path) -> None:
+    put_config(folder, "llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert "masks that are too large" in str(refused_by_plan(folder, "packing=true", "max_seq_length=30000"))
+    assert "position scaling by length" in str(refused_by_plan(folder, "packing=true", "max_seq_length=256"))
+    ask(load_recipe(folder / "recipe.yaml", ["packing=true", "max_seq_length=128"]), "1x4090")
+
+
+# --- what is known of types -----------------------------------------------------------------------------------------
+
+BUILT = ("qwen3_next", "minimax", "bloom", "mpt", "xlnet", "zaya", "gemma4_text", "cpmant")
+"""Types of the tables that are small to build; all of the tables were tried in the same way."""
+
+
+@pytest.mark.parametrize("model_type", BUILT)
+def test_the_tables_say_what_the_proof_says(model_type: str) -> None:
+    """For a type of `type_refusals.py` the modules themselves are refused in the same words."""
+    from transformers import CONFIG_MAPPING
+
+    values = {} if model_type in ("xlnet", "cpmant") else BASE
+    config = tiny_config(model_type) if model_type in EXTRA else CONFIG_MAPPING[model_type](**values)
+    with pytest.raises(RefusedError) as known:
+        check_type(json.loads(config.to_json_string()), packing=True, chunks=False, max_seq_length=64)
+    with pytest.raises(RefusedError) as proven:
+        model = build_skeleton(config, torch.float32)
+        check_packing(model, split_model(model), max_seq_length=64, micro_batch_size=1)
+    (expected,), (found,) = proven.value.problems, known.value.problems
+    assert (found.what, found.where) == (expected.what, expected.where)
+    if model_type not in SPLIT:
+        assert found == expected
+
+
+def test_hybrid_models_of_attention_alone_may_be_packed() -> None:
+    config = {"model_type": "qwen3_next", "layer_types": ["full_attention"] * 3}
+    check_type(config, packing=True, chunks=True, max_seq_length=64)
+    config = {"model_type": "lfm2", "layer_types": ["full_attention", "conv"]}
+    with pytest.raises(RefusedError, match="packed rows"):
+        check_type(config, packing=True, chunks=False, max_seq_length=64)
+    check_type(config, packing=False, chunks=False, max_seq_length=64)
+    with pytest.raises(RefusedError, match="in chunks"):
+        check_type(config, packing=False, chunks=True, max_seq_length=64)
+    assert STATEFUL.keys().isdisjoint(NO_POSITION_IDS)
+
+
+def test_the_tables_of_transformers_are_read_without_importing_it() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    types = model_types()
+    assert types is not None
+    assert types.known.keys() == set(CONFIG_MAPPING)
+    assert types.causal.keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert types.masked.keys() == set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+
+
+# --- parameter counts -----------------------------------------------------------------------------------------------
+
+
+def test_types_that_plan_was_taught_are_counted_right() -> None:
+    """Against transformers' own modules on the meta device, in a shape that is no model's own."""
+    from accelerate import init_empty_weights
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    wrong = {}
+    for model_type in sorted(COUNTED_TYPES):
+        base = CONFIG_MAPPING[model_type]() if model_type != "hunyuan_v1_dense" else None
+        experts = {key: value for key, value in EXTRA.get(model_type, {}).items() if key in OF_EXPERTS}
+        values = {key: value for key, value in {**MIDDLE, **experts}.items() if base is None or hasattr(base, key)}
+        if base is None:
+            values["head_dim"] = 64
+        config = CONFIG_MAPPING[model_type](**values)
+        with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        real = sum(parameter.numel() for parameter in model.parameters())
+        own = parse_config(json.loads(config.to_json_string()), name=model_type, source="tests")
+        if own.is_guess or abs(own.parameters / real - 1) > MAX_COUNT_ERROR:
+            wrong[model_type] = own.parameters / real
+    assert not wrong
+
+
+def test_a_guessed_count_is_said_in_the_verdict(folder: Path) -> None:
+    """Counts of types that `plan` was not taught were wrong by up to 3.3 times, without a word."""
+    put_config(folder, UNTAUGHT)
+    answer = make_plan(load_recipe(folder / "recipe.yaml", STAGES), "1x4090")
+    lines = plan_text(answer, None)
+    assert "(a guess: " in lines[0] and "the parameter count is a guess" in lines[1]
+    assert any("is a guess" in line for line in plan_document(answer, None)["assumptions"])
+    assert any("not known: whether `finetune` takes" in line for line in answer.assumptions)
+    put_config(folder, "llama")
+    known = make_plan(load_recipe(folder / "recipe.yaml", STAGES), "1x4090")
+    said = [*plan_text(known, None)[:3], *known.assumptions]
+    assert not any("a guess" in line or "not known: whether" in line for line in said)
+
+
+def test_weights_that_are_here_are_counted(folder: Path) -> None:
+    put_config(folder, UNTAUGHT)
+    put_weights(folder, (300, 64), (1000, 500))
+    architecture = ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture
+    assert architecture.parameters == pytest.approx(519_200, rel=1e-4)
+    assert not architecture.is_guess
+    assert "by the headers of its weights" in architecture.notes[0]
+
+
+@pytest.mark.parametrize("metadata", [{"total_size": 1_038_400}, {"total_parameters": 519_200, "total_size": 9}])
+def test_the_index_of_weights_that_are_elsewhere_is_counted(folder: Path, metadata: dict[str, int]) -> None:
+    put_config(folder, UNTAUGHT, torch_dtype="bfloat16")
+    index = {"metadata": metadata, "weight_map": {}}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    architecture = ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture
+    assert architecture.parameters == pytest.approx(519_200, rel=1e-4)
+    assert "model.safetensors.index.json" in architecture.notes[0]
+
+
+def test_a_known_type_whose_files_hold_something_else_is_noticed(folder: Path) -> None:
+    put_config(folder, "llama")
+    own = ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture.parameters
+    put_weights(folder, (own,))
+    assert ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture.notes == ()
+    put_weights(folder, (own + own // 10,))
+    architecture = ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture
+    assert architecture.parameters == pytest.approx(1.1 * own, rel=1e-3) and "-9%" in architecture.notes[0]
+
+
+def test_a_guess_refuses_no_run(folder: Path) -> None:
+    """`finetune` ends with 5 where `plan` knows that memory is short; a guessed count is no such knowledge."""
+    put_config(folder, UNTAUGHT, hidden_size=64_000, vocab_size=10_000_000)
+    with contextlib.suppress(RefusedError):
+        refuse_too_large(load_recipe(folder / "recipe.yaml", ["pipeline.devices=[cpu]"]))

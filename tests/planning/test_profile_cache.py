@@ -1,0 +1,103 @@
+"""Layer times are measured once per machine and model, and again when they turn out wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.live import ActionTime
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.planning.adaptive import PROFILE_STEPS, Cutter
+from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.actions import Action
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import makespan_s
+from tests.support.e2e import finetune, make_model, make_workspace, numbers
+
+WORKERS, MICROBATCHES, BLOCKS = 2, 4, 6
+
+
+def costs(block_s: float) -> CostModel:
+    blocks = [
+        LayerCost(f"block.{i}", block_s, 2 * block_s, True, boundary_bytes=64, recompute_s=block_s)
+        for i in range(BLOCKS)
+    ]
+    embed, head = LayerCost("embed", 0, 0, False, boundary_bytes=64), LayerCost("head", 0, 3 * block_s, False)
+    return CostModel("layers", (embed, *blocks, head), link_bytes_per_s=1e15)
+
+
+def cutter(cache: ProfileCache) -> Cutter:
+    return Cutter(costs(1.0), WORKERS, PipelineConfig(), cache)
+
+
+def step(chosen: Cutter, machine: CostModel) -> int:
+    """One step as this machine would time it; returns how many forward stages it had."""
+    schedule = chosen.schedule(MICROBATCHES)
+    timeline = simulate(schedule, machine)
+    actions = tuple(
+        ActionTime(Action(i.kind, i.stage, i.microbatch, i.worker), i.start_s, i.end_s)
+        for i in timeline.intervals
+        if i.lane == "compute"
+    )
+    chosen.observe(StepResult(0.0, 1, 0.0, makespan_s(timeline), actions, WORKERS, 0, (0, 0)))
+    return len(schedule.forward_stages)
+
+
+def test_the_second_run_plans_at_once_and_keeps_what_is_true() -> None:
+    cache, machine = ProfileCache({"model": "a"}), costs(0.01)
+    first = cutter(cache)
+    stages = [step(first, machine) for _ in range(PROFILE_STEPS + 1)]
+    assert stages[:PROFILE_STEPS] == [BLOCKS] * PROFILE_STEPS and stages[-1] < BLOCKS
+    second = cutter(ProfileCache({"model": "a"}))
+    assert second.measured and [step(second, machine) for _ in range(6)] == [stages[-1]] * 6
+    assert [layer.backward_s for layer in second.costs.layers] == pytest.approx(
+        [layer.backward_s for layer in machine.layers]
+    )
+    assert not cutter(ProfileCache({"model": "b"})).measured
+
+
+def test_times_that_are_wrong_are_measured_again() -> None:
+    cache = ProfileCache({"model": "a"})
+    cache.save(costs(0.01))
+    run, slow = cutter(ProfileCache({"model": "a"})), costs(0.1)
+    stages = [step(run, slow) for _ in range(2 * PROFILE_STEPS + 3)]
+    assert BLOCKS in stages and stages[-1] < BLOCKS  # doubted, measured, planned anew
+    assert json.loads(cache.path.read_text())["layers"][1][0] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"layers": 3}', '{"layers": [[1, 1, 1]]}', '{"layers": [["x", 1, 1]]}'])
+def test_a_damaged_file_counts_as_none(text: str) -> None:
+    cache = ProfileCache({"model": "a"})
+    cache.path.parent.mkdir(parents=True)
+    cache.path.write_text(text)
+    assert cache.load(costs(1.0)) is None and not cutter(cache).measured
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(own_cache / "file"))
+    ProfileCache({"model": "a"}).save(costs(1.0))
+    ProfileCache({"model": "a"}).forget()
+
+
+def test_a_run_leaves_its_times_and_a_second_one_gives_the_same_numbers(tmp_path: Path, own_cache: Path) -> None:
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    finetune(folder).expect(0)
+    (kept,) = (own_cache / "profiles").iterdir()
+    rows = json.loads(kept.read_text())["layers"]
+    assert all(backward > 0 for _, _, backward in rows[2:])
+    finetune(folder, "output_dir=again").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "again")
+
+
+def test_times_keep_their_meaning() -> None:
+    """A layer that is not recomputed has no time for it, as in the profile itself."""
+    cache, known = ProfileCache({"model": "a"}), costs(0.5)
+    cache.save(known)
+    loaded = cache.load(costs(1.0))
+    assert loaded is not None and replace(loaded, name="") == replace(known, name="")

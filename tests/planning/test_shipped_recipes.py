@@ -1,0 +1,224 @@
+"""Every recipe that comes with the tool: it loads, its header is whole, and `plan` says what the header promises."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.memory import host_need
+from roundpipe_cli.costs.models import shipped_architecture
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning import predict
+from roundpipe_cli.planning.fitting import fitting_recipe
+from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of, with_verdict
+from roundpipe_cli.units import GIB
+from scripts.recipe_verdicts import differences, verdict_of_plan
+from tests.support.e2e import fresh, run
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
+MAX_SEARCHED_LAYERS = 26
+"""The planner's search of a recipe with more layers takes seconds. scripts/recipe_verdicts.py searches all of them."""
+PROMISED = ("qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb")
+ALWAYS_SEARCHED = PROMISED[:1]
+
+
+def test_the_combinations_that_are_promised() -> None:
+    names = " ".join(RECIPES)
+    for model in (
+        *(f"qwen3/{size}_lora" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")),
+        *("llama3.1/8b_lora", "llama3.1/8b_full", "llama3.3/70b_lora", "gemma3/", "mistral/7b", "gpt-oss/20b"),
+        *("gpt-oss/120b", "smollm2/135m", "qwen3/1.7b_full", "qwen3/4b_full", "qwen3/8b_full"),
+        *("_1x16gb", "_1x24gb", "_2x24gb", "_4x24gb", "_8x24gb"),
+    ):
+        assert model in names, model
+    for name in PROMISED:
+        verdict = RECIPES[name].verdict
+        assert verdict is not None and verdict.hardware == "2x3090,host_memory_gib=64"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_header(name: str) -> None:
+    """Purpose, launch command, an override, plan's verdict for a machine with its host memory, the knobs."""
+    recipe = RECIPES[name]
+    text = recipe.path.read_text(encoding="utf-8")
+    header = text.split("\n\n")[0]
+    assert all(line.startswith("#") and len(line) <= 120 for line in header.splitlines())
+    assert f"#   roundpipe finetune {recipe.command_name}" in header
+    assert re.search(rf"roundpipe finetune {re.escape(recipe.command_name)} \S+=\S+", header)
+    assert "# What the knobs cost:\n#   " in header
+    verdict = recipe.verdict
+    assert verdict is not None and verdict.fits and verdict.text(recipe.command_name) in header
+    assert "host_memory_gib=" in verdict.hardware
+    machine = parse_hardware(verdict.hardware)
+    if name not in ("quickstart", "preferences"):
+        count, gib = re.findall(r"_(\d)x(\d+)gb$", name)[0]
+        assert len(machine.devices) == int(count)
+        assert all(device.memory_bytes == int(gib) * 1024**3 for device in machine.devices)
+        assert f"{machine.host_memory_bytes // 1024**3} GB of host memory" in recipe.purpose
+    loaded = load_recipe(recipe.path)
+    assert loaded.notices == ()
+    assert loaded.recipe.model.startswith("package:") or shipped_architecture(loaded.recipe.model) is not None
+
+
+def is_searched(name: str, num_layers: int) -> bool:
+    """Whether the tests do for a recipe exactly what `plan` does."""
+    return num_layers <= MAX_SEARCHED_LAYERS or num_layers > predict.MAX_SEARCHED_LAYERS or name in ALWAYS_SEARCHED
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the figure where the search is short. For the others what no cut changes, and a step between two bounds: no
+    cut is faster than arithmetic alone, and the search must not end behind the few even cuts that it is spared here.
+    """
+    recipe = RECIPES[name]
+    assert recipe.verdict is not None
+    header, loaded = recipe.verdict, load_recipe(recipe.path)
+    layers = ask(loaded, header.hardware).analytic.costs.layers
+    searched = is_searched(name, len(layers))
+    if not searched:
+        monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", 0)
+    plan = make_plan(loaded, header.hardware)
+    assert plan.verdict.fits, plan.verdict.reasons
+    now = verdict_of_plan(plan, header.hardware)
+    if searched:
+        off = differences(header, now, tolerance=0.05, device_tolerance=0.5)
+        assert not off, f"{off}: python scripts/recipe_verdicts.py --write"
+        return
+    assert now.tokens_per_step == header.tokens_per_step
+    assert now.disk_bytes == pytest.approx(header.disk_bytes, rel=0.02, abs=0.06 * GIB)
+    least, most = (_host_bytes(plan, *cut) for cut in ((0, 0), (len(layers), 8 * plan.question.num_workers)))
+    assert least - 0.06 * GIB <= header.host_bytes <= most + 0.06 * GIB
+    work_s = sum(layer.forward_s + layer.backward_s for layer in layers) * plan.question.settings.num_microbatches
+    assert work_s / plan.question.num_workers <= header.step_s <= now.step_s * 1.02
+    assert header.tokens_per_s == pytest.approx(header.tokens_per_step / header.step_s, rel=0.02)
+
+
+def _host_bytes(plan: Plan, num_stages: int, kept_microbatches: int) -> int:
+    """With so many boundaries: the number of stages and the rounds' length hang on the cut."""
+    question, stages = plan.question, max(1, num_stages)
+    costs, parts = question.analytic.costs, (question.architecture, question.settings, question.hardware)
+    return host_need(costs, *parts, (stages, stages), kept_microbatches).total_bytes
+
+
+def test_verdict_lines_can_be_read_back_and_replaced() -> None:
+    recipe = RECIPES["qwen3/8b_lora_2x24gb"]
+    assert recipe.verdict is not None
+    text = recipe.verdict.text(recipe.command_name)
+    assert verdict_of(text) == recipe.verdict
+    assert with_verdict(f"a\n{text}\nb", recipe.command_name, recipe.verdict) == f"a\n{text}\nb"
+    with pytest.raises(ValueError, match="no verdict"):
+        with_verdict("model: x", "x", recipe.verdict)
+
+
+def test_short_names_are_links() -> None:
+    """One text, two names: editing one edits both."""
+    shorts = {recipe.short_name: recipe for recipe in RECIPES.values() if recipe.short_name}
+    assert {"qwen3-8b", "qwen3-14b", "qwen3-32b", "llama3.3-70b", "gpt-oss-20b", "smollm2-135m"} <= shorts.keys()
+    for short, recipe in shorts.items():
+        link = ROOT / "recipes" / f"{short}.yaml"
+        assert link.is_symlink() and link.resolve() == recipe.path.resolve()
+        assert f"`recipes/{short}.yaml` is this recipe" in " ".join(recipe.path.read_text().replace("\n#", "").split())
+
+
+def test_names_that_mean_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nested, short = (ROOT / "recipes" / name for name in ("qwen3/8b_lora_2x24gb.yaml", "qwen3-8b.yaml"))
+    for name in ("qwen3/8b_lora_2x24gb", "recipes/qwen3/8b_lora_2x24gb.yaml"):
+        assert find_recipe(name)[0] == nested and find_shipped(name) == nested
+    for name in ("qwen3-8b", "recipes/qwen3-8b.yaml"):
+        assert find_recipe(name)[0] == short and find_shipped(name) == short
+    for name in ("qwen3/../qwen3-8b", "/etc/passwd", "a/b/c", ""):
+        with pytest.raises(RefusedError):
+            find_shipped(name)
+
+
+def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = "2x3090,host_memory_gib=64"
+    full = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml", ["method=full"]), small)
+    assert plan_document(full, None)["shipped_recipe"] == "recipes/qwen3/8b_lora_2x24gb.yaml"
+    assert "The nearest recipe of the tool that fits: recipes/qwen3/8b_lora_2x24gb.yaml" in plan_text(full, None)
+    fitting = fitting_recipe(ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small))
+    assert fitting is not None and fitting.name == "qwen3/14b_lora_2x24gb"
+    none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")
+    assert plan_document(none, None)["shipped_recipe"] is None
+    monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
+    fits = make_plan(load_recipe(ROOT / "recipes/quickstart.yaml"), small)
+    assert "shipped_recipe" not in plan_document(fits, None)
+
+
+def test_all_linear_leaves_out_the_picture_encoder_of_gemma3() -> None:
+    """Its recipes train text by LoRA on all linear layers of the blocks; the hub's models hold an encoder too."""
+    import torch
+    from transformers import Gemma3Config, Gemma3TextConfig
+
+    from roundpipe_cli.model.load import build_skeleton
+    from roundpipe_cli.model.lora import add_lora, refuse_adapters_outside_blocks
+    from roundpipe_cli.model.split import find_blocks
+
+    text = Gemma3TextConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=64, vocab_size=64, sliding_window=8,
+    )  # fmt: skip
+    picture = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    model = build_skeleton(Gemma3Config(text_config=text.to_dict(), vision_config=picture), torch.float32)
+    path = find_blocks(model)
+    add_lora(
+        model, r=2, alpha=4, dropout=0.0, target_modules="all-linear", dtype=torch.float32, base_name="tiny",
+        blocks_path=path,
+    )  # fmt: skip
+    refuse_adapters_outside_blocks(model, path)
+    adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(adapted) == 2 * 7 * 2, "two matrices for each of seven layers in two blocks"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_ls(tmp_path: Path) -> None:
+    listed = fresh(tmp_path, "recipes", "ls").expect(0)
+    assert all(f"\n{name} " in listed.out for name in RECIPES)
+    assert max(map(len, listed.out.splitlines())) <= 100
+    few = json.loads(run(tmp_path, "recipes", "ls", "qwen3", "2x24gb", "--json").expect(0).out)
+    assert {"qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb"} <= {entry["name"] for entry in few}
+    assert all("2x24gb" in entry["name"] and entry["predicted"]["tokens_per_s"] > 0 for entry in few)
+    none = run(tmp_path, "recipes", "ls", "nonsense").expect(0)
+    assert none.out == "" and "no recipe has nonsense in its name" in none.err
+
+
+def test_show_and_cp(tmp_path: Path) -> None:
+    shown = run(tmp_path, "recipes", "show", "qwen3-8b").expect(0)
+    assert shown.out == (ROOT / "recipes/qwen3/8b_lora_2x24gb.yaml").read_text()
+    copied = run(tmp_path, "recipes", "cp", "qwen3-8b", "mine.yaml").expect(0)
+    assert (tmp_path / "mine.yaml").read_text() == shown.out and not (tmp_path / "mine.yaml").is_symlink()
+    assert "roundpipe plan mine.yaml" in copied.err
+    again = run(tmp_path, "recipes", "cp", "qwen3-14b", "mine.yaml").expect(2)
+    assert "not overwritten" in again.err and (tmp_path / "mine.yaml").read_text() == shown.out
+    run(tmp_path, "recipes", "cp", "quickstart", "folder/first.yaml").expect(0)
+    assert (tmp_path / "folder" / "quickstart.jsonl").is_file(), "its data lies beside it"
+    wrong = run(tmp_path, "recipes", "show", "qwen3-9b").expect(2)
+    assert "did you mean qwen3-" in wrong.err
+
+
+def test_validate(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: a\nlora: {rr: 3}\nmax_steps: x\n")
+    good = run(tmp_path, "recipes", "validate", "qwen3-8b", "gemma3/4b_lora_1x16gb").expect(0)
+    assert good.out == "qwen3-8b: is a good recipe\ngemma3/4b_lora_1x16gb: is a good recipe\n"
+    both = run(tmp_path, "recipes", "validate", "bad.yaml", "qwen3-8b", "gone.yaml").expect(2)
+    assert both.out == "bad.yaml: has mistakes\nqwen3-8b: is a good recipe\ngone.yaml: has mistakes\n"
+    assert all(word in both.err for word in ("lora.rr", "max_steps", "datasets", "there is no recipe gone.yaml"))
+    documents = json.loads(run(tmp_path, "recipes", "validate", "bad.yaml", "qwen3-8b", "--json").expect(2).out)
+    assert [document["valid"] for document in documents] == [False, True]
+    assert len(documents[0]["problems"]) == 3
+    assert {"what", "where", "found", "expected", "hint"} == documents[0]["problems"][0].keys()

@@ -1,0 +1,191 @@
+"""Workers of different speed: found by the first steps, dealt their share, left out where they would hold others up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.live import ActionTime
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, Cutter
+from roundpipe_cli.planning.compare import Partition, Question, choose_dealing, choose_partition, run
+from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.actions import Action
+from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import busy_s, makespan_s
+
+BLOCKS, MICROBATCHES = 10, 12
+
+
+def costs(blocks: int = BLOCKS, speeds: tuple[float, ...] | None = None, *, link: float = 1e15) -> CostModel:
+    """Blocks of 10 ms with the weights of a small one, a frozen head."""
+    block = LayerCost("b", 0.01, 0.02, True, param_bytes=10**7, boundary_bytes=10**6, recompute_s=0.01)
+    names = [replace(block, name=f"block.{index}") for index in range(blocks)]
+    embed, head = LayerCost("embed", 0, 0, False, boundary_bytes=10**6), LayerCost("head", 0, 0.03, False)
+    return CostModel("layers", (embed, *names, head), link_bytes_per_s=link, worker_speed=speeds)
+
+
+class Machine:
+    """Times of steps as workers of these speeds would take them, with some noise."""
+
+    def __init__(self, speeds: tuple[float, ...], noise: float = 0.0, seed: int = 0) -> None:
+        self.costs = costs(speeds=speeds)
+        self.noise, self.rng = noise, random.Random(seed)
+        self.slow_steps: dict[int, float] = {}
+        """Step -> by what its worker 1 is slowed down."""
+        self.steps = 0
+
+    def step(self, cutter: Cutter) -> StepResult:
+        timeline = simulate(cutter.schedule(MICROBATCHES), self.costs)
+        slow = self.slow_steps.get(self.steps, 1.0)
+        self.steps += 1
+        actions = []
+        for item in timeline.intervals:
+            if item.lane == "compute":
+                taken = (item.end_s - item.start_s) * self.rng.lognormvariate(0, self.noise)
+                taken *= slow if item.worker == 1 else 1.0
+                action = Action(item.kind, item.stage, item.microbatch, item.worker)
+                actions.append(ActionTime(action, item.start_s, item.start_s + taken))
+        workers = timeline.num_workers
+        return StepResult(0.0, 1, 0.0, makespan_s(timeline), tuple(actions), workers, 0, (0,) * workers)
+
+
+def trained(machine: Machine, pipeline: PipelineConfig | None = None) -> Cutter:
+    """What a run has learnt of a machine in its first steps."""
+    rough = replace(costs(), layers=tuple(replace(layer, recompute_s=None) for layer in costs().layers))
+    speeds = machine.costs.worker_speed
+    assert speeds is not None
+    cutter = Cutter(rough, len(speeds), pipeline or PipelineConfig())
+    while not cutter.measured:
+        cutter.observe(machine.step(cutter))
+    assert machine.steps <= PROFILE_STEPS + CONFIRM_STEPS
+    return cutter
+
+
+def shares(cutter: Cutter) -> list[float]:
+    """Each worker's part of the computing, in seconds of the fastest."""
+    speeds = cutter.costs.worker_speed
+    assert speeds is not None
+    busy = busy_s(simulate(cutter.schedule(MICROBATCHES), cutter.costs))
+    work = [seconds * speed for seconds, speed in zip(busy, speeds, strict=True)]
+    return [part / sum(work) for part in work]
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.5), (0.5, 1.0, 1.0), (1.0, 0.8, 0.4, 1.0)])
+def test_the_first_steps_show_who_is_slower_and_stages_are_dealt_accordingly(speeds: tuple[float, ...]) -> None:
+    cutter = trained(Machine(speeds, noise=0.03, seed=len(speeds)))
+    found = cutter.costs.worker_speed
+    assert found == pytest.approx(speeds, rel=0.05)
+    assert [layer.backward_s for layer in cutter.costs.layers[1:-1]] == pytest.approx([0.02] * BLOCKS, rel=0.05)
+    assert shares(cutter) == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.05)
+
+
+def test_the_recipe_may_have_it_otherwise() -> None:
+    in_turn = trained(Machine((1.0, 0.5)), PipelineConfig(dispatch="round_robin"))
+    schedule = in_turn.schedule(MICROBATCHES)
+    for row in schedule.actions:  # a stage's microbatches of a round stay together
+        visits = {(action.stage, action.microbatch // schedule.microbatches_per_round) for action in row}
+        assert len(row) >= len(visits) * min(MICROBATCHES, schedule.microbatches_per_round)
+    free = trained(Machine((1.0, 1.0)), PipelineConfig(dispatch="earliest_free"))
+    assert free.costs.worker_speed is None
+    assert len({action.worker for row in free.schedule(2).actions for action in row if not action.stage}) == 2
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+def test_noise_makes_no_worker_slower(noise: float) -> None:
+    for seed in range(9):
+        workers = 2 + seed % 3
+        machine = Machine((1.0,) * workers, noise, seed)
+        machine.slow_steps = {1: 1.5} if seed % 2 else {0: 2.0}  # something else ran in one of the steps
+        cutter = trained(machine)
+        assert cutter.costs.worker_speed is None
+
+
+def test_a_small_difference_is_none_and_alike_workers_are_equal() -> None:
+    assert trained(Machine((1.0, 0.93), noise=0.01)).costs.worker_speed is None
+    found = trained(Machine((1.0, 0.99, 0.51, 0.5), noise=0.01)).costs.worker_speed
+    assert found is not None and found[:2] == (1.0, 1.0) and found[2] == found[3] == pytest.approx(0.505, rel=0.03)
+
+
+def test_the_next_run_knows_the_speeds_from_the_start() -> None:
+    cache, cutter = ProfileCache({"machine": "unequal"}), trained(Machine((1.0, 0.5)))
+    cache.save(cutter.costs)
+    again = Cutter(cutter.rough, 2, PipelineConfig(), ProfileCache({"machine": "unequal"}))
+    assert again.measured and again.costs.worker_speed == cutter.costs.worker_speed
+    assert again.schedule(MICROBATCHES) == cutter.schedule(MICROBATCHES)
+
+
+def of_the_bound(question: Question) -> float:
+    """Work done per second, in fast workers, as a part of what all workers together could do."""
+    speeds = question.costs.worker_speed
+    assert speeds is not None
+    timeline = run("roundpipe", choose_partition("roundpipe", question), question).timeline
+    done = sum(seconds * speed for seconds, speed in zip(busy_s(timeline), speeds, strict=True))
+    return done / (sum(speeds) * makespan_s(timeline))
+
+
+def test_four_fast_and_two_half_speed_workers_come_near_the_bound() -> None:
+    model = replace(costs(16, (1.0, 1.0, 1.0, 1.0, 0.5, 0.5), link=12.5e9), device_memory_bytes=15 * 10**7)
+    question = Question(model, 6, 24)  # of 160 MB of weights, twice at most half of the device's may be there
+    assert of_the_bound(question) >= 0.97
+
+
+def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
+    """Against the fast one alone with a plan of its own, which needs no recompute: whole microbatches, two to one."""
+    cutter = trained(Machine((1.0, 0.5), noise=0.02))
+    both_s = makespan_s(simulate(cutter.schedule(MICROBATCHES), cutter.costs))
+    alone = Question(replace(cutter.costs, worker_speed=None), 1, MICROBATCHES)
+    alone_s = run("roundpipe", choose_partition("roundpipe", alone), alone).step_s
+    assert alone_s / both_s >= 0.97 * 1.5
+
+
+def test_no_choice_is_slower_than_without_the_slow_workers() -> None:
+    rng = random.Random(7)
+    for _ in range(5):
+        workers, slow = rng.randint(2, 4), rng.choice((0.05, 0.3, 0.6, 0.9))
+        count = rng.randint(1, workers - 1)
+        speeds = (1.0,) * (workers - count) + (slow,) * count
+        model = costs(rng.randint(2, 6), speeds, link=rng.choice((1e15, 5e9, 5e8)))
+        microbatches = rng.randint(1, 10)
+        alone = Question(replace(model, worker_speed=None), workers - count, microbatches)
+        together = Question(model, workers, microbatches)
+        fewer_s = run("roundpipe", choose_partition("roundpipe", alone), alone).step_s
+        step_s = run("roundpipe", choose_partition("roundpipe", together), together).step_s
+        assert step_s <= fewer_s * 1.01, (speeds, microbatches)
+
+
+def test_equal_workers_and_published_accounting_take_turns() -> None:
+    planned = choose_partition("roundpipe", Question(costs(4), 2, 6))
+    for question in (
+        Question(costs(4, (0.5, 0.5)), 2, 6),
+        Question(costs(4), 2, 6),
+        Question(costs(4, (1.0, 0.5)), 2, 6, accounting="published"),
+        Question(costs(4, (1.0, 0.5)), 2, 6, auto_dealing=False),
+        Question(costs(4, (1.0, 0.5)), 2, 6, options=Options(head_workers=2)),
+    ):
+        assert choose_dealing(planned, question) is planned
+
+
+def test_the_last_microbatches_do_not_wait_for_a_slow_worker() -> None:
+    """Given to whoever could start it, the only microbatch's last stage went to an idle worker ten times as slow."""
+    question = Question(costs(1, (1.0, 0.1)), 2, 1, options=Options(earliest_free=True))
+    stages = Partition(((0, 0), (1, 1)), ((2, 2), (1, 1), (0, 0)))
+    assert busy_s(run("roundpipe", stages, question).timeline)[1] == 0.0
+
+
+@pytest.mark.parametrize("limit", [3 * 10**7, 8 * 10**7])
+def test_stages_dealt_earliest_free_keep_the_devices_limits(limit: int) -> None:
+    machine = Machine((1.0, 0.5))
+    rough = replace(costs(), device_memory_bytes=limit)
+    cutter = Cutter(rough, 2, PipelineConfig())
+    while not cutter.measured:
+        cutter.observe(machine.step(cutter))
+    schedule = cutter.schedule(MICROBATCHES)
+    assert cutter.costs.worker_speed == pytest.approx((1.0, 0.5))
+    for first, last in (*schedule.forward_stages, *schedule.backward_stages):
+        assert sum(layer.param_bytes for layer in cutter.costs.layers[first : last + 1]) <= 0.85 * limit / 2

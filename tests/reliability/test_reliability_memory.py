@@ -1,0 +1,132 @@
+"""A memory cgroup as a container has it (RELIABILITY 44): refused before loading, or it runs; killed, it resumes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.e2e import (
+    MAX_WAIT_S,
+    child_environment,
+    command_line,
+    finetune,
+    make_model,
+    make_workspace,
+    num_lines,
+    numbers,
+)
+
+MIB = 1024**2
+V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+HOG = """
+import sys, time
+held = []
+while True:
+    held.append(b"x" * (1 << 24))
+    time.sleep(0.01)
+"""
+
+
+class Group:
+    """A memory cgroup of its own."""
+
+    def __init__(self) -> None:
+        base, self._limit_name = (V1, "memory.limit_in_bytes") if V1.is_dir() else (V2, "memory.max")
+        self.folder = base / f"roundpipe-test-{os.getpid()}"
+        self.folder.mkdir()
+
+    def limit(self, num_bytes: int) -> None:
+        (self.folder / self._limit_name).write_text(str(num_bytes))
+
+    def enter(self) -> None:
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def start(self, folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command_line("finetune", "recipe.yaml", *words),
+            cwd=folder,
+            env=child_environment(environment),
+            preexec_fn=self.enter,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, folder: Path, *words: str) -> tuple[int, str, int]:
+        """Exit code, what it said, and its peak of resident memory in bytes."""
+        process, peak, deadline_s = self.start(folder, *words), 0, time.monotonic() + MAX_WAIT_S
+        while process.poll() is None:
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return process.returncode, process.communicate()[0], peak
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    try:
+        made = Group()
+        made.limit(4096 * MIB)
+    except OSError as error:
+        pytest.skip(f"needs root and memory cgroups ({error.strerror})")
+    yield made
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        try:
+            return made.folder.rmdir()
+        except OSError:  # the last process is on its way out
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    return make_workspace(tmp_path / "work", make_model(tmp_path / "made"), pipeline__threads_per_worker=1)
+
+
+def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path) -> None:
+    finetune(work, "output_dir=free").expect(0)
+    group.limit(400 * MIB)
+    code, text, _ = group.run(work)
+    assert code == 5, text
+    needed = re.search(r"host memory: needs ([\d.]+) MiB, has [\d.]+ MiB", text)
+    assert needed, text
+    assert "Needed are interpreter" in text, "the largest part comes first"
+    assert re.search(rf"found: [\d.]+ MiB available now of 400 MiB \({group.folder}/memory", text), text
+    assert "loading torch" not in text and not (work / "out" / "metrics.jsonl").exists()
+    group.limit(600 * MIB)
+    code, text, peak = group.run(work)
+    assert code == 0, text
+    assert peak == pytest.approx(float(needed[1]) * MIB, rel=0.1)
+    assert numbers(work / "out") == numbers(work / "free")
+
+
+def test_a_run_that_the_kernel_killed_resumes(group: Group, work: Path) -> None:
+    """Another process of the container takes all memory, and the kernel chooses the run."""
+    finetune(work, "output_dir=free").expect(0)
+    group.limit(600 * MIB)
+    running = group.start(work, ROUNDPIPE_FAULT="optimizer:slow=60:step=4")  # there until it is killed
+    hog = None
+    try:
+        deadline_s = time.monotonic() + MAX_WAIT_S
+        while num_lines(work / "out" / "metrics.jsonl") < 3:
+            assert running.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.02)
+        Path(f"/proc/{running.pid}/oom_score_adj").write_text("1000")
+        hog = subprocess.Popen([sys.executable, "-c", HOG], preexec_fn=group.enter)
+        running.communicate(timeout=MAX_WAIT_S)
+    finally:
+        for process in (hog, running):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+    assert running.returncode == -9
+    finetune(work, "--resume").expect(0)
+    assert numbers(work / "out") == numbers(work / "free")

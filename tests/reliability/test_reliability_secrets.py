@@ -1,0 +1,128 @@
+"""What must never come out: secrets, connections, files that others can read; and libraries that are too old."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.errors import RecipeError
+from roundpipe_cli.redact import redact
+from roundpipe_cli.train import floors
+from tests.support.e2e import launch, make_model, make_workspace, write_rows
+from tests.torture import guard
+
+CANARIES = {
+    name: f"canary-{index}-Zx81kQw7"
+    for index, name in enumerate(
+        ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model, num_train_epochs=1)
+
+
+def leaks(folder: Path) -> list[str]:
+    """Files of the working directory and of the cache, output included, that hold a canary."""
+    values = [value.encode() for value in CANARIES.values()]
+    cache = Path(os.environ["ROUNDPIPE_CACHE"])
+    files = [path for top in (folder, cache) for path in top.rglob("*") if path.is_file()]
+    return [str(path) for path in files if any(value in path.read_bytes() for value in values)]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "code"),
+    [
+        ((), "", 0),
+        (("model=./nothing-{HF_TOKEN}",), "", 2),
+        (("datasets=[{{path: 'https://me:{WANDB_API_KEY}@example.org/rows.jsonl'}}]", "--offline"), "", 2),
+        (("learning_rate={AWS_SECRET_ACCESS_KEY}",), "", 2),
+        ((), "optimizer:raise:step=1", 1),
+        ((), "compute:raise:step=1", 1),
+    ],
+)
+def test_no_secret_comes_out(folder: Path, words: tuple[str, ...], fault: str, code: int) -> None:
+    """Whether it ends well, is refused or crashes, with the debug variable set."""
+    environment = {**CANARIES, "ROUNDPIPE_DEBUG": "1", "ROUNDPIPE_FAULT": fault}
+    filled = [word.format(**CANARIES) for word in words]
+    done = launch(folder, "finetune", "recipe.yaml", *filled, environment=environment).finish()
+    assert done.code == code, done.err
+    assert leaks(folder) == []
+
+
+def test_secrets_are_masked() -> None:
+    assert redact("https://user:pass@host/x and s3://key:word@b") == "https://***@host/x and s3://***@b"
+    assert redact("plain https://host/x@y words") == "plain https://host/x@y words"
+
+
+def test_a_local_run_opens_no_connection(folder: Path) -> None:
+    """Neither `--offline` nor a run of local files: no socket, no other program (Python's audit events)."""
+    for words in ((), ("--offline", "output_dir=again")):
+        report = folder / "report"
+        before = functools.partial(guard.watch, str(report), 8 * 1024**3, helpers=True)
+        launch(folder, "finetune", "recipe.yaml", *words, before=before).finish().expect(0)
+        assert report.read_text() == ""
+
+
+def test_offline_is_total_for_names_of_the_hub(folder: Path) -> None:
+    report = folder / "report"
+    before = functools.partial(guard.watch, str(report), 8 * 1024**3, helpers=True)
+    for words in (("model=nobody/nothing",), ("datasets=[{path: nobody/rows}]",)):
+        launch(folder, "finetune", "recipe.yaml", "--offline", *words, before=before).finish().expect(2)
+    assert report.read_text() == ""
+
+
+def test_state_is_private_and_the_result_is_not(folder: Path) -> None:
+    """Whatever umask the user has."""
+    before = functools.partial(os.umask, 0)
+    launch(folder, "finetune", "recipe.yaml", "output_dir=new/out", before=before).finish().expect(0)
+    out = folder / "new" / "out"
+    modes = {path.relative_to(out).as_posix(): path.stat().st_mode & 0o777 for path in out.rglob("*")}
+    readable = {name for name, mode in modes.items() if mode & 0o077}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "recipe.yaml"} <= readable
+    assert not [name for name in readable if name.startswith(("step-", ".roundpipe", "metrics", "events"))], modes
+    assert out.stat().st_mode & 0o777 == 0o755
+    cache = Path(os.environ["ROUNDPIPE_CACHE"])
+    assert not [path for path in cache.rglob("*") if path.stat().st_mode & 0o077]
+
+
+def test_libraries_with_known_holes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    floors.check_floors()
+    old = {"torch": "2.9.1+cpu", "transformers": "5.2.0", "safetensors": "0.7.0"}
+    real = importlib.metadata.version
+    monkeypatch.setattr(floors, "version", lambda name: old.get(name) or real(name))
+    with pytest.raises(RecipeError) as caught:
+        floors.check_floors()
+    assert caught.value.exit_code == 2 and len(caught.value.problems) == 3
+    assert "CVE-2025-32434" in str(caught.value) and "pip install -U 'torch>=2.10'" in str(caught.value)
+
+
+def test_the_floors_are_those_of_the_package() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    for name, (floor, _) in floors.FLOORS.items():
+        assert f'"{name}>={floor}"' in text
+
+
+def test_another_base_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The same names and shapes, other values."""
+    environment = {"ROUNDPIPE_FAULT": "optimizer:kill:step=2"}
+    launch(folder, "finetune", "recipe.yaml", "save_steps=1", environment=environment).finish()
+    write_rows(folder / "unused.jsonl")
+    shutil.rmtree(folder / "model")
+    make_model(folder / "model", seed=1)
+    done = launch(folder, "finetune", "recipe.yaml", "save_steps=1", "--resume").finish().expect(2)
+    assert "model (files): changed" in done.err and "--allow-changed model" in done.err
+    words = ("save_steps=1", "--resume", "--allow-changed", "model")
+    launch(folder, "finetune", "recipe.yaml", *words).finish().expect(0)

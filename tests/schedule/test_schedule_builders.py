@@ -1,0 +1,243 @@
+"""Builders against literal grids, and every small schedule through the validator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.schedule.actions import StageRange
+from roundpipe_cli.schedule.builders import (
+    BOUND_SCHEDULES,
+    SCHEDULES,
+    build_schedule,
+    interleaved_groups,
+    place_on,
+    schedule_name,
+)
+from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.validate import parse_rows, validate_schedule
+
+
+def cut(num_layers: int, num_stages: int) -> list[StageRange]:
+    """Even stages in layer order; empty ones where there are more stages than layers."""
+    stages, first = [], 0
+    for index in range(num_stages):
+        size = num_layers // num_stages + (index < num_layers % num_stages)
+        stages.append((first, first + size - 1))
+        first += size
+    return stages
+
+
+def words(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+
+
+def test_gpipe_grid() -> None:
+    schedule = build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, num_microbatches=2)
+    assert str(schedule) == words(
+        """
+        0F0 0F1 1R0 1B0 1R1 1B1
+        1F0 1F1 0R0 0B0 0R1 0B1
+        """
+    )
+    assert schedule.backward_stages == ((2, 3), (0, 1))
+    assert not schedule.fused_head
+
+
+def test_1f1b_grid() -> None:
+    schedule = build_schedule("1f1b", forward_stages=cut(3, 3), num_workers=3, num_microbatches=4)
+    assert str(schedule) == words(
+        """
+        0F0 0F1 0F2 2R0 2B0 0F3 2R1 2B1 2R2 2B2 2R3 2B3
+        1F0 1F1 1R0 1B0 1F2 1R1 1B1 1F3 1R2 1B2 1R3 1B3
+        2F0 0R0 0B0 2F1 0R1 0B1 2F2 0R2 0B2 2F3 0R3 0B3
+        """
+    )
+
+
+def test_looped_bfs_grid() -> None:
+    schedule = build_schedule("looped_bfs", forward_stages=cut(4, 4), num_workers=2, num_microbatches=2)
+    assert str(schedule) == words(
+        """
+        0F0 0F1 2F0 2F1 1R1 1B1 1R0 1B0 3R1 3B1 3R0 3B0
+        1F0 1F1 3F0 3F1 0R1 0B1 0R0 0B0 2R1 2B1 2R0 2B0
+        """
+    )
+
+
+def test_interleaved_1f1b_grid() -> None:
+    schedule = build_schedule("interleaved_1f1b", forward_stages=cut(4, 4), num_workers=2, num_microbatches=4)
+    assert str(schedule) == words(
+        """
+        0F0 0F1 2F0 2F1 0F2 1R0 1B0 0F3 1R1 1B1 2F2 3R0 3B0 2F3 3R1 3B1 1R2 1B2 1R3 1B3 3R2 3B2 3R3 3B3
+        1F0 1F1 3F0 0R0 0B0 3F1 0R1 0B1 1F2 2R0 2B0 1F3 2R1 2B1 3F2 0R2 0B2 3F3 0R3 0B3 2R2 2B2 2R3 2B3
+        """
+    )
+
+
+def test_roundpipe_deals_stages_round_robin_and_goes_on_where_a_worker_is_free() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1), (2, 3)],
+        backward_stages=[(4, 4), (2, 3), (0, 1)],
+        num_workers=2,
+        num_microbatches=3,
+    )
+    # five stages a round: the first round ends on worker 0, so worker 1 starts the second
+    assert str(schedule) == words(
+        """
+        0F0 0F1 0B0 0B1 2R0 2B0 2R1 2B1 1F2 1R2 1B2
+        1F0 1F1 1R0 1B0 1R1 1B1 0F2 0B2 2R2 2B2
+        """
+    )
+    assert schedule.fused_head
+    assert schedule.microbatches_per_round == 2
+
+
+def test_a_stage_may_hold_the_whole_model() -> None:
+    schedule = build_schedule(
+        "roundpipe", forward_stages=[], backward_stages=[(0, 2)], num_workers=2, num_microbatches=2
+    )
+    assert str(schedule) == "0B0 0B1\n"
+    validate_schedule(schedule)
+
+
+def test_staleness_0_starts_every_step_afresh_and_staleness_1_goes_on_like_rounds() -> None:
+    stages = {"forward_stages": [(0, 1), (2, 3)], "backward_stages": [(4, 4), (2, 3), (0, 1)]}
+    fresh = build_schedule("roundpipe", **stages, num_workers=2, num_microbatches=2, num_steps=2)  # type: ignore[arg-type]
+    assert [str(row[-1]) for row in fresh.actions] == ["2B3", "1B3"]
+    chained = build_schedule("roundpipe", **stages, num_workers=2, num_microbatches=2, num_steps=2, staleness=1)  # type: ignore[arg-type]
+    assert [str(row[-1]) for row in chained.actions] == ["1B3", "2B3"]
+
+
+def every_small_schedule(num_workers: int, num_microbatches: int):  # type: ignore[no-untyped-def]
+    for num_stages in range(1, 13):
+        for name in BOUND_SCHEDULES:
+            if num_stages % num_workers or (name in ("gpipe", "1f1b") and num_stages != num_workers):
+                continue
+            yield name, {"forward_stages": cut(13, num_stages)}
+        for num_backward in {1, 12, 13 - num_stages}:
+            backward = [(12, 12), *reversed(cut(12, num_backward))]
+            yield "roundpipe", {"forward_stages": cut(12, num_stages), "backward_stages": backward}
+
+
+@pytest.mark.parametrize("num_workers", range(1, 7))
+def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers: int) -> None:
+    costs = equal_costs(13)
+    for num_microbatches in range(1, 13):
+        for name, stages in every_small_schedule(num_workers, num_microbatches):
+            schedule = build_schedule(
+                name, **stages, num_workers=num_workers, num_microbatches=num_microbatches, costs=costs
+            )
+            validate_schedule(schedule)
+            assert parse_rows(str(schedule)) == schedule.actions
+
+
+def test_interleaved_groups_follow_pytorch_where_it_accepts_the_numbers() -> None:
+    assert interleaved_groups(16, 8) == [range(0, 8), range(8, 16)]
+    assert interleaved_groups(10, 4) == [range(0, 5), range(5, 10)]
+    assert interleaved_groups(3, 4) == [range(0, 3)]
+    assert interleaved_groups(11, 4) == [range(0, 6), range(6, 11)]
+
+
+def test_names_in_other_spellings() -> None:
+    assert schedule_name("Looped-BFS") == "looped_bfs"
+    assert [schedule_name(name) for name in SCHEDULES] == list(SCHEDULES)
+    with pytest.raises(RefusedError, match="unknown schedule") as raised:
+        schedule_name("roundpip")
+    assert "did you mean roundpipe?" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward", "message"),
+    [
+        ("roundpipe", [(0, 1), (1, 3)], [(4, 4), (0, 3)], "forward stages overlap"),
+        ("roundpipe", [(0, 1), (3, 3)], [(4, 4), (0, 3)], "forward stages leave a gap"),
+        ("roundpipe", [(0, 3)], [(4, 4), (1, 3)], "backward stages leave a gap"),
+        ("roundpipe", [(0, 4)], [(4, 4), (0, 3)], "forward stages overlap"),
+        ("roundpipe", [(0, 2)], [(4, 4), (0, 3)], "forward stages leave a gap"),
+        ("roundpipe", [(0, 3)], [(0, 3), (4, 4)], "must hold the head"),
+        ("roundpipe", [(0, 3)], [], "no backward stages"),
+        ("roundpipe", [(0, 0)] * 6, [(4, 4), (0, 3)], "more stages than layers"),
+        ("roundpipe", [(0, 9)], [(4, 4), (0, 3)], "not a range of layers"),
+        ("roundpipe", [(3, 0)], [(4, 4), (0, 3)], "not a range of layers"),
+        ("gpipe", [(0, 4)], None, "one stage per worker"),
+        ("looped_bfs", [(0, 1), (2, 3), (4, 4)], None, "multiple of the workers"),
+        ("looped_bfs", [(0, 4), *[(5, 4)] * 7], None, "more stages than layers"),
+        ("gpipe", [(0, 1), (2, 4)], [(0, 1), (2, 4)], "mirror"),
+    ],
+)
+def test_refused_stages(name: str, forward: list[StageRange], backward: list[StageRange] | None, message: str) -> None:
+    costs: CostModel = equal_costs(5)
+    with pytest.raises(RefusedError, match=message):
+        build_schedule(
+            name, forward_stages=forward, backward_stages=backward, num_workers=2, num_microbatches=2, costs=costs
+        )
+
+
+def test_the_heads_microbatches_spread_over_the_workers() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 2), (0, 1)],
+        num_workers=2,
+        num_microbatches=2,
+        options=Options(head_workers=2),
+    )
+    assert str(schedule) == "0F0 0F1 0B1 1R0 1B0 1R1 1B1\n0B0"
+    validate_schedule(schedule)
+
+
+def test_stages_replicated_on_two_workers() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 2), (0, 1)],
+        num_workers=4,
+        num_microbatches=4,
+        options=Options(head_workers=2, replicas=2),
+    )
+    assert str(schedule) == words(
+        """
+        0F0 0F1 1R0 1B0 1R1 1B1
+        0F2 0F3 1R2 1B2 1R3 1B3
+        0B0 0B1
+        0B2 0B3
+        """
+    )
+    validate_schedule(schedule)
+
+
+def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1), (2, 3)],
+        backward_stages=[(4, 4), (2, 3), (0, 1)],
+        num_workers=2,
+        num_microbatches=2,
+        costs=replace(equal_costs(5), hop_s=0.5),
+        options=Options(earliest_free=True),
+    )
+    validate_schedule(schedule)
+    assert str(schedule) == "0F0 1F0 0B0 1R0 1B0 2R0 2B0\n0F1 1F1 0B1 1R1 1B1 2R1 2B1"
+
+
+def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
+    """The planner may leave workers idle; their rows are empty and the others keep their actions."""
+    few = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 3), (0, 1)],
+        num_workers=1,
+        num_microbatches=3,
+    )
+    placed = place_on(few, (2,), 4)
+    assert placed.num_workers == 4
+    assert [len(row) for row in placed.actions] == [0, 0, len(few.actions[0]), 0]
+    assert [str(action) for action in placed.actions[2]] == [str(action) for action in few.actions[0]]
+    assert {action.worker for action in placed.actions[2]} == {2}
+    assert place_on(few, (0,), 1) is few

@@ -1,0 +1,195 @@
+"""The lowering, and what the simulator makes of it, on cases small enough to do by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.lower import (
+    ACTIVATION,
+    GRADIENT,
+    LAST,
+    NEXT,
+    SAVED,
+    URGENT,
+    WEIGHT_GRADIENT,
+    WEIGHTS,
+    lower,
+)
+from roundpipe_cli.schedule.simulate import CHUNK_BYTES, simulate
+from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, compute_rows, exposed_transfer_s, makespan_s
+
+
+def model(num_blocks: int, **block: float) -> CostModel:
+    """Blocks of 1 s forward and 2 s backward, a head of 1 and 1; links of 1 byte/s."""
+    one = LayerCost("block", 1.0, 2.0, recompute=True)
+    layers = (*[replace(one, **block)] * num_blocks, LayerCost("head", 1.0, 1.0, recompute=False))  # type: ignore[arg-type]
+    return CostModel("by hand", layers, link_bytes_per_s=1.0)
+
+
+def roundpipe(num_workers: int = 1, num_microbatches: int = 1, num_steps: int = 1) -> Schedule:
+    """Four blocks; forward stages of one and three, backward stages of two."""
+    return build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 0), (1, 3)],
+        backward_stages=[(4, 4), (2, 3), (0, 1)],
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        num_steps=num_steps,
+    )
+
+
+def spans(timeline: Timeline, lane: str, worker: int = 0) -> list[tuple[str, float, float]]:
+    found = [i for i in timeline.intervals if i.lane == lane and i.worker == worker]
+    found.sort(key=lambda interval: interval.start_s)
+    return [(f"{i.stage}{i.kind.value}{i.microbatch}", i.start_s, i.end_s) for i in found]
+
+
+def test_every_visit_uploads_its_weights_once_into_the_slots_in_turn() -> None:
+    program = lower(roundpipe(num_microbatches=2), replace(model(4, param_bytes=3, grad_bytes=1), slots=2))
+    # one microbatch per round on one worker: five visits a round, of which the head's has no bytes
+    assert [visit.layers for visit in program.visits[:5]] == [(0, 0), (1, 3), (4, 4), (2, 3), (0, 1)]
+    assert [visit.slot for visit in program.visits[:5]] == [0, 1, 0, 1, 0]
+    uploads = [op for op in program.ops if op.payload == WEIGHTS]
+    assert [op.num_bytes for op in uploads] == [3, 9, 6, 6] * 2
+    assert [op.priority[0] for op in uploads] == [NEXT] * 8
+    # in the second round gradients go on from where the first left them
+    sums = [op for op in program.ops if op.payload == WEIGHT_GRADIENT]
+    assert sorted((op.lane, op.num_bytes, op.priority[0]) for op in sums) == [
+        *[(DOWN, 2, LAST)] * 4,
+        *[(UP, 2, NEXT)] * 2,
+    ]
+
+
+def test_a_bound_stage_stays_in_its_slot_for_the_whole_step() -> None:
+    schedule = build_schedule("1f1b", forward_stages=[(0, 1), (2, 4)], num_workers=2, num_microbatches=4, num_steps=2)
+    program = lower(schedule, model(4, param_bytes=3))
+    assert [(visit.worker, visit.step, len(visit.ops)) for visit in program.visits] == [
+        *[(0, 0, 12), (0, 1, 12), (1, 0, 12), (1, 1, 12)]
+    ]
+
+
+def test_boundaries_go_down_and_up_and_inner_ones_are_saved() -> None:
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 3)],
+        backward_stages=[(4, 4), (2, 3), (0, 1)],
+        num_workers=2,
+        num_microbatches=1,
+    )
+    program = lower(schedule, model(4, boundary_bytes=5))
+    moved = [(op.lane, op.payload, op.worker, op.priority[0]) for op in program.ops if op.num_bytes]
+    assert sorted(moved) == sorted(
+        [
+            (DOWN, ACTIVATION, 0, URGENT),  # into the head's stage on worker 1
+            (UP, ACTIVATION, 1, URGENT),
+            (DOWN, ACTIVATION, 0, SAVED),  # where blocks 2 and 3 are recomputed from
+            (UP, ACTIVATION, 0, URGENT),
+            (DOWN, GRADIENT, 1, URGENT),
+            (UP, GRADIENT, 0, URGENT),
+            (DOWN, GRADIENT, 0, URGENT),
+            (UP, GRADIENT, 1, URGENT),
+        ]
+    )
+
+
+def test_the_embeddings_rows_come_from_the_host() -> None:
+    costs = model(4)
+    embed = LayerCost("embed", 0.0, 0.0, recompute=False, boundary_bytes=5)
+    costs = replace(costs, layers=(embed, *costs.layers))
+    schedule = build_schedule("gpipe", forward_stages=[(0, 5)], num_workers=1, num_microbatches=1)
+    uploads = [op for op in lower(schedule, costs).ops if op.lane == UP]
+    assert [(op.stage, op.num_bytes, op.deps) for op in uploads] == [(0, 5, []), (0, 5, [])]
+
+
+def test_prefetch_hides_uploads_where_there_are_two_slots() -> None:
+    """Uploads of 1, 3, 2 and 2 s: with one slot each waits for the stage before, with two the backward's are hidden."""
+    schedule = roundpipe()
+    costs = model(4, param_bytes=1)
+    one, two = (simulate(schedule, replace(costs, slots=slots)) for slots in (1, 2))
+    assert [(start, end) for _, start, end in spans(two, UP)] == [(0, 1), (1, 4), (7, 9), (9, 11)]
+    assert [(start, end) for _, start, end in spans(one, UP)] == [(0, 1), (2, 5), (10, 12), (18, 20)]
+    assert makespan_s(simulate(schedule, costs, accounting="published")) == 18
+    assert (makespan_s(two), makespan_s(one)) == (21, 26)
+    assert (exposed_transfer_s(two), exposed_transfer_s(one)) == ([3], [8])
+    assert (two.device_peak_bytes, one.device_peak_bytes) == ((4,), (3,))
+
+
+def test_a_boundary_overtakes_weights_at_the_next_chunk_border() -> None:
+    costs = replace(model(4, param_bytes=4 * CHUNK_BYTES), link_bytes_per_s=CHUNK_BYTES / 1.0)
+    layers = tuple(replace(layer, boundary_bytes=CHUNK_BYTES // 2) for layer in costs.layers[:-1])
+    costs = replace(costs, layers=(*layers, costs.layers[-1]))
+    timeline = simulate(roundpipe(num_workers=2), costs)
+    # worker 1 loads blocks 1 to 3, 12 chunks of 1 s; block 0's boundary is made at 5 and down at 5.5
+    assert spans(timeline, UP, worker=1)[:3] == [("1U-1", 0, 6), ("1U0", 6, 6.5), ("1U-1", 6.5, 12.5)]
+
+
+def test_updates_wait_for_all_gradients_and_the_next_step_for_the_updates() -> None:
+    schedule = roundpipe(num_steps=2)
+    costs = model(4, grad_bytes=1, optimizer_s=0.5)
+    timeline = simulate(schedule, costs)
+    first, second = (row for row in (spans(timeline, HOST, -1)[:5], spans(timeline, HOST, -1)[5:]))
+    # F 2+2, head 2, R 2 B 4 twice: 18; the last gradients need 2 s more; four updates of 0.5
+    assert first[0] == ("-1O-1", 20.0, 20.0)
+    assert [start for _, start, _ in first[1:]] == [20.0, 20.5, 21.0, 21.5]
+    # the second step begins with block 0 and goes on when blocks 1 to 3 are updated too
+    assert [interval.start_s for interval in compute_rows(timeline)[0][7:9]] == [20.5, 22.0]
+    assert second[-1][2] == makespan_s(timeline) == 43.0
+
+
+def test_staleness_1_runs_updates_beside_the_next_step() -> None:
+    schedule = roundpipe(num_steps=4)
+    costs = model(4, grad_bytes=1, optimizer_s=0.5)
+    timeline = simulate(schedule, costs, staleness=1)
+    forwards = [i.start_s for i in compute_rows(timeline)[0] if i.kind is Kind.FORWARD and i.stage == 0]
+    assert forwards == [0, 18, 36, 54]
+    slow = simulate(schedule, model(4, grad_bytes=1, optimizer_s=10.0), staleness=1)
+    forwards = [i.start_s for i in compute_rows(slow)[0] if i.kind is Kind.FORWARD and i.stage == 0]
+    # step 2 needs the update of step 0: gradients at 20, block 3 updated at 60, so it runs from 36 to 77
+    assert forwards == [0, 18, 36, 77]
+
+
+def test_recompute_without_the_last_projection_and_kept_activations() -> None:
+    schedule = roundpipe()
+    costs = model(4, recompute_skippable_s=0.25)
+    whole = makespan_s(simulate(schedule, costs))
+    assert makespan_s(simulate(schedule, skip_projections(costs))) == whole - 4 * 0.25
+    assert makespan_s(simulate(schedule, keep_activations(costs, {0, 3}))) == whole - 2
+
+
+def test_activations_count_from_recompute_to_backward() -> None:
+    timeline = simulate(roundpipe(num_microbatches=2), model(4, activation_bytes=7))
+    assert timeline.device_peak_bytes == (14,)
+
+
+@pytest.mark.parametrize(("num_workers", "loops", "num_microbatches"), [(2, 2, 4), (4, 3, 8), (3, 2, 3), (4, 2, 10)])
+def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_microbatches: int) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    num_stages = num_workers * loops
+    stages = [(index, index) for index in range(num_stages)]
+    groups = max(1, num_microbatches // num_workers)
+    theirs = SimpleNamespace(
+        n_local_stages=loops,
+        microbatches_per_round=num_microbatches // groups,
+        pp_group_size=num_workers,
+        _n_microbatches=num_microbatches,
+        _stages=[None] * loops,
+    )
+    for name, torch_name in (
+        ("interleaved_1f1b", "ScheduleInterleaved1F1B"),
+        ("looped_bfs", "ScheduleLoopedBFS"),
+    ):
+        ours = build_schedule(name, forward_stages=stages, num_workers=num_workers, num_microbatches=num_microbatches)
+        for rank, row in enumerate(ours.actions):
+            order = getattr(schedules, torch_name)._calculate_single_rank_operations(theirs, rank)
+            expected = [(op.computation_type.value, op.stage_index, op.microbatch_index) for op in order if op]
+            assert expected == [
+                (a.kind.value, a.stage if a.kind is Kind.FORWARD else num_stages - 1 - a.stage, a.microbatch)
+                for a in row
+                if a.kind is not Kind.RECOMPUTE
+            ]

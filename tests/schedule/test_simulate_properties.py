@@ -1,0 +1,217 @@
+"""Properties of the simulator, over drawn models, machines and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
+from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.lower import Program, lower
+from roundpipe_cli.schedule.simulate import simulate, simulate_program
+from roundpipe_cli.schedule.timeline import (
+    COMPUTE,
+    DOWN,
+    UP,
+    Timeline,
+    bubble,
+    busy_s,
+    compute_rows,
+    exposed_transfer_s,
+    link_busy_s,
+    makespan_s,
+)
+from roundpipe_cli.schedule.validate import parse_rows, validate_schedule
+
+MIB = 1024**2
+SECONDS = st.floats(0.001, 5.0)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[StageRange]:
+    """Any cut of layers 0 .. num_layers - 1 into `num_stages` stages, some perhaps empty."""
+    borders = sorted(draw(st.lists(st.integers(0, num_layers), min_size=num_stages - 1, max_size=num_stages - 1)))
+    return [(first, end - 1) for first, end in zip([0, *borders], [*borders, num_layers], strict=True)]
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, int]:
+    """(schedule, costs, staleness), small."""
+    num_layers = draw(st.integers(2, 8))
+    sizes = st.sampled_from([0, 20 * MIB, 300 * MIB]) if with_bytes else st.just(0)
+    updates = st.sampled_from([0.0, 0.5]) if with_bytes else st.just(0.0)
+    layers = tuple(
+        LayerCost(
+            "embed" if with_bytes and index == 0 else f"layer {index}",
+            draw(SECONDS),
+            draw(SECONDS),
+            recompute=index < num_layers - 1,
+            param_bytes=draw(sizes),
+            boundary_bytes=draw(sizes) if index < num_layers - 1 else 0,
+            grad_bytes=draw(sizes),
+            optimizer_s=draw(updates),
+            activation_bytes=draw(sizes),
+        )
+        for index in range(num_layers)
+    )
+    num_workers = draw(st.integers(1, 4))
+    speeds = draw(st.none() | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_workers, max_size=num_workers))
+    costs = CostModel(
+        "drawn",
+        layers,
+        hop_s=draw(st.sampled_from([0.0, 0.01, 0.7])),
+        link_bytes_per_s=draw(st.sampled_from([50e6, 1e9])),
+        slots=draw(st.integers(1, 3)),
+        worker_speed=tuple(speeds) if speeds else None,
+    )
+    name = draw(st.sampled_from(SCHEDULES))
+    if name == "roundpipe":
+        head_first = draw(st.integers(0, num_layers - 1))
+        num_backward = draw(st.integers(1, head_first)) if head_first else 0
+        stages: dict[str, Any] = {
+            "forward_stages": draw(cuts(head_first, draw(st.integers(1, num_layers)))) if head_first else [],
+            "backward_stages": [
+                (head_first, num_layers - 1),
+                *(reversed(draw(cuts(head_first, num_backward))) if num_backward else []),
+            ],
+            "microbatches_per_round": draw(st.none() | st.integers(1, 6)),
+            "options": Options(draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())),
+        }
+    else:
+        looped = 2 if name not in ("gpipe", "1f1b") and num_layers > num_workers and draw(st.booleans()) else 1
+        stages = {"forward_stages": draw(cuts(num_layers, num_workers * looped))}
+    staleness = draw(st.integers(0, 1))
+    schedule = build_schedule(
+        name,
+        **stages,
+        num_workers=num_workers,
+        num_microbatches=draw(st.integers(1, 6)),
+        costs=costs,
+        num_steps=draw(st.integers(1, 3)),
+        staleness=staleness,
+    )
+    return schedule, costs, staleness
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(with_bytes=False))
+def test_without_bytes_and_updates_the_default_accounting_equals_the_published_one(
+    case: tuple[Schedule, CostModel, int],
+) -> None:
+    schedule, costs, staleness = case
+    default = simulate(schedule, costs, staleness=staleness)
+    published = simulate(schedule, costs, accounting="published", staleness=staleness)
+    assert makespan_s(default) == pytest.approx(makespan_s(published), rel=1e-12)
+    for row, expected in zip(compute_rows(default), compute_rows(published), strict=True):
+        assert [(i.kind, i.stage, i.microbatch) for i in row] == [(i.kind, i.stage, i.microbatch) for i in expected]
+        assert [i.start_s for i in row] == pytest.approx([i.start_s for i in expected])
+    ours, theirs = bubble(default), bubble(published)
+    assert (ours.fill, ours.switch, ours.drain) == pytest.approx((theirs.fill, theirs.switch, theirs.drain))
+
+
+def longest_path_s(program: Program, durations: list[float], hop_s: float) -> float:
+    """Longest chain of `deps`, as if every operation had a resource of its own."""
+    order: list[int] = []
+    seen: set[int] = set()
+    for root in range(len(program.ops)):
+        stack = [(root, False)]
+        while stack:
+            op_id, done = stack.pop()
+            if done:
+                order.append(op_id)
+            elif op_id not in seen:
+                seen.add(op_id)
+                stack.append((op_id, True))
+                stack += [(dep, False) for dep in program.ops[op_id].deps if dep not in seen]
+    end = [0.0] * len(program.ops)
+    for op_id in order:
+        op = program.ops[op_id]
+        arrivals = [
+            end[dep] + (hop_s if program.ops[dep].worker not in (op.worker, -1) and op.worker >= 0 else 0.0)
+            for dep in op.deps
+        ]
+        end[op_id] = max(arrivals, default=0.0) + durations[op_id]
+    counted = [op.id for op in program.ops if not (op.kind is Kind.OPTIMIZER and program.staleness)]
+    return max((end[op_id] for op_id in counted if durations[op_id]), default=0.0)
+
+
+def durations_of(program: Program, costs: CostModel, timeline: Timeline) -> list[float]:
+    spans = {(i.kind, i.stage, i.microbatch): i.end_s - i.start_s for i in timeline.intervals if i.lane == COMPUTE}
+    return [
+        spans[op.kind, op.stage, op.microbatch]
+        if op.lane == COMPUTE
+        else (costs.layers[op.stage].optimizer_s if op.stage >= 0 else 0.0)
+        if op.kind is Kind.OPTIMIZER
+        else op.num_bytes / costs.link_bytes_per_s
+        for op in program.ops
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(with_bytes=True))
+def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Schedule, CostModel, int]) -> None:
+    schedule, costs, staleness = case
+    program = lower(schedule, costs, staleness=staleness)
+    timeline = simulate_program(program, costs)
+    makespan = makespan_s(timeline)
+    slack = 1 + 1e-9
+    assert makespan * slack >= max(busy_s(timeline))
+    assert makespan * slack >= max(link_busy_s(timeline, UP))
+    assert makespan * slack >= max(link_busy_s(timeline, DOWN))
+    assert makespan * slack >= longest_path_s(program, durations_of(program, costs, timeline), costs.hop_s)
+    total = sum(op.num_bytes for op in program.ops)
+    moved = (sum(link_busy_s(timeline, UP)) + sum(link_busy_s(timeline, DOWN))) * costs.link_bytes_per_s
+    assert moved == pytest.approx(total, rel=1e-6, abs=1)
+    assert all(exposed <= makespan * slack for exposed in exposed_transfer_s(timeline))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(with_bytes=True))
+def test_dependencies_and_lanes_are_kept(case: tuple[Schedule, CostModel, int]) -> None:
+    """Nothing starts before what it waits for, and no lane does two things at once."""
+    schedule, costs, staleness = case
+    timeline = simulate(schedule, costs, staleness=staleness)
+    lanes: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
+    for interval in timeline.intervals:
+        lanes.setdefault((interval.worker, interval.lane), []).append((interval.start_s, interval.end_s))
+        if interval.lane == COMPUTE and interval.kind is not Kind.RECOMPUTE:
+            ends = forward if interval.kind is Kind.FORWARD else backward
+            ends[interval.stage, interval.microbatch] = interval.end_s
+    for spans in lanes.values():
+        spans.sort()
+        assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in zip(spans, spans[1:], strict=False))
+    for interval in timeline.intervals:
+        if interval.lane == COMPUTE and interval.stage and interval.kind is not Kind.RECOMPUTE:
+            ends = forward if interval.kind is Kind.FORWARD else backward
+            empty = schedule.forward_stages[interval.stage - 1] if ends is forward else (0, 0)
+            if empty[1] >= empty[0]:  # the input of an empty stage comes straight from its maker
+                assert interval.start_s >= ends[interval.stage - 1, interval.microbatch] - 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(with_bytes=True))
+def test_valid_and_the_text_form_round_trips(case: tuple[Schedule, CostModel, int]) -> None:
+    schedule, _, _ = case
+    validate_schedule(schedule)
+    assert parse_rows(str(schedule)) == schedule.actions
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(with_bytes=True))
+def test_bytes_never_make_it_faster_and_runs_are_equal(case: tuple[Schedule, CostModel, int]) -> None:
+    schedule, costs, staleness = case
+    timeline = simulate(schedule, costs, staleness=staleness)
+    assert timeline == simulate(schedule, costs, staleness=staleness)
+    stages = (*schedule.forward_stages, *schedule.backward_stages)
+    if all(
+        last >= first for first, last in stages
+    ):  # a tensor with bytes passes by stages without layers, and their hops
+        published = simulate(schedule, costs, accounting="published", staleness=staleness)
+        assert makespan_s(timeline) >= makespan_s(published) * (1 - 1e-9)

@@ -1,0 +1,145 @@
+"""The published accounting against the published figures, and by hand."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.schedule.actions import StageRange
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.published import simulate_published
+from roundpipe_cli.schedule.timeline import Interval, bubble, compute_rows, makespan_s, utilization
+
+FIGURES = Path(__file__).resolve().parents[1] / "facts" / "published_schedules.json"
+CASES = [
+    (model, schedule)
+    for model in ("Llama3-8B", "Qwen3-32B")
+    for schedule in ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "roundpipe")
+]
+
+
+def published_costs(model: dict[str, Any]) -> CostModel:
+    block = LayerCost("block", model["block_forward_ms"] / 1e3, model["block_backward_ms"] / 1e3, recompute=True)
+    head = LayerCost("head", model["head_forward_ms"] / 1e3, model["head_backward_ms"] / 1e3, recompute=False)
+    return CostModel("published", (*[block] * model["blocks"], head), hop_s=model["hop_ms"] / 1e3)
+
+
+def ranges(blocks_per_stage: list[int]) -> list[StageRange]:
+    ends = list(accumulate(blocks_per_stage))
+    return [(end - size, end - 1) for size, end in zip(blocks_per_stage, ends, strict=True)]
+
+
+def published_stages(model: dict[str, Any], figures: dict[str, Any]) -> dict[str, list[StageRange]]:
+    """The figures count blocks; the head joins the last stage, or the first backward stage of roundpipe."""
+    head = model["blocks"]
+    if "blocks_per_stage" in figures:
+        stages = ranges(figures["blocks_per_stage"])
+        return {"forward_stages": [*stages[:-1], (stages[-1][0], head)]}
+    backward = ranges(figures["blocks_per_backward_stage"][::-1])[::-1]
+    return {
+        "forward_stages": ranges(figures["blocks_per_forward_stage"]),
+        "backward_stages": [(backward[0][0], head), *backward[1:]],
+    }
+
+
+@pytest.mark.skipif(not FIGURES.exists(), reason="published figures are not at hand")
+@pytest.mark.parametrize(("model_name", "name"), CASES)
+def test_published_figures(model_name: str, name: str) -> None:
+    data = json.loads(FIGURES.read_text())
+    model = data["models"][model_name]
+    figures = model["schedules"][name]
+    costs = published_costs(model)
+    schedule = build_schedule(
+        name,
+        **published_stages(model, figures),
+        num_workers=data["workers"],
+        num_microbatches=data["microbatches"],
+        costs=costs,
+    )
+    timeline = simulate_published(schedule, costs)
+    parts = bubble(timeline)
+    assert makespan_s(timeline) * 1e3 == pytest.approx(figures["makespan_ms"], rel=1e-6)
+    assert 100 * parts.ratio == pytest.approx(figures["bubble_pct"], abs=1e-3)
+    assert 100 * parts.fill == pytest.approx(figures["fill_pct"], abs=1e-3)
+    assert 100 * parts.switch == pytest.approx(figures["switch_pct"], abs=1e-3)
+    assert 100 * parts.drain == pytest.approx(figures["drain_pct"], abs=1e-3)
+    assert 100 * parts.steady == pytest.approx(figures["steady_pct"], abs=1e-3)
+
+
+def layer(forward_s: float, backward_s: float, recompute: bool = True) -> LayerCost:
+    return LayerCost("layer", forward_s, backward_s, recompute)
+
+
+def test_roundpipe_by_hand() -> None:
+    """Two blocks (1 forward, 2 backward) and a head (1, 1) on two workers, hop 0.5, one microbatch.
+
+    worker 0   F 0-1        B 2-4 (its lead 2-3)              R 6-7, B 7-9      the lead ends when F1 arrives, at 3
+    worker 1         F 1.5-2.5               R 3.5-4.5, B 4.5-6.5              the recompute when the gradient does
+    """
+    costs = CostModel("by hand", (layer(1, 2), layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 0), (1, 1)],
+        backward_stages=[(2, 2), (1, 1), (0, 0)],
+        num_workers=2,
+        num_microbatches=1,
+        costs=costs,
+    )
+    timeline = simulate_published(schedule, costs)
+    spans = [[(row.kind.value, row.start_s, row.end_s) for row in rows] for rows in compute_rows(timeline)]
+    assert spans == [
+        [("F", 0, 1), ("B", 2, 4), ("R", 6, 7), ("B", 7, 9)],
+        [("F", 1.5, 2.5), ("R", 3.5, 4.5), ("B", 4.5, 6.5)],
+    ]
+
+
+def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
+    costs = CostModel("one block", (layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
+    schedule = build_schedule(
+        "gpipe", forward_stages=[(0, 0), (1, 0), (1, 1)], num_workers=3, num_microbatches=1, costs=costs
+    )
+    timeline = simulate_published(schedule, costs)
+    # F0 0-1, hop, nothing, hop, F 2-3, B 3-4, hop, nothing, hop, R 5-6, B 6-8
+    assert makespan_s(timeline) == 8
+    assert utilization(timeline) == [0.5, 0, 0.25]
+    assert bubble(timeline).fill == pytest.approx((0 + 8 + 2) / 24)
+
+
+def test_staleness_0_chains_with_a_barrier_and_staleness_1_without() -> None:
+    costs = CostModel("blocks", (*[layer(1, 2)] * 4, layer(1, 1, recompute=False)))
+    stages: dict[str, Any] = {"forward_stages": [(0, 3)], "backward_stages": [(4, 4), (2, 3), (0, 1)]}
+    spans = []
+    for num_steps, staleness in ((1, 0), (2, 0), (2, 1)):
+        schedule = build_schedule(
+            "roundpipe",
+            **stages,
+            num_workers=3,
+            num_microbatches=3,
+            costs=costs,
+            num_steps=num_steps,
+            staleness=staleness,
+        )
+        spans.append(makespan_s(simulate_published(schedule, costs, staleness=staleness)))
+    assert spans[1] == 2 * spans[0]
+    assert spans[2] < spans[1]
+
+
+def test_worker_speed_divides_times() -> None:
+    costs = CostModel("two speeds", (layer(1, 2), layer(1, 1, recompute=False)), worker_speed=(2.0, 0.5))
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, num_microbatches=1, costs=costs)
+    timeline = simulate_published(schedule, costs)
+    assert [interval.end_s - interval.start_s for interval in compute_rows(timeline)[1]] == [2, 2]
+    assert makespan_s(timeline) == 0.5 + 2 + 2 + 0.5 + 1
+
+
+def test_an_interval_names_its_action() -> None:
+    costs = CostModel("one", (layer(1, 2),))
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0)], num_workers=1, num_microbatches=1, costs=costs)
+    first = simulate_published(schedule, costs).intervals[0]
+    assert isinstance(first, Interval)
+    assert (first.worker, first.lane, first.kind.value, first.stage, first.microbatch) == (0, "compute", "F", 0, 0)

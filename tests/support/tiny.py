@@ -1,0 +1,331 @@
+"""Tiny models of many architectures, and the plain PyTorch loop that the engine must agree with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.dropout import SeededDropout, layer_seed
+from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.lora import add_lora, initial_values
+from roundpipe_cli.model.nf4 import dequantize, quantizable_names
+from roundpipe_cli.model.split import Split, split_model
+from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.planning.adaptive import rough_costs
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import build_schedule
+
+BASE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+_WINDOW = {"sliding_window": 4}
+_HEAD = {"head_dim": 16}
+EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": _HEAD,
+    "qwen3_moe": {**_MOE, "decoder_sparse_step": 1},
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3_next": {
+        **_MOE,
+        **_HEAD,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_hidden_layers": 4,
+    },
+    "mistral": _WINDOW,
+    "mixtral": {"num_local_experts": 4},
+    "gemma": _HEAD,
+    "gemma2": {**_HEAD, **_WINDOW},
+    "gemma3_text": {**_HEAD, **_WINDOW},
+    "phi": {},
+    "phi3": {},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        **_HEAD,
+        **_WINDOW,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "olmo2": {},
+    "olmo3": _WINDOW,
+    "granite": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+    "glm4": _HEAD,
+    "glm4_moe": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        **_HEAD,
+    },
+    "cohere2": _WINDOW,
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "smollm3": {},
+    "exaone4": _WINDOW,
+    "ernie4_5": _HEAD,
+    "minimax": {
+        "num_local_experts": 4,
+        **_HEAD,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "nemotron": {},
+    "seed_oss": {},
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
+    "hunyuan_v1_dense": _HEAD,
+}
+NO_DROPOUT = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "dropout": 0.0,
+    "residual_dropout": 0.0,
+    "embedding_dropout": 0.0,
+}
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A configuration of a few thousand parameters; no dropout unless asked for."""
+    from transformers import CONFIG_MAPPING
+
+    values = {**BASE, **NO_DROPOUT, **EXTRA.get(model_type, {}), **changes}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return CONFIG_MAPPING[model_type](**values)
+
+
+@dataclass
+class Rig:
+    """A tiny model both ways: as the engine has it and as a plain module with the same weights."""
+
+    skeleton: nn.Module
+    split: Split
+    store: WeightStore
+    plain: nn.Module
+    peft_model: Any = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.store.layouts)
+
+    def engine(self, num_workers: int = 2, copy: bool = False, count_bytes: bool = False, **options: Any) -> Engine:
+        backends = [CpuBackend(1, copy=copy, count_bytes=count_bytes) for _ in range(num_workers)]
+        return Engine(self.skeleton, self.split, self.store, backends, **options)
+
+
+def make_rig(
+    model_type: str,
+    method: str = "full",
+    seed: int = 0,
+    lora_dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    staleness: int = 0,
+    frozen: Sequence[str] = (),
+    bits: int = 0,
+    **changes: Any,
+) -> Rig:
+    """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
+
+    `frozen`: parts of names of parameters that are not trained.
+    `bits`: 4 or 8, with the base weights packed; the plain module has what they are when unpacked.
+    """
+    torch.set_num_threads(1)  # in the test's own thread; the workers set their own
+    config = tiny_config(model_type, **changes)
+    skeleton = build_skeleton(config, dtype)
+    split = split_model(skeleton)
+    peft_model = None
+    for name, parameter in skeleton.named_parameters():
+        if any(part in name for part in frozen):
+            parameter.requires_grad_(False)
+    if method == "lora":
+        peft_model = add_lora(
+            skeleton,
+            r=4,
+            alpha=8,
+            dropout=lora_dropout,
+            target_modules="all-linear",
+            dtype=dtype,
+            base_name="tiny",
+        )
+    packed = quantizable_names(skeleton, split.blocks_path) if bits else frozenset()
+    layouts = [
+        make_layout(name, parameters, dtype, packed, bits)
+        for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
+    ]
+    store = WeightStore(layouts, staleness)
+    generator = torch.Generator().manual_seed(seed)
+    for place in (place for layout in layouts for place in layout.places):
+        shape, name = place.shape, place.name
+        scale = 0.5 / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 0.1
+        values = torch.randn(shape, generator=generator) * scale
+        store.set_parameter(name, values + 1 if len(shape) == 1 and "norm" in name else values)
+    if method == "lora":
+        for name, values in initial_values(skeleton, seed):
+            if ".lora_A." in name:
+                store.set_parameter(name, values)
+    return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model)
+
+
+def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
+    """An ordinary module with the store's weights, nothing shared."""
+    import copy
+
+    plain = copy.deepcopy(skeleton)
+    config: Any = plain.config
+    if config._attn_implementation == sink_attention.NAME:
+        config._attn_implementation = "eager"  # transformers' own
+    places = {place.name: place for layout in store.layouts for place in layout.places}
+    real: dict[str, nn.Parameter] = {}
+    names = {id(p): name for name, p in plain.named_parameters()}
+    for module in plain.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                name = names[id(parameter)]
+                if name not in real:
+                    place, values = places[name], store.master(name).clone()
+                    if place.packed_bits:
+                        values = dequantize(values, place.shape, place.dtype, place.packed_bits)
+                    real[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[attribute] = real[name]
+    return plain.train()
+
+
+def random_microbatches(sizes: Sequence[tuple[int, int]], seed: int = 0, vocab: int = 128) -> list[Microbatch]:
+    """Microbatches of the given (rows, tokens), labels partly masked, right padding on the second row."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for rows, tokens in sizes:
+        ids = torch.randint(3, vocab, (rows, tokens), generator=generator)
+        labels = ids.clone()
+        labels[torch.rand(ids.shape, generator=generator) < 0.3] = -100
+        if rows > 1:
+            ids[1, -3:] = 0
+            labels[1, -3:] = -100
+        result.append(Microbatch(ids, labels))
+    return result
+
+
+def plain_step(
+    rig: Rig,
+    microbatches: Sequence[Microbatch],
+    step: int = 0,
+    seed: int | None = None,
+    plain: nn.Module | None = None,
+) -> float:
+    """Loss of one step by plain PyTorch; leaves the gradients in `.grad`. With `seed`, the engine's dropout masks.
+
+    `plain` is the module to run, `rig.plain` unless given.
+    """
+    plain = plain or rig.plain
+    plain.zero_grad(set_to_none=True)
+    num_targets = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
+    total = 0.0
+    for index, microbatch in enumerate(microbatches):
+        with _Masks(rig.split.blocks_path, plain, step, index, seed):
+            logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), microbatch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        (loss / num_targets).backward()
+        total += float(loss.detach().double())
+    return total / num_targets
+
+
+class _Masks:
+    """Forward pre-hooks that seed dropout per (step, microbatch, layer), as the engine does."""
+
+    def __init__(self, blocks_path: str, plain: nn.Module, step: int, microbatch: int, seed: int | None) -> None:
+        self._blocks = plain.get_submodule(blocks_path)
+        self._step, self._microbatch, self._seed = step, microbatch, seed
+        self._handles: list[Any] = []
+        self._mode: SeededDropout | None = None
+
+    def _enter_layer(self, layer: int) -> None:
+        self._leave_layer()
+        assert self._seed is not None
+        self._mode = SeededDropout(layer_seed(self._seed, self._step, self._microbatch, layer))
+        self._mode.__enter__()
+
+    def _leave_layer(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    def __enter__(self) -> None:
+        if self._seed is None:
+            return
+        self._enter_layer(0)
+        for index, block in enumerate(self._blocks.children()):
+            self._handles.append(block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter_layer(layer)))
+            self._handles.append(block.register_forward_hook(lambda *_: self._leave_layer()))
+
+    def __exit__(self, *_: object) -> None:
+        self._leave_layer()
+        for handle in self._handles:
+            handle.remove()
+
+
+def schedule_for(
+    rig: Rig, num_workers: int, num_microbatches: int, forward: Any = None, backward: Any = None
+) -> Schedule:
+    """A roundpipe schedule; by default two layers a forward stage, one a backward stage, the head alone."""
+    last = rig.num_layers - 1
+    forward = forward or [(start, min(start + 1, last - 1)) for start in range(0, last, 2)]
+    backward = backward or [(last, last), *((layer, layer) for layer in range(last - 1, 0, -1)), (0, 0)]
+    return build_schedule(
+        "roundpipe",
+        forward_stages=forward,
+        backward_stages=backward,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+    )
+
+
+def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:
+    """Rough costs of a LoRA run of microbatches of 18 tokens, on devices of so much memory and links without end."""
+    rough = rough_costs(
+        rig.store.layouts,
+        [layout.num_bytes // 4 for layout in rig.store.layouts],
+        method="lora",
+        tokens=18,
+        hidden_size=64,
+        device="cuda",
+        device_memory_bytes=memory_bytes,
+    )
+    return replace(rough, link_bytes_per_s=1e15)

@@ -1,0 +1,322 @@
+"""The output directory: one run at a time, left-overs removed, an earlier run never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
+from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check_start, read_state, truncate_metrics
+from roundpipe_cli.train.checkpoint.store import list_checkpoints, load_newest, save_checkpoint
+
+_NUM_ELEMENTS = 20_000
+
+
+def _save(folder: Path, step: int, keep: int = 2) -> None:
+    """All values of a checkpoint are its step, so a mixture of two would show."""
+    tensors = {f"block.{layer}": torch.full((_NUM_ELEMENTS,), float(step)) for layer in range(3)}
+    save_checkpoint(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep)
+
+
+def _fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited 20 s in vain"
+        time.sleep(0.002)
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_is_made_and_can_be_used_again(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with OutputDir(folder) as output:
+        assert output.state is RunState.FRESH and folder.is_dir()
+    with OutputDir(folder) as output:  # a run killed before its first checkpoint starts afresh
+        assert output.state is RunState.FRESH
+
+
+def test_states_with_and_without_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with pytest.raises(NoCheckpointError) as nothing, OutputDir(folder, resume=True):
+        pass
+    assert nothing.value.exit_code == 6 and not folder.exists()
+
+    with OutputDir(folder):
+        _save(folder, 3)
+    assert read_state(folder) is RunState.HAS_CHECKPOINT
+    with pytest.raises(RefusedError, match=r"(?s)step-00000003.*--resume.*output_dir=") as refused, OutputDir(folder):
+        pass
+    assert refused.value.exit_code == 2
+    with OutputDir(folder, resume=True) as output:
+        assert output.state is RunState.HAS_CHECKPOINT
+
+    (folder / "report.json").write_text("{}")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert check_start(folder, resume=True) is RunState.FINISHED
+    with pytest.raises(RefusedError, match=r"(?s)report.json.*--resume.*output_dir="):
+        check_start(folder, resume=False)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_somebody_elses_model_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(RefusedError, match=r"(?s)model\.safetensors.*output_dir="), OutputDir(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_leftovers_are_removed_only_where_they_are_ours(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-of-another-tool").mkdir()
+    with OutputDir(tmp_path):
+        pass
+    for name in (".tmp-step-00000004", ".del-step-00000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "masters.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-recipe.yaml-0123").write_bytes(b"half")
+    (tmp_path / ".del-link").symlink_to(tmp_path.parent)
+    with OutputDir(tmp_path):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".roundpipe", ".roundpipe.lock", ".tmp-of-another-tool"]
+    assert tmp_path.parent.is_dir()
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    for path in (tmp_path / "out", tmp_path / "out" / "deeper"):
+        with pytest.raises(RefusedError, match="output_dir=") as caught, OutputDir(path):
+            pass
+        assert str(tmp_path / "out") in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    _mount(tmp_path, "size=64k")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        for path in (tmp_path, tmp_path / "new"):
+            with pytest.raises(RefusedError, match=r"(?s)Read-only.*output_dir=") as caught, OutputDir(path):
+                pass
+            assert caught.value.exit_code == 2 and str(path) in str(caught.value)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+# --- one run at a time ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    """The real thing: another interpreter, killed; afterwards the lock is gone, though a child of it lives on."""
+    script = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from roundpipe_cli.train.checkpoint.output_dir import OutputDir\n"
+        "with OutputDir(Path(sys.argv[1])):\n"
+        "    child = os.fork()\n"
+        "    os.write(1, b'%d\\n' % child)\n"  # the child too, with 0: once it runs it has let go of the lock
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = max(int(holder.stdout.readline()) for _ in range(2))
+        try:
+            with pytest.raises(OutputInUseError, match=f"process {holder.pid} on host ") as caught, OutputDir(tmp_path):
+                pass
+            assert caught.value.exit_code == 3 and os.uname().nodename in str(caught.value)
+            holder.kill()
+            holder.wait()
+            with OutputDir(tmp_path):
+                os.kill(child, 0)  # still there
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_many_starts_at_once_have_one_winner(tmp_path: Path) -> None:
+    for trial in range(10):
+        folder = tmp_path / str(trial)
+        go, done = folder.with_suffix(".go"), folder.with_suffix(".done")
+
+        def start(folder: Path = folder, go: Path = go, done: Path = done) -> None:
+            _wait_for(go.exists)
+            try:
+                with OutputDir(folder):
+                    _wait_for(done.exists)
+            except OutputInUseError as error:
+                os._exit(error.exit_code)
+
+        pids = [_fork(start) for _ in range(4)]
+        go.touch()
+        codes = []
+        for _ in range(3):  # the losers end at once, while the winner works on
+            pid, status = os.wait()
+            assert pid in pids
+            codes.append(os.waitstatus_to_exitcode(status))
+        done.touch()
+        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+        assert codes == [3, 3, 3, 0]
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_sigkill_at_random_points_of_a_save(tmp_path: Path) -> None:
+    """After each of 60 kills: start, clean up, load; what loads is whole, and no older than what was known saved."""
+    draw = random.Random(2)
+    folder, progress = tmp_path / "out", tmp_path / "progress"
+    with OutputDir(folder):
+        _save(folder, 1)
+    known, num_half = 1, 0
+
+    for _ in range(60):
+        first = known + 1
+
+        def run(first: int = first) -> None:
+            with OutputDir(folder, resume=True):
+                for step in range(first, first + 1000):
+                    _save(folder, step)
+                    progress.write_text(f"{step} ")
+
+        progress.write_text("")
+        pid = _fork(run)
+        _wait_for(lambda: progress.read_text() != "")
+        time.sleep(draw.uniform(0, 0.03))
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        num_half += any(path.name.startswith((".tmp-", ".del-")) for path in folder.iterdir())
+        text = progress.read_text().split()
+        known = int(text[0]) if text else known
+
+        with OutputDir(folder, resume=True):
+            assert not [path.name for path in folder.iterdir() if path.name.startswith((".tmp-", ".del-"))]
+            loaded = load_newest(folder, warn=pytest.fail)
+            assert loaded.step >= known and loaded.meta == {"step": loaded.step}
+            for group in ("masters", "moments"):
+                for tensor in loaded.tensors(group).values():
+                    assert torch.equal(tensor, torch.full((_NUM_ELEMENTS,), float(loaded.step)))
+            assert len(list_checkpoints(folder)) >= min(2, loaded.step)
+            known = loaded.step
+    assert num_half >= 10, f"only {num_half} of 60 kills fell inside a save"
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_sigkill_at_each_fault_point_of_a_save(tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points 1-3 lie before a file each, 4 before the rename, 5 before the removal of the oldest; there is no 6th."""
+    from roundpipe_cli import faults
+
+    for step in (1, 2):
+        _save(tmp_path, step)
+
+    def save() -> None:
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, f"ckpt_writer:kill:step=3:nth={nth}")
+        faults.load_faults()
+        _save(tmp_path, 3)
+
+    code = os.waitstatus_to_exitcode(os.waitpid(_fork(save), 0)[1])
+    assert code == (-signal.SIGKILL if nth <= 5 else 0)
+    assert load_newest(tmp_path, warn=pytest.fail).step == (2 if nth <= 4 else 3)
+    assert len(list_checkpoints(tmp_path)) == (3 if nth == 5 else 2)
+
+
+# --- full disk --------------------------------------------------------------------------------------------------------
+
+
+def _mount(folder: Path, options: str) -> None:
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems of 2 to 4 checkpoints: whichever save fails, the ones before stay good; with space it goes on."""
+    from roundpipe_cli.train.checkpoint import store as store
+
+    for look_before in (True, False):
+        if not look_before:  # another program fills the disk after we looked
+            monkeypatch.setattr(store, "require_free_bytes", lambda *args: None)
+        for size_kib in range(1000, 2000, 100):  # a checkpoint has 470 KiB
+            _mount(tmp_path, f"size={size_kib}k")
+            try:
+                saved = 0
+                with pytest.raises(ResourceError) as caught, OutputDir(tmp_path):
+                    for step in range(1, 10):
+                        _save(tmp_path, step, keep=5)
+                        saved = step
+                assert caught.value.exit_code == 5 and f"step-{saved + 1:08d}" in str(caught.value) or look_before
+                assert str(tmp_path) in str(caught.value) and str(caught.value).count(" bytes)") == 2
+                assert load_newest(tmp_path, warn=pytest.fail).step == saved >= 1
+                assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
+                subprocess.run(["mount", "-o", "remount,size=8m", tmp_path], check=True)
+                with OutputDir(tmp_path, resume=True):
+                    _save(tmp_path, saved + 1, keep=5)
+                assert load_newest(tmp_path).step == saved + 1
+            finally:
+                subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_disk_full_at_the_start(tmp_path: Path) -> None:
+    _mount(tmp_path, "size=16k")
+    try:
+        with (tmp_path / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
+            while True:
+                filler.write(b"x" * 4096)
+        with pytest.raises(ResourceError, match=r"0 bytes") as caught, OutputDir(tmp_path / "out"):
+            pass
+        assert caught.value.exit_code == 5
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(*steps: int) -> str:
+    return "".join(json.dumps({"step": step, "loss": 1.5}) + "\n" for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "expected"),
+    [
+        (_rows(0, 1, 2, 3), 2, _rows(0, 1)),
+        (_rows(0, 1, 2, 3), 9, _rows(0, 1, 2, 3)),
+        (_rows(0, 1, 2, 3), 0, ""),
+        (_rows(0, 1) + '{"step": 2, "lo', 9, _rows(0, 1)),
+        (_rows(0, 1) + '{"step": 2, "loss": 1.5}', 9, _rows(0, 1)),
+        (_rows(0, 1, 2, 1, 2, 3), 3, _rows(0, 1, 2)),
+        (_rows(0) + "\0\0\0\n[1]\n" + _rows(1), 3, _rows(0, 1)),
+        ("", 3, ""),
+    ],
+)
+def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path, text: str, step: int, expected: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    assert truncate_metrics(path, step) == expected.count("\n")
+    assert path.read_text() == expected
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_no_metrics_yet(tmp_path: Path) -> None:
+    assert truncate_metrics(tmp_path / "metrics.jsonl", 3) == 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,467 @@
+"""Saving and loading: what comes back is what went in, and what is damaged is never used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from roundpipe_cli import durable
+from roundpipe_cli.errors import NoCheckpointError, ResourceError
+from roundpipe_cli.train.checkpoint import store as store
+from roundpipe_cli.train.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, TensorStream
+from roundpipe_cli.train.checkpoint.store import list_checkpoints, load_newest, save_checkpoint
+
+
+def _group(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "flag": torch.tensor([True, False, True]),
+        "block.0.weight": torch.randn(7, 5, generator=generator),
+        "block.0.half": torch.randn(3, 3, generator=generator).bfloat16(),
+        "step": torch.tensor(step),
+    }
+
+
+def _save(folder: Path, step: int, keep: int = 2) -> Path:
+    meta = {"cursor": step * 8, "loss_hex": (1 / (step + 1)).hex()}
+    return save_checkpoint(folder, step, {"masters": _group(step), "moments": _group(step + 1000)}, meta, keep)
+
+
+def _assert_is(loaded: store.Checkpoint, step: int) -> None:
+    assert loaded.step == step
+    assert loaded.meta == {"cursor": step * 8, "loss_hex": (1 / (step + 1)).hex()}
+    assert set(loaded.groups) == {"masters", "moments"}
+    for group, expected in (("masters", _group(step)), ("moments", _group(step + 1000))):
+        tensors = loaded.tensors(group)
+        assert set(tensors) == set(expected)
+        for name, tensor in expected.items():
+            assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), (group, name)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_round_trip_of_every_dtype_and_shape(tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for dtype in DTYPE_NAMES:
+        for shape in ((), (0, 4), (3,), (2, 3, 5)):
+            values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+            tensors[f"{dtype}{shape}"] = values.to(dtype)
+    tensors["transposed"] = torch.randn(4, 6).t()
+    tensors["nan"] = torch.tensor([float("nan"), float("inf"), -0.0])
+    path = save_checkpoint(tmp_path, 1, {"all": tensors}, {}, keep=2)
+
+    with safe_open(str(path / "all.safetensors"), framework="pt") as file:  # the library itself reads it
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            read = file.get_tensor(name)
+            assert read.dtype == tensor.dtype and read.shape == tensor.shape
+            as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (read, tensor)]
+            assert torch.equal(*as_bytes), name
+    assert set(load_newest(tmp_path).tensors("all")) == set(tensors)
+
+
+def test_a_stream_is_taken_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """One buffer serves all layers: the writer is done with a tensor before it asks for the next one."""
+    ring = torch.empty(1000)
+
+    def layers() -> Iterator[tuple[str, torch.Tensor]]:
+        for layer in range(20):
+            ring.fill_(layer)
+            yield f"block.{layer}", ring
+
+    specs = tuple(TensorSpec(f"block.{layer}", torch.float32, (1000,)) for layer in range(20))
+    save_checkpoint(tmp_path, 3, {"masters": TensorStream(specs, layers())}, {}, keep=2)
+    tensors = load_newest(tmp_path).tensors("masters")
+    assert list(tensors) == [spec.name for spec in specs]
+    assert all(torch.equal(tensors[f"block.{layer}"], torch.full((1000,), float(layer))) for layer in range(20))
+
+
+def test_a_stream_that_breaks_its_word_commits_nothing(tmp_path: Path) -> None:
+    specs = (TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (2,)))
+    for tensors in ([("a", torch.ones(2))], [("a", torch.ones(2)), ("b", torch.ones(3))]):
+        with pytest.raises(ValueError, match="announced"):
+            save_checkpoint(tmp_path, 1, {"masters": TensorStream(specs, tensors)}, {}, keep=2)
+    misaligned = (TensorSpec("a", torch.uint8, (3,)), TensorSpec("b", torch.float32, (2,)))
+    with pytest.raises(ValueError, match="larger element sizes first"):
+        save_checkpoint(tmp_path, 1, {"masters": TensorStream(misaligned, [])}, {}, keep=2)
+    assert _names(tmp_path) == []
+
+
+def test_retention_is_by_step_whatever_the_clock_says(tmp_path: Path) -> None:
+    for keep in (2, 3, 5):
+        folder = tmp_path / str(keep)
+        folder.mkdir()
+        for step in range(10, 90, 10):
+            path = _save(folder, step, keep)
+            os.utime(path, (1e9 - step, 1e9 - step))  # newer checkpoints look older
+            expected = list(range(step, 0, -10))[:keep]
+            assert [other for other, _ in list_checkpoints(folder)] == expected
+            _assert_is(load_newest(folder), step)
+    with pytest.raises(ValueError, match="at least 2"):
+        _save(tmp_path, 1, keep=1)
+
+
+def test_two_valid_checkpoints_at_every_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_valid: list[int] = []
+    remove_tree = store.remove_tree
+
+    def counting(path: Path) -> None:
+        num_valid.append(sum(_is_valid(folder, step) for step, folder in list_checkpoints(tmp_path)))
+        remove_tree(path)
+
+    monkeypatch.setattr(store, "remove_tree", counting)
+    for step in range(1, 8):
+        _save(tmp_path, step)
+    assert num_valid and min(num_valid) >= 2
+
+
+def _is_valid(folder: Path, step: int) -> bool:
+    try:
+        return bool(store._verify(folder, step))
+    except store.DamagedError:
+        return False
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_only_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+
+    def failing(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store, "remove_tree", failing)
+    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, 2, warnings.append)
+    assert len(warnings) == 1 and ".del-step-00000001" in warnings[0]
+    assert load_newest(tmp_path).step == 3
+    monkeypatch.undo()
+    _save(tmp_path, 4)
+    assert _names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_resuming_from_an_earlier_one_leaves_the_abandoned_future(tmp_path: Path) -> None:
+    """Story: resumed from 20 by name while 30 and 40 existed, saved 25, killed; `--resume` then took 40."""
+    for step in (20, 30, 40):
+        _save(tmp_path, step, keep=5)
+    assert load_newest(tmp_path, path=tmp_path / "step-00000020").step == 20
+    _save(tmp_path, 25, keep=5)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [25, 20]
+    _assert_is(load_newest(tmp_path), 25)
+
+
+def test_saving_a_step_again(tmp_path: Path) -> None:
+    first = _save(tmp_path, 5)
+    inode = first.stat().st_ino
+    assert _save(tmp_path, 5).stat().st_ino == inode  # the same state: kept
+    save_checkpoint(tmp_path, 5, {"masters": _group(9)}, {"changed": True}, 2)
+    assert load_newest(tmp_path).meta == {"changed": True}
+    assert _names(tmp_path) == ["step-00000005"]
+
+
+def test_state_is_private(tmp_path: Path) -> None:
+    old_umask = os.umask(0)
+    try:
+        path = _save(tmp_path, 1)
+    finally:
+        os.umask(old_umask)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    _save(folder, 10)
+    _save(folder, 20)
+    return folder
+
+
+def _falls_back(folder: Path, *needles: str) -> None:
+    warnings: list[str] = []
+    before = sorted(folder.rglob("*"))
+    _assert_is(load_newest(folder, warn=warnings.append), 10)
+    assert len(warnings) == 1, warnings
+    assert all(needle in warnings[0] for needle in needles), (needles, warnings[0])
+    assert sorted(folder.rglob("*")) == before  # nothing deleted
+
+
+def test_truncations(two: Path) -> None:
+    draw = random.Random(0)
+    pristine = two / "step-00000020"
+    files = sorted(pristine.iterdir())
+    for _ in range(150):
+        path = draw.choice(files)
+        data = path.read_bytes()
+        size = draw.randrange(len(data))
+        path.write_bytes(data[:size])
+        needles = (path.name,) if path.name == "manifest.json" else (path.name, f"{size} bytes", f"{len(data)} bytes")
+        if path.name == "manifest.json" and size == len(data) - 1:
+            _assert_is(load_newest(two), 20)  # only the final line break is gone: harmless
+        else:
+            _falls_back(two, *needles)
+        path.write_bytes(data)
+    _assert_is(load_newest(two), 20)
+
+
+def test_bit_flips(two: Path) -> None:
+    """Detected or harmless; never another state. One flip of the manifest's version digit is taken for a newer
+    release (exit 6), which is detection too."""
+    draw = random.Random(1)
+    files = sorted((two / "step-00000020").iterdir())
+    num_detected = 0
+    for _ in range(400):
+        path = draw.choice(files)
+        data = path.read_bytes()
+        flipped = bytearray(data)
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        warnings: list[str] = []
+        try:
+            loaded = load_newest(two, warn=warnings.append)
+            _assert_is(loaded, 10 if warnings else 20)
+            num_detected += bool(warnings)
+            assert warnings or path.name == "manifest.json", "a flipped bit outside the manifest went unseen"
+        except NoCheckpointError as error:
+            assert path.name == "manifest.json" and "format version" in str(error)
+            num_detected += 1
+        path.write_bytes(data)
+    assert num_detected > 300
+
+
+def test_missing_extra_empty_zeroed_files(two: Path) -> None:
+    newest = two / "step-00000020"
+    for path in sorted(newest.iterdir()):
+        data = path.read_bytes()
+        path.unlink()
+        _falls_back(two, path.name)
+        path.write_bytes(b"")
+        _falls_back(two, path.name)
+        path.write_bytes(b"\0" * len(data))
+        _falls_back(two, path.name)
+        path.unlink()
+        path.mkdir()
+        _falls_back(two, path.name)
+        path.rmdir()
+        path.write_bytes(data)
+    extra = newest / "note.txt"
+    extra.write_text("hello")
+    _falls_back(two, "note.txt", "not in the manifest")
+    extra.unlink()
+    _assert_is(load_newest(two), 20)
+    shutil.rmtree(newest)
+    newest.mkdir()
+    _falls_back(two, "manifest.json")
+
+
+def test_none_valid_is_exit_6_and_says_what_was_tried(two: Path, tmp_path: Path) -> None:
+    for name in ("step-00000010", "step-00000020"):
+        (two / name / "masters.safetensors").unlink()
+    before = sorted(two.rglob("*"))
+    warnings: list[str] = []
+    with pytest.raises(NoCheckpointError) as caught:
+        load_newest(two, warn=warnings.append)
+    assert caught.value.exit_code == 6 and len(warnings) == 2
+    assert all(name in str(caught.value) for name in ("step-00000010", "step-00000020", "masters.safetensors"))
+    assert sorted(two.rglob("*")) == before
+    for nothing in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(NoCheckpointError, match="no checkpoint to resume from"):
+            load_newest(nothing)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_checkpoint_named_by_hand_is_not_replaced_by_another(two: Path) -> None:
+    _assert_is(load_newest(two, path=two / "step-00000010"), 10)
+    (two / "step-00000020" / "state.json").write_text("{}")
+    with pytest.raises(NoCheckpointError, match="step-00000020"):
+        load_newest(two, path=two / "step-00000020")
+    with pytest.raises(NoCheckpointError, match="no such checkpoint"):
+        load_newest(two, path=two / "step-00000077")
+
+
+def test_a_newer_format_is_refused_with_both_versions(two: Path) -> None:
+    path = two / "step-00000020" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "format_version": 99, "novelty": []}))
+    with pytest.raises(NoCheckpointError, match=r"(?s)version 99.*version 1"):
+        load_newest(two)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "..", ".", "", "manifest.json", "-x", "a\nb"])
+def test_hostile_names_in_the_manifest(two: Path, name: str) -> None:
+    (two / "secret").write_text("x")
+    path = two / "step-00000020" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"].append({"name": name, "size": 1, "sha256": "0" * 64})
+    path.write_text(json.dumps(manifest))
+    _falls_back(two, "manifest.json")
+
+
+def test_links_are_refused(two: Path) -> None:
+    newest, copy = two / "step-00000020", two.parent / "elsewhere"
+    shutil.copytree(newest, copy)
+    for name in ("masters.safetensors", "state.json", "manifest.json"):
+        (newest / name).unlink()
+        (newest / name).symlink_to(copy / name)
+        _falls_back(two, name)
+        (newest / name).unlink()
+        shutil.copy(copy / name, newest / name)
+    shutil.rmtree(newest)
+    newest.symlink_to(copy)
+    _falls_back(two, "step-00000020")
+
+
+def test_a_pickle_under_our_names_is_never_opened(two: Path) -> None:
+    """The manifest vouches for it, so only the format check stands between it and us."""
+    import hashlib
+
+    newest = two / "step-00000020"
+    evil = b"cos\nsystem\n(S'touch /tmp/roundpipe-canary'\ntR."
+    (newest / "masters.safetensors").write_bytes(evil)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    record = next(line for line in manifest["files"] if line["name"] == "masters.safetensors")
+    record.update(size=len(evil), sha256=hashlib.sha256(evil).hexdigest())
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    _falls_back(two, "masters.safetensors", "safetensors")
+    assert not Path("/tmp/roundpipe-canary").exists()
+
+
+# --- failing disks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "open", "mkdir"])
+def test_an_error_at_every_call_of_a_save_commits_nothing(
+    two: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """EIO and ENOSPC at each single system call; the error is raised once, so a retry would show as a commit."""
+    real = getattr(os, call)
+    for code in (errno.EIO, errno.ENOSPC):
+        nth, past_the_last = 0, False
+        while not past_the_last:
+            shutil.rmtree(two)
+            two.mkdir()
+            _save(two, 10)
+            _save(two, 20)
+            num_calls, error = _save_with_failing_call(two, monkeypatch, call, real, nth, code)
+            assert load_newest(two).step == (20 if error else 30), (call, nth)
+            assert [name for name in _names(two) if name.startswith(".tmp-")] == []
+            if error:
+                assert error.exit_code == 5 and "step-00000030" in str(error) and "bytes)" in str(error)
+            past_the_last = num_calls <= nth
+            nth += 1
+        assert nth > {"mkdir": 1, "rename": 2, "open": 6, "write": 4, "fsync": 6}[call]
+
+
+def _save_with_failing_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, real: Any, nth: int, code: int
+) -> tuple[int, ResourceError | None]:
+    """Save step 30 with the `nth` use of `os.<call>` failing. Returns the number of uses and the error raised."""
+    count = 0
+
+    def failing(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        count += 1
+        if count == nth + 1:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, failing)
+    try:
+        _save(folder, 30)
+        return count, None
+    except ResourceError as error:
+        return count, error
+    finally:
+        monkeypatch.setattr(os, call, real)
+
+
+def test_durability_order(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is fsynced after its last write, the folder before the rename, the parent after it; and nothing old
+    goes before the new checkpoint is durable."""
+    calls: list[tuple[str, str]] = []
+
+    def recorded(call: str, path_of: Any) -> Any:
+        real = getattr(os, call)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append((call, path_of(*args)))
+            return real(*args, **kwargs)
+
+        return wrapper
+
+    for call in ("write", "fsync"):
+        monkeypatch.setattr(os, call, recorded(call, lambda fd, *_: Path(f"/proc/self/fd/{fd}").readlink().name))
+    monkeypatch.setattr(os, "rename", recorded("rename", lambda source, target: f"{source.name} {target.name}"))
+    _save(two, 30)
+    monkeypatch.undo()
+
+    commit = calls.index(("rename", ".tmp-step-00000030 step-00000030"))
+    last_write = -1
+    for name in ("masters.safetensors", "moments.safetensors", "state.json", "manifest.json"):
+        write = max(at for at, call in enumerate(calls) if call == ("write", name))
+        assert last_write < write < calls.index(("fsync", name)) < commit  # in this order, the manifest last
+        last_write = write
+    assert calls.index(("fsync", "manifest.json")) < calls.index(("fsync", ".tmp-step-00000030")) < commit
+    durable_at = calls.index(("fsync", two.name))
+    assert commit < durable_at < calls.index(("rename", "step-00000010 .del-step-00000010"))
+
+
+def test_too_little_space_is_seen_before_anything_is_written(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
+    with pytest.raises(ResourceError, match=r"(?s)1000 bytes.*expected: .*bytes") as caught:
+        _save(two, 30)
+    assert caught.value.exit_code == 5 and str(two) in str(caught.value)
+    assert _names(two) == ["step-00000010", "step-00000020"]
+
+
+def test_write_atomically_keeps_the_old_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "recipe.yaml"
+    durable.write_atomically(path, b"old")
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(ResourceError, match="recipe.yaml"):
+        durable.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and _names(tmp_path) == ["recipe.yaml"]
+
+
+def test_a_folder_that_cannot_be_listed_keeps_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old checkpoints stay, and that is said: the one just written is good all the same."""
+    for step in (1, 2):
+        _save(tmp_path, step)
+    told: list[str] = []
+    whole, calls = store.list_checkpoints, 0
+
+    def failing(folder: Path) -> list[tuple[int, Path]]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:  # the first is the commit's
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(folder)
+
+    monkeypatch.setattr(store, "list_checkpoints", failing)
+    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, 2, told.append)
+    monkeypatch.undo()
+    assert calls == 2 and "could not look for old checkpoints" in told[0]
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 2, 1]

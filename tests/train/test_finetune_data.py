@@ -1,0 +1,112 @@
+"""Packing, mixing and templates through the command line; order of rows over resumes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers, write_rows
+
+NUM_ROWS = 60
+SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.05"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def workspace(folder: Path, model: Path, **changes: Any) -> Path:
+    make_workspace(
+        folder, model, max_seq_length=128, num_train_epochs=3, save_steps=4, pipeline__devices=["cpu"], **changes
+    )
+    write_rows(folder / "rows.jsonl", NUM_ROWS)
+    return folder
+
+
+def row_log(folder: Path) -> list[tuple[int, list[int]]]:
+    """(step, row ids) as logged; of a step that a resumed run did again, the later."""
+    logged: dict[int, list[int]] = {}
+    for line in (folder / "rows.log").read_text().splitlines():
+        entry = json.loads(line)
+        logged[entry["step"]] = entry["rows"]
+    return sorted(logged.items())
+
+
+def run_with_log(folder: Path, *words: str, **environment: str) -> Any:
+    return launch(
+        folder, "finetune", "recipe.yaml", *words, environment={"ROUNDPIPE_ROW_LOG": "rows.log", **environment}
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_stopped_runs_repeat_no_row_and_lose_none(tmp_path: Path, model: Path, packing: bool) -> None:
+    """Stopped five times at random moments across three epochs: the concatenated rows are those of one run."""
+    whole = workspace(tmp_path / "whole", model, packing=packing)
+    run_with_log(whole).finish().expect(0)
+    expected = row_log(whole)
+    assert Counter(row for _, rows in expected for row in rows) == dict.fromkeys(range(NUM_ROWS), 3)
+    folder = workspace(tmp_path / "stopped", model, packing=packing)
+    moments = random.Random(7)
+    resume: list[str] = []
+    for _ in range(5):
+        running = run_with_log(folder, *resume, **SLOW)
+        done = len(metrics(folder / "out")) if resume else 0
+        if done >= len(expected) - 1:
+            break
+        running.wait_for_steps(done + 1)
+        running.process.join(moments.uniform(0.0, 0.1))
+        running.kill(signal.SIGTERM)
+        if running.finish().code == 0:
+            break
+        resume = ["--resume"]
+    if not (folder / "out" / "report.json").exists():
+        run_with_log(folder, "--resume").finish().expect(0)
+    assert row_log(folder) == expected
+    assert numbers(folder / "out") == numbers(whole / "out")
+
+
+def test_packed_training_is_told_and_refused_where_rows_would_mix(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path / "work", model, packing=True, max_steps=2)
+    done = finetune(folder).expect(0)
+    assert "packing: 60 rows in" in done.err and "% full" in done.err
+    bloom = make_workspace(tmp_path / "bloom", make_model(tmp_path / "b" / "model", "bloom"), packing=True)
+    refused = finetune(bloom).expect(2)
+    assert "they would see each other" in refused.err and "hint: packing=false" in refused.err
+    assert not (bloom / "out" / "metrics.jsonl").exists()
+
+
+def test_weights_decide_how_often_rows_come(tmp_path: Path, model: Path) -> None:
+    datasets = [{"path": "rows.jsonl", "weight": 3}, {"path": "more.jsonl", "weight": 1}]
+    folder = workspace(tmp_path / "work", model, datasets=datasets)
+    write_rows(folder / "more.jsonl", NUM_ROWS)
+    done = run_with_log(folder).finish().expect(0)
+    assert "mixed by weight: an epoch has 90 rows of rows.jsonl (75 %, each row 1.50 times)" in done.err
+    counts = Counter(row < NUM_ROWS for _, rows in row_log(folder) for row in rows)
+    assert counts == {True: 270, False: 90}
+
+
+def test_a_template_of_the_recipe_is_used_and_saved_with_the_result(tmp_path: Path, model: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = workspace(tmp_path / "work", model, chat_template="mine.jinja", max_steps=1)
+    (folder / "mine.jinja").write_text(template)
+    finetune(folder).expect(0)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(str(folder / "out")).chat_template == template
+    other = workspace(tmp_path / "text", model, chat_template=template, max_steps=1)
+    finetune(other).expect(0)
+    assert numbers(other / "out") == numbers(folder / "out"), "a file or its text"
+    for text, words in [("{{ 9 ** (9 ** 9) }}", "takes too long"), ("missing.jinja", "chat template not found")]:
+        refused = workspace(tmp_path / words.split()[-1], model, chat_template=text)
+        assert words in finetune(refused).expect(2).err
+        assert not (refused / "out" / "metrics.jsonl").exists()

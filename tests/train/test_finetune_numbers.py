@@ -1,0 +1,121 @@
+"""NaN, infinity and overflow: a run stops before anything is spoiled, and says where."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
+
+STAGES = "pipeline.forward_stages=[[0,1],[2,3]]", "pipeline.backward_stages=[[4,4],[3,3],[1,2],[0,0]]"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """An uninterrupted run."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
+    finetune(folder).expect(0)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "optimizer:nan:step=3",
+        "compute:nan:step=3:nth=1",  # a forward
+        "compute:inf:step=3:nth=4",
+        "compute:nan:step=3:nth=7",  # a recompute or backward; what comes after may be of the embedding, untrained here
+    ],
+)
+def test_not_finite_stops_before_the_update(folder: Path, whole: Path, fault: str) -> None:
+    done = finetune(folder, *STAGES, environment={"ROUNDPIPE_FAULT": fault}).expect(4)
+    assert "error: step 4: the" in done.err and "is not finite: stopped before the update" in done.err
+    assert len(re.findall(r"rows\.jsonl:\d", done.err)) == 4 and "--resume" in done.err  # the four rows of step 4
+    out = folder / "out"
+    assert numbers(out) == numbers(whole / "out")[:3]
+    assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002"]
+    for name in ("masters", "moments"):
+        state = load_file(out / "step-00000002" / f"{name}.safetensors")
+        assert state and all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+    again = finetune(folder, "--resume").expect(0)
+    assert "resuming after step 2" in again.err
+    assert numbers(out) == numbers(whole / "out")
+
+
+def test_rows_of_the_bad_step_are_those_that_were_trained(folder: Path) -> None:
+    """Without shuffling, step 2 has rows 5 to 8 (lines count from 1)."""
+    done = finetune(folder, "shuffle=false", environment={"ROUNDPIPE_FAULT": "compute:nan:step=1"}).expect(4)
+    assert ", ".join(f"rows.jsonl:{line}" for line in (5, 6, 7, 8)) in done.err
+    assert not list((folder / "out").glob("step-*"))
+
+
+def test_float16_overflow_skips_and_halves_the_scale(folder: Path, model: Path) -> None:
+    """An update whose gradient is infinite is skipped, the scale halved, and training goes on."""
+    finetune(folder, "dtype=float16", "max_steps=4", environment={"ROUNDPIPE_FAULT": "optimizer:inf:step=1"}).expect(0)
+    rows = metrics(folder / "out")
+    assert [row["grad_norm"] is None for row in rows] == [False, True, False, False]
+    state = json.loads((folder / "out" / "step-00000004" / "state.json").read_text())["meta"]
+    assert state["loss_scale"] == 2.0**15 and state["num_updates"] == 3
+
+
+def test_real_float16_overflow(folder: Path) -> None:
+    """A head so steep that the scaled gradient leaves float16: halved until it fits, and the loss falls."""
+    from safetensors.torch import save_file
+
+    path = folder / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] *= 300
+    save_file(weights, path, metadata={"format": "pt"})
+    done = finetune(folder, "dtype=float16", "max_steps=30", "lora.dropout=0", "save_steps=30").expect(0)
+    skipped = done.err.count("gradient overflow, update skipped")
+    rows = metrics(folder / "out")
+    assert 0 < skipped < 20 and sum(row["grad_norm"] is None for row in rows) == skipped
+    state = json.loads((folder / "out" / "step-00000030" / "state.json").read_text())["meta"]
+    assert state["loss_scale"] == 2.0 ** (16 - skipped) and state["num_updates"] == 30 - skipped
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_float16_overflow_and_resume_give_the_same_bits(folder: Path, model: Path, tmp_path: Path) -> None:
+    fault = {"ROUNDPIPE_FAULT": "optimizer:inf:step=1"}
+    finetune(folder, "dtype=float16", environment=fault).expect(0)
+    other = make_workspace(tmp_path / "other", model)
+    died = finetune(
+        other, "dtype=float16", environment={"ROUNDPIPE_FAULT": f"{fault['ROUNDPIPE_FAULT']},optimizer:kill:step=4"}
+    )
+    assert died.code == -9
+    finetune(other, "dtype=float16", "--resume").expect(0)
+    assert numbers(other / "out") == numbers(folder / "out")
+
+
+def test_a_loss_that_explodes_is_not_hidden(folder: Path) -> None:
+    """No clipping and an absurd learning rate: either all stays finite or the run ends with 4."""
+    done = finetune(folder, "learning_rate=10", "max_grad_norm=0", "method=full")
+    if done.code != 0:
+        done.expect(4)
+    assert all(row["loss"] == row["loss"] for row in metrics(folder / "out"))
+
+
+def test_out_of_host_memory_is_exit_5(folder: Path) -> None:
+    fault = {"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=1"}
+    done = finetune(folder, environment=fault).expect(5)
+    assert "out of memory on a worker" in done.err and "micro_batch_size" in done.err
+    done = finetune(folder, "--resume", environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"})
+    assert done.code == 6  # step 1 was not saved: save_steps is 2
+    done = finetune(folder, environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"}).expect(5)
+    assert "out of host memory" in done.err
+    finetune(folder, "--resume").expect(0)

@@ -1,0 +1,167 @@
+"""What is printed, and what happens when nobody reads it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli.finetune import LinePrinter, step_line
+from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
+from tests.support.e2e import (
+    child_environment,
+    command_line,
+    finetune,
+    fresh,
+    launch,
+    make_model,
+    make_workspace,
+    metrics,
+    num_lines,
+)
+
+STEP = StepFinished(
+    step=12,
+    num_steps=5000,
+    loss=1.23456,
+    learning_rate=9.5e-4,
+    grad_norm=0.4567,
+    tokens=4096,
+    tokens_per_s=12345.6,
+    step_s=0.33,
+    bubble_ratio=0.1234,
+    utilization=(0.9, 0.8),
+    upload_bytes=0,
+    device_peak_bytes=0,
+    eta_s=4988 * 2.5,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "a folder", model)
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_one_line_of_a_terminal() -> None:
+    assert step_line(replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4)) == (
+        "step 12/20  loss 1.2346  grad 0.46  lr 9.5e-04  123 tok/s  bubble 12%  eta 8 s"
+    )
+    long = step_line(STEP)
+    assert long == "step   12/5000 loss 1.2346 grad 0.46 lr 9.5e-04 12346 tok/s bubble 12% eta 3h27m"
+    assert len(step_line(replace(STEP, step=5000, grad_norm=123456.0, tokens_per_s=985.0, eta_s=0.02))) < 80
+    assert step_line(replace(STEP, eta_s=0.02)).endswith("eta 0 s")
+    pairs = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4, preference={"reward_margin": 0.1018})
+    assert step_line(pairs) == "step 12/20 loss 1.2346 margin 0.102 lr 9.5e-04 123 tok/s bubble 12% eta 8 s"
+    assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")))
+
+
+def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = LinePrinter(logging_steps=5)
+    for step in range(1, 13):
+        printer(replace(STEP, step=step, num_steps=12))
+    for event in (Notice("a"), Phase("b"), CheckpointSaved(5, "out/step-00000005", 0.5), RunFinished("out", 12, 60.0)):
+        printer(event)
+    out, err = capsys.readouterr()
+    assert [line.split()[1] for line in out.splitlines()] == ["1/12", "5/12", "10/12", "12/12"]
+    assert err.splitlines() == [
+        "note: a",
+        "b ...",
+        "checkpoint out/step-00000005 (500 ms, training waited 0 us)",
+        "done: 12 steps in 1m00s; the result is in out",
+    ]
+
+
+def test_a_name_cannot_steer_the_terminal(folder: Path) -> None:
+    done = finetune(folder, "model=./\x1b[2Jx\x07").expect(2)
+    assert "\x1b" not in done.err and "\x07" not in done.err and "\\x1b[2Jx\\x07" in done.err
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
+
+def test_head_reads_three_lines_and_training_goes_on(folder: Path) -> None:
+    """All in one: a pipe that closes, no UTF-8, NO_COLOR, a recipe path with spaces, a bar-free full save."""
+    (folder / "recipe.yaml").rename(folder / "my own recipe.yaml")
+    command = command_line("finetune", "my own recipe.yaml", "method=full", "max_steps=5")
+    quoted = " ".join(f"'{word}'" for word in command)
+    environment = child_environment({"LC_ALL": "C", "NO_COLOR": "1"})
+    done = subprocess.run(
+        ["bash", "-c", f"{quoted} 2>words | head -3; exit ${{PIPESTATUS[0]}}"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+    )
+    words = (folder / "words").read_text()
+    assert done.returncode == 0, words
+    assert [line.split()[1] for line in done.stdout.decode().splitlines()] == ["1/5", "2/5", "3/5"]
+    assert "Traceback" not in words and "BrokenPipe" not in words and "\x1b" not in words and "%|" not in words
+    assert "\ndone: 5 steps in" in words and words.splitlines()[-1].startswith("host memory ")  # the table's last row
+    assert num_lines(folder / "out" / "metrics.jsonl") == 5
+
+
+@pytest.mark.parametrize("streams", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams(folder: Path, streams: tuple[int, ...]) -> None:
+    """The numbers of closed streams went to the next files opened, and progress lines into metrics.jsonl."""
+    running = launch(folder, "finetune", "recipe.yaml", "max_steps=2", closed=streams)
+    done = running.finish().expect(0)
+    assert num_lines(folder / "out" / "metrics.jsonl") == 2 and (folder / "out" / "report.json").exists()
+    assert (done.out == "") == (1 in streams) and (done.err == "") == (2 in streams)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout(folder: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command_line("finetune", "nope.yaml"),
+            cwd=folder,
+            env=child_environment(),
+            stdout=full,
+            stderr=full,
+            timeout=60,
+        )
+    assert done.returncode == 2
+
+
+def test_a_locale_without_utf_8(folder: Path) -> None:
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "NO_COLOR": "1"}
+    done = fresh(folder, "finetune", "näher.yaml", environment=environment).expect(2)
+    assert "there is no recipe n" in done.err
+    assert done.err.isascii() and "\x1b" not in done.err
+    help_text = fresh(folder, "finetune", "--help", environment=environment).expect(0).out
+    assert "--resume" in help_text and "\x1b" not in help_text
+
+
+def test_folders_with_other_letters(folder: Path) -> None:
+    (folder / "rows.jsonl").rename(folder / "Zeilen – größer.jsonl")
+    done = finetune(folder, "datasets=[{path: Zeilen – größer.jsonl}]", "output_dir=aus gäbe", "max_steps=1").expect(0)
+    assert "the result is in aus gäbe" in done.err and (folder / "aus gäbe" / "report.json").exists()
+
+
+def test_trace_holds_the_last_steps(folder: Path) -> None:
+    """Every forward, recompute and backward of three steps, none beside another on one worker."""
+    outcome = finetune(folder, "--trace")
+    assert outcome.code == 0
+    [path] = folder.rglob("trace.json")
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    by_worker: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        by_worker.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(by_worker) == 2
+    for spans in by_worker.values():
+        spans.sort()
+        assert all(before[1] <= after[0] + 1 for before, after in zip(spans, spans[1:], strict=False))
+    busy_s = sum(event["dur"] for event in events) / 1e6
+    rows = metrics(path.parent)[-3:]
+    assert 0 < busy_s < 2 * sum(row["step_s"] for row in rows)

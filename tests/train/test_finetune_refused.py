@@ -1,0 +1,392 @@
+"""Whatever a person gets wrong: one clear message, the documented exit code, no traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.e2e import (
+    Outcome,
+    finetune,
+    fresh,
+    launch,
+    make_model,
+    make_workspace,
+    numbers,
+    run,
+    tree,
+)
+
+NO_WEIGHTS = b"\2\0\0\0\0\0\0\0{}"
+"""A safetensors file without tensors."""
+LAYER = "model.layers.1.mlp.up_proj.weight"
+SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.2"}
+GEMMA3N = {
+    "vocab_size": 300,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size": 64,
+    "intermediate_size": [128] * 4,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "altup_num_inputs": 2,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model)
+
+
+def refused(folder: Path, *words: str, code: int = 2) -> Outcome:
+    """Run, expect a refusal, and see that the working directory is as it was."""
+    before = tree(folder)
+    done = finetune(folder, *words).expect(code)
+    assert done.out == "" and "error: " in done.err
+    assert tree(folder) == before, "something was left behind"
+    return done
+
+
+def says(done: Outcome, *texts: str) -> None:
+    for text in texts:
+        assert text in done.err, done.err
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, **config: Any) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
+
+
+def test_missing_models(folder: Path) -> None:
+    says(refused(folder, "model=./modle"), "no such model folder or file", "found: ./modle", "did you mean model?")
+    says(refused(folder, "model=models/x/y"), "no such model folder or file", str(folder), "hub id looks like")
+    says(refused(folder, "model=model.gguf"), "no such model folder or file", "model.gguf")
+    says(refused(folder, "model=rows.jsonl"), "this file is no model", "rows.jsonl", ".gguf")
+    says(refused(folder, "model=package:no_such_thing"), "no such Python package", "--no-deps no-such-thing")
+
+
+def test_a_hub_model_without_a_network(folder: Path) -> None:
+    """Within seconds, and also where an interrupted download left a part in the cache."""
+    cache = folder / "cache"
+    snapshot = cache / "hub" / "models--nobody--nothing" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123abc")
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    environment = {"HF_HOME": str(cache), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    partly = fresh(folder, "finetune", "recipe.yaml", "model=nobody/nothing", environment=environment).expect(2)
+    says(partly, "no safetensors weights", "0123abc")
+    shutil.rmtree(cache)
+    missing = fresh(folder, "finetune", "recipe.yaml", "model=nobody/nothing", environment=environment).expect(2)
+    says(missing, "neither a local folder nor to be had from the hub", "nobody/nothing (Connect", "check the name")
+    offline = fresh(
+        folder, "finetune", "recipe.yaml", "model=nobody/nothing", "--offline", environment=environment
+    ).expect(2)
+    says(offline, "nobody/nothing (offline)")
+    assert not (folder / "out").exists()
+
+
+def test_models_that_are_no_decoder(folder: Path) -> None:
+    write_config(folder / "a", model_type="lama")
+    says(refused(folder, "model=a"), "unknown architecture", "config.json: model_type", "'lama'", "did you mean llama?")
+    write_config(folder / "b", model_type="bert", architectures=["BertForMaskedLM"])
+    says(refused(folder, "model=b"), "not a decoder-only language model", "b: bert, BertForMaskedLM")
+    write_config(folder / "c", model_type="t5", architectures=["T5ForConditionalGeneration"])
+    says(refused(folder, "model=c"), "not a decoder-only language model")
+    write_config(folder / "d", hidden_size=64)
+    says(refused(folder, "model=d"), "unknown architecture")
+
+
+def test_a_model_that_the_split_cannot_carry(folder: Path) -> None:
+    from transformers import Gemma3nTextConfig
+
+    Gemma3nTextConfig(**GEMMA3N).save_pretrained(folder / "gemma3n")
+    (folder / "gemma3n" / "model.safetensors").write_bytes(NO_WEIGHTS)
+    says(refused(folder, "model=gemma3n"), "block.0", "argument", "this architecture is not supported")
+
+
+def test_models_that_would_run_code(folder: Path) -> None:
+    write_config(folder / "a", model_type="llama", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    says(refused(folder, "model=a"), "never run", "config.json", "auto_map")
+    (folder / "b").mkdir()
+    shutil.copy(folder / "model" / "config.json", folder / "b")
+    (folder / "b" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    says(refused(folder, "model=b"), "no safetensors weights", "pytorch_model.bin (pickle files can run code")
+
+
+def test_damaged_model_folders(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    says(refused(folder, "model=empty"), "no config.json", str(folder / "empty"))
+    (folder / "empty" / "config.json").write_text("{")
+    says(refused(folder, "model=empty"), "config.json cannot be read")
+    for name in ("broken", "cut", "bare"):
+        shutil.copytree(folder / "model", folder / name)
+    whole = (folder / "model" / "model.safetensors").read_bytes()
+    (folder / "broken" / "model.safetensors").write_bytes(b"garbage" * 99)
+    says(refused(folder, "model=broken"), "a file of the weights cannot be read", "broken/model.safetensors")
+    (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    says(refused(folder, "model=cut"), "a file of the weights cannot be read", "cut/model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "bare" / name).unlink()
+    says(refused(folder, "model=bare"), "the model folder has no tokenizer", "tokenizer.json")
+
+
+@pytest.mark.parametrize("fault", ["nan", "shape", "missing", "most missing"])
+def test_wrong_weights(folder: Path, fault: str) -> None:
+    state = load_file(folder / "model" / "model.safetensors")
+    if fault == "nan":
+        state[LAYER][3, 4] = float("nan")
+    elif fault == "shape":
+        state[LAYER] = torch.zeros(3, 3)
+    elif fault == "most missing":
+        state = {LAYER: state[LAYER]}
+    else:
+        del state[LAYER]
+    save_file(state, folder / "model" / "model.safetensors")
+    texts = {
+        "nan": ["a base weight is not finite", LAYER],
+        "shape": ["another shape", LAYER, "found: [3, 3]", "expected: [128, 64]"],
+        "missing": ["weights of the architecture are missing", LAYER],
+        "most missing": ["weights of the architecture are missing", "found: 32768 bytes of tensors"],
+    }
+    says(refused(folder, "model=./model"), *texts[fault])
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_and_unreadable_data(folder: Path) -> None:
+    says(refused(folder, "datasets=[{path: row.jsonl}]"), "dataset not found", str(folder / "row.jsonl"))
+    says(refused(folder, "datasets=[{path: recipe.yaml}]"), "no reader for this kind of file", "*.jsonl")
+    (folder / "empty.jsonl").write_text("")
+    says(refused(folder, "datasets=[{path: empty.jsonl}]"), "empty.jsonl: the dataset is empty")
+    (folder / "text.jsonl").write_text("{\n")
+    says(refused(folder, "datasets=[{path: text.jsonl}]"), "text.jsonl:1: the line is not valid JSON")
+    (folder / "a.parquet").write_bytes(b"PAR1 not really")
+    says(refused(folder, "datasets=[{path: a.parquet}]"), "a.parquet")
+
+
+def test_a_row_without_the_needed_field_is_named(folder: Path) -> None:
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "no answer"}\n')
+    says(refused(folder), "rows.jsonl:11: `completion` is missing", "found: columns prompt", "on_bad_row=skip")
+    done = finetune(folder, "on_bad_row=skip").expect(0)
+    assert "1 bad" in done.err and "rows.jsonl:11" in done.err
+
+
+def test_a_hub_dataset_without_a_network(folder: Path) -> None:
+    environment = {"HF_HOME": str(folder / "cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = fresh(folder, "finetune", "recipe.yaml", "datasets=[{path: nobody/rows}]", environment=environment).expect(2)
+    says(done, "the hub dataset is not in the local cache", "datasets: nobody/rows")
+    assert not (folder / "out").exists()
+
+
+def test_fewer_rows_than_a_step_takes(folder: Path) -> None:
+    done = refused(folder, "gradient_accumulation_steps=100")
+    says(done, "fewer rows than one step takes", "found: 10 rows", "hint: gradient_accumulation_steps=5\n")
+    assert "of weights" not in done.err, "said before anything large is loaded"
+    done = refused(folder, "micro_batch_size=16")
+    says(done, "hint: gradient_accumulation_steps=1 micro_batch_size=10\n")
+
+
+# --- recipe ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_the_model_has_no_embedding_for(folder: Path) -> None:
+    """Story: words added to the tokenizer only; the run failed in the middle of a step, inside torch."""
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    words = [{"id": 259 + n, "content": f"<w{n}>", **dict.fromkeys(flags, False)} for n in range(60)]
+    path.write_text(json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], *words]}))
+    rows = [{"prompt": "Say: ", "completion": f"<w{n}>"} for n in range(0, 60, 6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = finetune(folder).expect(2)
+    assert "tokens that the model has no embedding for" in done.err and "found: token 313, '<w54>'" in done.err
+    assert "expected: ids below 300" in done.err
+
+
+def test_five_mistakes_at_once(folder: Path) -> None:
+    text = (
+        "modell: model\nmethod: lorra\nlora: {r: -1}\ndatasets: [{path: rows.jsonl}]\nlearning_rate: fast\nseed: 1.5\n"
+    )
+    (folder / "recipe.yaml").write_text(text)
+    done = refused(folder)
+    says(done, "recipe.yaml:1: modell", "recipe.yaml:2: method", "recipe.yaml:3: lora.r", "did you mean model?")
+    says(done, "recipe.yaml:5: learning_rate", "recipe.yaml:6: seed", "did you mean lora?", "the key model is missing")
+    assert done.err.count("error: ") == 6
+
+
+def test_devices_that_do_not_exist(folder: Path) -> None:
+    says(refused(folder, "pipeline.devices=[cuda:99]"), "no such device", "cuda:99", "pipeline.devices")
+    says(refused(folder, "pipeline.devices=[gpu]"), "cuda:0")
+
+
+def test_lora_targets(folder: Path) -> None:
+    says(refused(folder, "lora.target_modules=[nope]"), "LoRA finds nothing to adapt", "nope", "all-linear")
+    says(refused(folder, "lora.target_modules=[q_proj,lm_head]"), "outside the model's blocks", "lm_head")
+    says(refused(folder, "lora.target_modules=[embed_tokens]"), "outside the model's blocks", "embed_tokens")
+
+
+def test_stages_that_cannot_be(folder: Path) -> None:
+    says(refused(folder, "pipeline.forward_stages=[[0,2]]"), "forward_stages and backward_stages go together")
+    stages = "pipeline.forward_stages=[[0,{}]]", "pipeline.backward_stages=[[3,4],[{},2]]"
+    says(refused(folder, stages[0].format(9), stages[1].format(0)), "not a range of layers", "[0, 9]")
+    says(refused(folder, stages[0].format(2), stages[1].format(1)), "gap")
+    both = "pipeline.schedule=gpipe", "pipeline.backward_stages=[[0,4]]"
+    says(refused(folder, *both), "gpipe takes no backward_stages")
+
+
+def test_what_has_not_landed_is_refused(folder: Path) -> None:
+    says(refused(folder, "pipeline.devices=emulated"), "not yet supported", "devices")
+
+
+# --- output directory -----------------------------------------------------------------------------------------------
+
+
+def test_output_directories_that_cannot_be(folder: Path) -> None:
+    (folder / "file").write_text("mine")
+    says(refused(folder, "output_dir=file"), "the output directory is a file")
+    says(refused(folder, "output_dir=file/below"), "cannot be written", "Not a directory")
+    says(refused(folder, "output_dir=model"), "the folder holds a model", "model.safetensors", "output_dir=")
+
+
+def test_folders_that_were_made_go_again_and_others_stay(folder: Path) -> None:
+    (folder / "here").mkdir()
+    refused(folder, "output_dir=here/a/b", "model=model", "lora.target_modules=[nope]")
+    (folder / "here" / "a").mkdir()
+    done = finetune(folder, "output_dir=here/a", "lora.target_modules=[nope]").expect(2)
+    assert done.err and (folder / "here" / "a").is_dir()
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[None]:
+    """A mount for the time of a test; skips, visibly, where this user may not mount."""
+    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_output_directory(folder: Path) -> None:
+    (folder / "disk").mkdir()
+    with mounted(folder / "disk", "-t", "tmpfs", "-o", "ro", "tmpfs"):
+        says(refused(folder, "output_dir=disk/out"), "cannot be written", "Read-only file system")
+
+
+def test_a_disk_that_is_too_small(folder: Path) -> None:
+    """Told at once, before anything is loaded."""
+    (folder / "disk").mkdir()
+    with mounted(folder / "disk", "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        done = finetune(folder, "output_dir=disk/out").expect(5)
+        says(done, "disk: needs", "has 64 KiB")
+        assert not (folder / "disk" / "out").exists()
+
+
+@pytest.mark.parametrize("left_bytes", [0, 240_000])
+def test_a_disk_that_fills_up_during_a_run(folder: Path, left_bytes: int) -> None:
+    """Exit 5 at the next checkpoint that finds no room; with room again, --resume goes on."""
+    (folder / "disk").mkdir()
+    with mounted(folder / "disk", "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        words = "finetune", "recipe.yaml", "output_dir=disk/out", "save_steps=1"
+        out = folder / "disk" / "out"
+        running = launch(folder, *words, environment=SLOW_STEPS)
+        running.wait_until(lambda: (out / "step-00000001").exists())
+        with contextlib.suppress(OSError), (folder / "disk" / "filler").open("wb", buffering=0) as filler:
+            while shutil.disk_usage(folder / "disk").free > left_bytes:
+                filler.write(bytes(4096))
+        done = running.finish().expect(5)
+        says(done, "error: ", "disk space for the checkpoint of step", "free", "--resume")
+        assert not list(out.glob(".tmp-step-*")) and not (out / "report.json").exists()
+        assert list(out.glob("step-*"))
+        (folder / "disk" / "filler").unlink()
+        run(folder, *words, "--resume").expect(0)
+        finetune(folder).expect(0)
+        assert numbers(out) == numbers(folder / "out")
+
+
+def test_metrics_that_cannot_be_written(folder: Path) -> None:
+    """Exit 5 too, and the line that was cut is not read as a step."""
+    running = launch(folder, "finetune", "recipe.yaml", "save_steps=100", environment=SLOW_STEPS)
+    running.wait_for_steps(2)
+    assert running.process.pid is not None
+    limit_bytes = 100 + (folder / "out" / "metrics.jsonl").stat().st_size
+    resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    says(running.finish().expect(5), "could not write the metrics of step", "metrics.jsonl")
+    finetune(folder).expect(0)  # no checkpoint yet: the run starts afresh
+    assert [row["step"] for row in numbers(folder / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("finetun recipe.yaml", ["there is no command finetun", "did you mean roundpipe finetune?"]),
+        ("train recipe.yaml", ["there is no command train", "did you mean roundpipe finetune?"]),
+        ("recipe.yaml", ["there is no command recipe.yaml", "hint: roundpipe finetune recipe.yaml"]),
+        ("finetune", ["needs a recipe", "roundpipe finetune recipes/quickstart.yaml"]),
+        ("finetune nope.yaml", ["there is no recipe nope.yaml", "no such file in"]),
+        ("finetune recipe.yml", ["there is no recipe recipe.yml", "did you mean recipe.yaml?"]),
+        ("finetune recipe.yaml --resum", ["has no option --resum", "did you mean --resume?"]),
+        ("finetune recipe.yaml --lora.r=3", ["without dashes: lora.r=3"]),
+        ("finetune recipe.yaml --learning-rate 3", ["without dashes: learning_rate=VALUE"]),
+        ("finetune --config recipe.yaml", ["the recipe is named without an option"]),
+        ("finetune recipe.yaml lora.rr=3", ["unknown key lora.rr", "did you mean lora.r?"]),
+        ("finetune recipe.yaml lr=abc", ["learning_rate", "found: 'abc'", "a number above 0"]),
+        ("finetune recipe.yaml lora.r = 8", ["no spaces around `=`", "hint: lora.r=8"]),
+        ("finetune recipe.yaml --allow-changed", ["--allow-changed", "requires an argument"]),
+        ("finetune model", ["model is not a recipe file"]),
+        ("--versio", ["has no option --versio", "did you mean --version?"]),
+    ],
+)
+def test_typing_errors(folder: Path, words: str, expected: list[str]) -> None:
+    before = tree(folder)
+    done = run(folder, *words.split()).expect(2)
+    says(done, "error: ", *expected)
+    assert tree(folder) == before and done.out == ""
+
+
+def test_resume_first_thing(folder: Path) -> None:
+    says(refused(folder, "--resume", code=6), "no checkpoint to resume from", "run without --resume")
+
+
+def test_no_command_shows_help(folder: Path) -> None:
+    done = run(folder).expect(2)
+    says(done, "Usage: roundpipe", "finetune")
+
+
+def test_names_are_checked_without_torch(folder: Path) -> None:
+    """A wrong name is told before the seconds that loading torch takes."""
+    wrong = ["model=./nope"], ["datasets=[{path: nope.jsonl}]"], ["--resume"], ["output_dir=model"], ["lr=x"]
+    for words in wrong:
+        done = fresh(folder, "finetune", "recipe.yaml", *words)
+        assert done.code in (2, 6) and "loading torch" not in done.err, done.err

@@ -1,0 +1,193 @@
+"""The main job from a recipe to a result that the libraries of the field load: every file that a run leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roundpipe_cli.events import Event
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.checkpoint.output_dir import OutputDir
+from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.signals import StopSignals
+from tests.support.e2e import METRIC_KEYS, finetune, make_model, make_workspace, metrics, numbers, run
+from tests.support.tiny import plain_copy
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a user, for this process too. Torch's thread count is put back."""
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(make_workspace(tmp_path / "work", model))
+    yield tmp_path / "work"
+    torch.set_num_threads(threads)
+
+
+def train_here(folder: Path, *overrides: str) -> Setup:
+    """Train in this process; the model and weights that were trained come back."""
+    events: list[Event] = []
+    loaded = load_recipe(folder / "recipe.yaml", overrides)
+    output_dir = Path(loaded.recipe.output_dir)
+    with StopSignals() as signals, OutputDir(output_dir):
+        setup = prepare(loaded, offline=True, tell=events.append)
+        Trainer(setup, output_dir, signals, events.append).run(None)
+    return setup
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    tokens = torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+
+
+# --- files of a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("lora", "float32"), ("lora", "float16"), ("full", "bfloat16")])
+def test_a_run_leaves_the_documented_files(folder: Path, method: str, dtype: str) -> None:
+    done = finetune(folder, f"method={method}", f"dtype={dtype}").expect(0)
+    out = folder / "out"
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(list(row) == METRIC_KEYS for row in rows)
+    assert all(float.fromhex(row["loss_hex"]) == row["loss"] for row in rows)
+    assert all(len(row["utilization"]) == 2 and all(0 < share <= 1 for share in row["utilization"]) for row in rows)
+    assert all(0 <= row["bubble_ratio"] < 1 and row["tokens_per_s"] > 0 and row["step_s"] > 0 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    report = json.loads((out / "report.json").read_text())
+    assert report["num_steps"] == report["measured"]["steps"] == 6
+    assert report["loss"]["first"] == rows[0]["loss"] and report["loss"]["last"] == rows[-1]["loss"]
+    assert report["data"]["rows_kept"] == 10 and report["devices"] == ["cpu", "cpu"]
+    files = {path.name for path in out.iterdir()}
+    result = {"adapter_config.json", "adapter_model.safetensors"} if method == "lora" else {"model.safetensors"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert files >= result | tokenizer | {"recipe.yaml", "metrics.jsonl", "report.json"}
+    assert sorted(name for name in files if name.startswith("step-")) == ["step-00000004", "step-00000006"]
+    assert not [name for name in files if name.startswith((".tmp", ".del")) or name == "README.md"]
+    assert len(done.out.splitlines()) == 6  # one line a step on stdout, words on stderr
+    assert "the result is in out" in done.err
+
+
+def test_microbatches_follow_the_rows_and_epochs_differ(folder: Path) -> None:
+    """Ten rows, four a step: the third step of an epoch has two. Another order in the second epoch, the same tokens."""
+    finetune(folder).expect(0)
+    tokens = [row["tokens"] for row in metrics(folder / "out")]
+    assert sum(tokens[:3]) == sum(tokens[3:]) and tokens[2] < min(tokens[:2])
+    assert tokens[:3] != tokens[3:]
+
+
+def test_the_saved_recipe_says_everything_and_gives_the_same_run_again(folder: Path) -> None:
+    finetune(folder, "lora.r=2", "learning_rate=5e-3").expect(0)
+    saved = load_recipe(folder / "out" / "recipe.yaml")
+    assert saved.recipe.lora.r == 2 and saved.recipe.learning_rate == 5e-3
+    assert saved.recipe == load_recipe(folder / "recipe.yaml", ["lora.r=2", "learning_rate=5e-3"]).recipe
+    run(folder, "finetune", "out/recipe.yaml", "output_dir=again").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "again")
+    adapter = "adapter_model.safetensors"
+    assert (folder / "out" / adapter).read_bytes() == (folder / "again" / adapter).read_bytes()
+
+
+def test_max_steps_beyond_an_epoch_and_a_single_microbatch(folder: Path) -> None:
+    finetune(folder, "max_steps=7", "gradient_accumulation_steps=1", "micro_batch_size=3").expect(0)
+    rows = metrics(folder / "out")
+    assert len(rows) == 7 and rows[3]["tokens"] < rows[2]["tokens"]  # 3 + 3 + 3 + 1 rows, then the second epoch
+
+
+def test_text_rows_and_chat_rows_train_too(folder: Path) -> None:
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(4)))
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    (folder / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 4)
+    for name in ("text", "chat"):
+        finetune(folder, f"datasets=[{{path: {name}.jsonl}}]", f"output_dir={name}").expect(0)
+        assert all(math.isfinite(row["loss"]) for row in metrics(folder / name))
+
+
+# --- the result in other programs -----------------------------------------------------------------------------------
+
+
+def test_the_adapter_is_the_trained_one_to_the_bit(folder: Path) -> None:
+    setup = train_here(folder)
+    state = load_file(folder / "out" / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of missing keys
+        loaded = PeftModel.from_pretrained(base_model(folder / "model"), str(folder / "out"))
+    own = get_peft_model_state_dict(loaded)
+    assert own.keys() == state.keys() and all(torch.equal(own[name], state[name]) for name in own)
+    assert any(bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name)
+    assert torch.equal(logits_of(loaded), logits_of(plain_copy(setup.model, setup.store)))
+    assert not torch.equal(logits_of(loaded), logits_of(base_model(folder / "model")))
+
+
+def test_the_adapter_of_a_mixture_of_experts_agrees(folder: Path) -> None:
+    make_model(folder / "moe", "qwen3_moe")
+    setup = train_here(folder, "model=moe", "lora.dropout=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not.*")  # PEFT's own, for gate_up's doubled rank
+        loaded = PeftModel.from_pretrained(base_model(folder / "moe"), str(folder / "out"))
+    state = load_file(folder / "out" / "adapter_model.safetensors")
+    assert get_peft_model_state_dict(loaded).keys() == state.keys()
+    assert any("experts" in name and bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name)
+    ours, theirs = logits_of(plain_copy(setup.model, setup.store)), logits_of(loaded)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_full_model_is_the_trained_one(folder: Path, dtype: torch.dtype) -> None:
+    setup = train_here(folder, "method=full", f"dtype={str(dtype).removeprefix('torch.')}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loaded, info = AutoModelForCausalLM.from_pretrained(str(folder / "out"), dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    weights = dict(loaded.named_parameters())
+    assert weights.keys() == setup.store.views.keys()
+    assert all(torch.equal(weights[name], view) for name, view in setup.store.views.items())
+    assert json.loads((folder / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_full_model_with_tied_embeddings_stays_tied(folder: Path) -> None:
+    make_model(folder / "tied", "llama", tie_word_embeddings=True)
+    setup = train_here(folder, "model=tied", "method=full")
+    state = load_file(folder / "out" / "model.safetensors")
+    assert "lm_head.weight" not in state
+    loaded = base_model(folder / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits_of(loaded), logits_of(plain_copy(setup.model, setup.store)))
+
+
+def test_the_result_can_be_trained_on(folder: Path) -> None:
+    finetune(folder, "method=full").expect(0)
+    finetune(folder, "model=out", "output_dir=second", "max_steps=2", "warmup_steps=0").expect(0)
+    first, second = metrics(folder / "out"), metrics(folder / "second")
+    assert second[0]["loss"] < first[0]["loss"]
+
+
+def test_the_tokenizer_comes_with_its_template(folder: Path) -> None:
+    finetune(folder, "max_steps=1").expect(0)
+    before, after = (AutoTokenizer.from_pretrained(str(folder / name)) for name in ("model", "out"))
+    messages = [{"role": "user", "content": "Grüße, 1 + 1?"}]
+    assert after.chat_template == before.chat_template
+    shown = after.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert shown == before.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert after("Grüße").input_ids == before("Grüße").input_ids

@@ -1,0 +1,355 @@
+"""Stopped, killed, resumed: the run comes out as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.e2e import (
+    Running,
+    child_environment,
+    command_line,
+    finetune,
+    launch,
+    make_model,
+    make_workspace,
+    metrics,
+    num_lines,
+    numbers,
+    tree,
+    write_rows,
+)
+
+ADAPTER = "adapter_model.safetensors"
+SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
+SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A working directory with an uninterrupted run of 9 steps, three epochs."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model, num_train_epochs=3)
+    finetune(folder).expect(0)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model, num_train_epochs=3)
+
+
+def start(folder: Path, *words: str, **options: Any) -> Running:
+    return launch(folder, "finetune", "recipe.yaml", *words, **options)
+
+
+def contents(output_dir: Path) -> dict[str, bytes]:
+    """Every file but the lock, which each run may touch."""
+    return {name: data for name, data in tree(output_dir).items() if name != ".roundpipe.lock"}
+
+
+def stopped_at(folder: Path, num_steps: int, number: int = signal.SIGTERM) -> None:
+    """A run that a signal stops after about `num_steps` steps."""
+    running = start(folder, environment=SLOW_STEPS)
+    running.wait_for_steps(num_steps)
+    running.kill(number)
+    running.finish().expect(128 + number)
+
+
+def wait_for_change(running: Running, metrics_path: Path) -> None:
+    before = num_lines(metrics_path)
+    running.wait_until(lambda: num_lines(metrics_path) != before)
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    assert numbers(folder / "out") == numbers(whole / "out")
+    assert (folder / "out" / ADAPTER).read_bytes() == (whole / "out" / ADAPTER).read_bytes()
+    assert not [path.name for path in (folder / "out").iterdir() if path.name.startswith((".tmp", ".del"))]
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+def test_killed_ten_times_at_random_moments(folder: Path, whole: Path) -> None:
+    """SIGKILL at start-up, between steps and inside saves; each time the command goes on where the last save was."""
+    moments = random.Random(20260)
+    kills = 0
+    lives = 0
+    while kills < 10:
+        saved = list((folder / "out").glob("step-*"))
+        running = start(folder, *(["--resume"] if saved else []), environment=SLOW_SAVES)
+        lives += 1
+        kind = ("start", "step", "save")[lives % 3]
+        if kind == "start":
+            running.process.join(moments.uniform(0.0, 0.6))
+        elif kind == "step":
+            wait_for_change(running, folder / "out" / "metrics.jsonl")
+            running.process.join(moments.uniform(0.0, 0.1))
+        else:
+            running.wait_until(lambda: any((folder / "out").glob(".tmp-step-*")))
+            running.process.join(moments.uniform(0.0, 0.06))
+        if not running.process.is_alive():
+            break  # it came to its end between two kills
+        running.kill()
+        kills += 1
+        assert running.finish().code == -signal.SIGKILL
+    last = start(folder, *(["--resume"] if list((folder / "out").glob("step-*")) else []))
+    last.finish().expect(0)
+    assert kills == 10
+    assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("point", ["ckpt_writer:kill:nth=2", "export:kill:nth=1", "optimizer:kill:step=4"])
+def test_killed_at_a_chosen_point(folder: Path, whole: Path, point: str) -> None:
+    """In the middle of the first save (nothing to resume yet), of the final result, and between step and metrics."""
+    died = finetune(folder, environment={"ROUNDPIPE_FAULT": point})
+    assert died.code == -signal.SIGKILL
+    resume = ["--resume"] if list((folder / "out").glob("step-*")) else []
+    assert bool(resume) == (point != "ckpt_writer:kill:nth=2")
+    finetune(folder, *resume).expect(0)
+    assert_same_run(folder, whole)
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_at_a_step_border_with_a_checkpoint(folder: Path, whole: Path, number: int) -> None:
+    running = start(folder, environment=SLOW_STEPS)
+    running.wait_for_steps(3)
+    running.kill(number)
+    done = running.finish().expect(128 + number)
+    steps = num_lines(folder / "out" / "metrics.jsonl")
+    assert f"stopped by {signal.Signals(number).name} after step {steps} of 9, with a checkpoint" in done.err
+    assert f"{signal.Signals(number).name}: stopping after this step, with a checkpoint" in done.err
+    assert "--resume" in done.err and "error" not in done.err
+    assert (folder / "out" / f"step-{steps:08d}").is_dir() and not (folder / "out" / "report.json").exists()
+    finetune(folder, "--resume").expect(0)
+    assert_same_run(folder, whole)
+
+
+def test_a_signal_before_the_first_step_leaves_no_checkpoint_and_says_so(folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", 20000)  # takes a while to tokenise
+    running = start(folder)
+    running.wait_until(lambda: "tokenising" in running.err)
+    running.kill(signal.SIGTERM)
+    done = running.finish().expect(143)
+    assert "stopped by SIGTERM before the first finished step: no checkpoint was written" in done.err
+    assert not list((folder / "out").glob("step-*"))
+    write_rows(folder / "rows.jsonl")
+    finetune(folder, "max_steps=1").expect(0)  # the directory may be used again
+
+
+def test_a_signal_while_torch_loads(folder: Path) -> None:
+    """Libraries swallow exceptions while they are imported; a stop gets through."""
+    options: dict[str, Any] = {"cwd": folder, "env": child_environment(), "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command_line("finetune", "recipe.yaml"), **options) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "loading torch and transformers ...\n"
+        process.send_signal(signal.SIGINT)
+        words = process.stderr.read()
+    assert process.returncode == 130
+    assert words == "stopped by SIGINT before the first finished step: no checkpoint was written\n"
+    assert not (folder / "out").exists()
+
+
+def _ignore_hangups() -> None:
+    """As nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
+    running = launch(folder, "finetune", "recipe.yaml", "num_train_epochs=4", before=_ignore_hangups)
+    running.wait_for_steps(2)
+    running.kill(signal.SIGHUP)
+    done = running.finish().expect(0)
+    assert "SIGHUP" not in done.err
+
+
+def test_a_second_interrupt_leaves_at_once(folder: Path) -> None:
+    stopped_at(folder, 3)
+    saved = {path.name for path in (folder / "out").glob("step-*")}
+    running = start(folder, "--resume", environment={"ROUNDPIPE_FAULT": "compute:slow=0.5"})
+    events = folder / "out" / "events.jsonl"
+    running.wait_until(lambda: events.read_bytes().count(b"RunStarted") == 2)  # signals wait for a border from here on
+    running.kill(signal.SIGINT)
+    running.wait_until(lambda: "stopping after this step" in running.err)
+    running.kill(signal.SIGINT)
+    done = running.finish().expect(130)
+    assert "second SIGINT" in done.err
+    assert {path.name for path in (folder / "out").glob("step-*")} == saved
+    finetune(folder, "--resume").expect(0)
+
+
+# --- resume ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        ["pipeline.devices=[cpu]"],
+        ["pipeline.devices=[cpu,cpu,cpu]"],
+        ["pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,4],[1,2],[0,0]]"],
+        ["pipeline.recompute=layer", "logging_steps=3", "save_steps=5"],
+    ],
+)
+def test_resume_on_another_pipeline_gives_the_same_bits(folder: Path, whole: Path, pipeline: list[str]) -> None:
+    stopped_at(folder, 3)
+    finetune(folder, "--resume", *pipeline).expect(0)
+    mine, theirs = numbers(folder / "out"), numbers(whole / "out")
+    assert mine == theirs
+    assert (folder / "out" / ADAPTER).read_bytes() == (whole / "out" / ADAPTER).read_bytes()
+
+
+def test_resume_where_nothing_was_saved(folder: Path) -> None:
+    done = finetune(folder, "--resume").expect(6)
+    assert "no checkpoint to resume from" in done.err and not (folder / "out").exists()
+    (folder / "out").mkdir()
+    (folder / "out" / "notes.txt").write_text("mine")
+    finetune(folder, "--resume").expect(6)
+    assert tree(folder / "out") == {"notes.txt": b"mine"}
+
+
+def test_resume_of_a_finished_run_changes_nothing(folder: Path, whole: Path) -> None:
+    shutil.copytree(whole / "out", folder / "out")
+    before = contents(folder / "out")
+    done = finetune(folder, "--resume").expect(0)
+    assert "this run is finished" in done.err and "nothing was changed" in done.err
+    assert contents(folder / "out") == before
+
+
+def test_a_used_directory_needs_resume(folder: Path, whole: Path) -> None:
+    shutil.copytree(whole / "out", folder / "out")
+    before = contents(folder / "out")
+    done = finetune(folder).expect(2)
+    assert "--resume" in done.err and "output_dir=" in done.err
+    (folder / "out" / "report.json").unlink()
+    before.pop("report.json")
+    finetune(folder).expect(2)
+    assert contents(folder / "out") == before
+
+
+def test_a_changed_recipe_is_refused_with_a_diff(folder: Path, whole: Path) -> None:
+    stopped_at(folder, 3)
+    before = contents(folder / "out")
+    changes = ["learning_rate=2e-2", "lora.dropout=0.2", "num_train_epochs=2"]
+    done = finetune(folder, "--resume", *changes).expect(2)
+    diff = [("learning_rate", "0.01", "0.02"), ("lora.dropout", "0.1", "0.2"), ("num_train_epochs", "3", "2")]
+    for key, old, new in diff:
+        assert f"{key}: changed since the checkpoint was written\n  found: {new}\n  expected: {old}" in done.err
+    assert contents(folder / "out") == before
+    allowed = [f"--allow-changed={key}" for key in ("learning_rate", "lora.dropout")]
+    finetune(folder, "--resume", *changes[:2], *allowed).expect(0)
+    rows = metrics(folder / "out")
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    assert numbers(folder / "out")[:3] == numbers(whole / "out")[:3]
+    assert rows[-1]["loss"] != metrics(whole / "out")[-1]["loss"]
+
+
+def test_changed_data_is_refused(folder: Path) -> None:
+    stopped_at(folder, 3)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "new", "completion": "row"}\n')
+    done = finetune(folder, "--resume").expect(2)
+    assert "datasets (content): changed" in done.err and "--allow-changed datasets" in done.err
+    finetune(folder, "--resume", "--allow-changed", "datasets").expect(0)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_another_tokenizer_or_configuration_is_refused(folder: Path) -> None:
+    """Same weights and same data file, other special tokens; then other numbers in what the weights compute."""
+    stopped_at(folder, 3)
+    tokenizer, config = folder / "model" / "tokenizer_config.json", folder / "model" / "config.json"
+    before = tokenizer.read_text()
+    edit_json(tokenizer, eos_token="<s>")
+    done = finetune(folder, "--resume").expect(2)
+    assert "tokenizer: changed" in done.err and "--allow-changed tokenizer" in done.err
+    tokenizer.write_text(before)
+    edit_json(config, rms_norm_eps=1e-3)
+    done = finetune(folder, "--resume").expect(2)
+    assert "model (config.json): changed" in done.err and "--allow-changed model" in done.err
+    assert "model (files)" not in done.err and "datasets" not in done.err
+    edit_json(config, rms_norm_eps=1e-6, transformers_version="9.9")
+    finetune(folder, "--resume", "--allow-changed", "model").expect(0)
+
+
+def test_a_larger_number_of_epochs_goes_on(folder: Path) -> None:
+    stopped_at(folder, 2)
+    finetune(folder, "--resume", "num_train_epochs=4", "output_dir=out").expect(0)
+    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 13))
+
+
+def test_a_named_checkpoint(folder: Path, whole: Path) -> None:
+    """From an older checkpoint than the newest; what came after it is another future and goes."""
+    stopped_at(folder, 5)
+    finetune(folder, "--resume", "resume_from_checkpoint=out/step-00000004").expect(0)
+    assert_same_run(folder, whole)
+
+
+def test_killed_after_going_back(folder: Path, whole: Path) -> None:
+    """Story: resumed from step 4 of 8 and killed before the next save; `--resume` took step 8, and the metrics had
+    rows 1, 2, 3, 4, 9."""
+    assert finetune(folder, "save_total_limit=5", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=8"}).code < 0
+    words = ("--resume", "resume_from_checkpoint=out/step-00000004")
+    died = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=4"})
+    assert died.code < 0
+    assert "set-aside-step-00000006" in died.err and "move them elsewhere to keep them" in died.err
+    left = {path.name for path in (folder / "out").glob("*step-*")}
+    assert left == {"step-00000002", "step-00000004", "set-aside-step-00000006", "set-aside-step-00000008"}
+    finetune(folder, "--resume").expect(0)
+    assert_same_run(folder, whole)
+    assert not list((folder / "out").glob("set-aside-*"))
+
+
+def test_a_finished_run_goes_on_to_more_epochs(folder: Path, whole: Path) -> None:
+    """Story: it said that it was finished. The old result is kept; what becomes of the learning rate is said."""
+    shutil.copytree(whole / "out", folder / "out")
+    old = (folder / "out" / ADAPTER).read_bytes()
+    done = finetune(folder, "--resume", "num_train_epochs=4").expect(0)
+    assert "the run has 12 steps instead of 9: the learning rate follows the schedule of 12 steps from here" in done.err
+    rate = metrics(folder / "out")[9]["learning_rate"]
+    assert f"step 9 had {metrics(whole / 'out')[8]['learning_rate']:.4g}, step 10 has {rate:.4g}" in done.err
+    assert "A run of 12 steps from the start would have had other rates up to here" in done.err
+    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 13))
+    assert (folder / "out" / "result-00000009" / ADAPTER).read_bytes() == old
+    assert (folder / "out" / "result-00000009" / "report.json").exists()
+    assert (folder / "out" / ADAPTER).read_bytes() != old
+
+
+def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stopped(folder: Path) -> None:
+    """To the bit: the rows come in the same order, from the middle of an epoch too."""
+    constant = ("lr_scheduler_type=constant", "warmup_steps=0")
+    finetune(folder, *constant, "output_dir=longer", "max_steps=8").expect(0)
+    done = finetune(folder, *constant, "output_dir=longer", "max_steps=12", "--resume").expect(0)
+    assert "so far the learning rate is that of a run of 12 steps" in done.err
+    finetune(folder, *constant, "output_dir=at_once", "num_train_epochs=4").expect(0)
+    assert numbers(folder / "longer") == numbers(folder / "at_once")
+    assert (folder / "longer" / ADAPTER).read_bytes() == (folder / "at_once" / ADAPTER).read_bytes()
+
+
+def test_one_directory_serves_one_run(folder: Path) -> None:
+    first = start(folder, environment=SLOW_STEPS)
+    first.wait_for_steps(1)
+    second = finetune(folder)
+    if second.code == 3:  # no checkpoint yet
+        assert f"process {first.process.pid}" in second.expect(3).err
+    else:
+        second.expect(2)
+    first.wait_until(lambda: bool(list((folder / "out").glob("step-*"))))
+    assert "another run is using" in finetune(folder, "--resume").expect(3).err
+    first.kill(signal.SIGTERM)
+    first.finish().expect(143)

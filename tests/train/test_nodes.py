@@ -1,0 +1,215 @@
+"""Several processes on one run, as torchrun starts them on several machines: the numbers of one, and a clear end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.train.nodes.group import Nodes
+from roundpipe_cli.train.nodes.shard import Shards, owners
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from tests.support.e2e import (
+    REPOSITORY,
+    Outcome,
+    Running,
+    finetune,
+    launch,
+    make_model,
+    make_workspace,
+    metrics,
+    numbers,
+)
+from tests.support.tiny import make_rig
+
+CHANGES = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A recipe with dropout whose last step of an epoch has two microbatches, trained alone into `out`."""
+    folder = tmp_path_factory.mktemp("nodes")
+    work = make_workspace(folder / "work", make_model(folder / "made"), **CHANGES)
+    finetune(work, environment={"ROUNDPIPE_ROW_LOG": str(work / "rows-alone")}).expect(0)
+    yield work
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start(
+    folder: Path, count: int, *words: str, recipes: tuple[str, ...] = (), **environments: dict[str, str]
+) -> list[Running]:
+    """`count` processes of one run; `environments` names more variables by process: p0, p1."""
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        launch(
+            folder,
+            *("finetune", recipes[rank] if recipes else "recipe.yaml", *words),
+            environment={**shared, "RANK": str(rank), **environments.get(f"p{rank}", {})},
+        )
+        for rank in range(count)
+    ]
+
+
+def train(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Outcome]:
+    return [process.finish() for process in start(folder, count, *words, **environments)]
+
+
+def rows_of(path: Path) -> list[object]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_give_the_numbers_of_one(workspace: Path, count: int) -> None:
+    logs = {f"p{rank}": {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{count}-{rank}")} for rank in range(count)}
+    outcomes = train(workspace, count, f"output_dir=shared{count}", **logs)
+    assert [outcome.code for outcome in outcomes] == [0] * count, outcomes
+    alone, shared = metrics(workspace / "out"), metrics(workspace / f"shared{count}")
+    assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
+    assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
+    assert [row["tokens"] for row in shared] == [row["tokens"] for row in alone]
+    for rank in range(count):
+        assert rows_of(workspace / f"rows-{count}-{rank}") == rows_of(workspace / "rows-alone")
+    assert all(outcome.out == "" and outcome.err == "" for outcome in outcomes[1:]), "only the first speaks"
+    names = {path.name for path in (workspace / "out").iterdir()}
+    assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
+
+
+FULL = ("method=full", "learning_rate=1e-3", "save_steps=4")
+
+
+@pytest.fixture(scope="module")
+def trained(workspace: Path) -> Path:
+    """Full fine-tuning by two processes, each with all of the optimizer's state, into `full2`."""
+    assert [outcome.code for outcome in train(workspace, 2, *FULL, "output_dir=full2")] == [0, 0]
+    return workspace
+
+
+def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: Path) -> None:
+    finetune(trained, *FULL, "output_dir=full1").expect(0)
+    alone, shared = metrics(trained / "full1"), metrics(trained / "full2")
+    assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
+    assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+STALE = ("dtype=bfloat16", "pipeline.optimizer_staleness=1")
+
+
+@pytest.mark.parametrize(("count", "words"), [(2, STALE), (3, ())])
+def test_a_shared_out_optimizer_gives_the_same_bits(workspace: Path, count: int, words: tuple[str, ...]) -> None:
+    """With its checkpoints, which the first process writes whole, and the result."""
+    whole, folder = workspace / f"whole{count}", workspace / f"sharded{count}"
+    assert [outcome.code for outcome in train(workspace, count, *FULL, *words, f"output_dir={whole}")] == [0] * count
+    outcomes = train(workspace, count, *FULL, *words, "nodes.shard_optimizer=true", f"output_dir={folder}")
+    assert [outcome.code for outcome in outcomes] == [0] * count, outcomes
+    assert "shared out over" in outcomes[0].err
+    assert numbers(folder) == numbers(whole)
+    for step in ("step-00000004", "step-00000006", "."):
+        files = tensors_of(folder / step)
+        assert files and files == tensors_of(whole / step)
+
+
+def test_every_machine_keeps_its_share() -> None:
+    layouts = make_rig("llama", dtype=torch.bfloat16, num_hidden_layers=12, vocab_size=300).store.layouts
+    whole = WeightStore(layouts)
+    kept = []
+    for rank in range(3):
+        elsewhere = Shards(Nodes(rank, 3, 0), owners(layouts, 3), frozenset()).elsewhere
+        store = WeightStore(layouts, elsewhere=elsewhere)
+        kept.append(store.num_bytes()["masters"] + HostOptimizer(store, elsewhere=elsewhere).num_bytes)
+    assert sum(kept) == whole.num_bytes()["masters"] + HostOptimizer(whole).num_bytes
+    assert max(kept) < 0.36 * sum(kept)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_shared_out_run_resumes_on_another_number_of_machines(workspace: Path, count: int) -> None:
+    """From a checkpoint of two in bfloat16 with staleness 1: masters, moments and two versions of the weights."""
+    whole = workspace / "sharded2"
+    if not whole.exists():
+        train(workspace, 2, *FULL, *STALE, "nodes.shard_optimizer=true", f"output_dir={whole}")
+    folder = workspace / f"resumed{count}"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("report.*", "model*", "step-00000006"))
+    words = (*FULL, *STALE, "nodes.shard_optimizer=true", f"output_dir={folder}", "--resume")
+    assert [outcome.code for outcome in train(workspace, count, *words)] == [0] * count
+    before, after = metrics(whole), metrics(folder)
+    assert [row["loss_hex"] for row in after[:4]] == [row["loss_hex"] for row in before[:4]]
+    assert [row["loss"] for row in after] == pytest.approx([row["loss"] for row in before], rel=1e-4)
+    assert tensors_of(folder / "step-00000006").keys() == tensors_of(whole / "step-00000006").keys()
+
+
+def test_a_killed_process_ends_the_run_which_resumes(workspace: Path) -> None:
+    folder = workspace.parent / "killed"
+    shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))
+    first, second = train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=3"})
+    assert second.code == -signal.SIGKILL
+    first.expect(1)
+    assert first.err.count("error:") == 1 and "another process of this run ended" in first.err
+    assert [outcome.code for outcome in train(folder, 2, "--resume")] == [0, 0]
+    train(folder, 2, "output_dir=whole")
+    assert numbers(folder / "out") == numbers(folder / "whole"), "to the bit"
+
+
+def test_the_benchmark_runs() -> None:
+    """At a size that says nothing about speed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    size = ["--blocks", "2", "--hidden", "16", "--slow", "0", "--rounds", "1"]
+    command = [*torchrun, "--master-port", str(free_port()), "scripts/bench_nodes.py", *size]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[-3:]] == ["| alone", "| overlapped", "| after"]
+
+
+def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
+    folder = workspace.parent / "stopped"
+    shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))
+    first, second = start(folder, 2, "num_train_epochs=40", p0={"ROUNDPIPE_FAULT": "compute:slow=0.01"})
+    first.wait_for_steps(3)
+    second.kill(signal.SIGTERM)
+    outcomes = [first.finish(), second.finish()]
+    assert [outcome.code for outcome in outcomes] == [143, 143], outcomes
+    step = metrics(folder / "out")[-1]["step"]
+    assert (folder / "out" / f"step-{step:08d}").is_dir()
+
+
+def test_processes_that_do_not_train_the_same_are_refused(workspace: Path) -> None:
+    folder = workspace.parent / "other"
+    shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))
+    (folder / "rows.jsonl").rename(folder / "first.jsonl")
+    changed = (folder / "first.jsonl").read_text().replace("is said", "was said", 1)
+    (folder / "second.jsonl").write_text(changed)
+    for name in ("first", "second"):
+        text = (folder / "recipe.yaml").read_text().replace("rows.jsonl", f"{name}.jsonl")
+        (folder / f"{name}.yaml").write_text(text)
+    recipes = ("first.yaml", "second.yaml")
+    outcomes = [process.finish() for process in start(folder, 2, recipes=recipes)]
+    for outcome in outcomes:
+        assert "do not train the same" in outcome.expect(2).err
+    assert "data_hash" in outcomes[1].err
+    assert not (folder / "out" / "metrics.jsonl").exists()
+
+
+def test_what_cannot_be_shared_is_refused(workspace: Path) -> None:
+    alone = {"WORLD_SIZE": "8", "RANK": "0"}
+    refused = launch(workspace, "finetune", "recipe.yaml", "output_dir=few", environment=alone).finish().expect(2)
+    assert "gradient_accumulation_steps" in refused.err and not (workspace / "few").exists()
+    adapt = launch(workspace, "finetune", "recipe.yaml", "output_dir=few", "on_oom=adapt", environment=alone)
+    assert "on_oom" in adapt.finish().expect(2).err

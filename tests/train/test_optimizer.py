@@ -1,0 +1,106 @@
+"""The host's AdamW against torch's own, to the bit, and its moments through save and load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.update_rules import AdamW
+from tests.support.tiny import Rig, make_rig
+
+NUM_STEPS = 6
+
+
+def fill_gradients(rig: Rig, step: int) -> None:
+    """Made-up gradients of very different sizes; padding stays zero as the engine leaves it."""
+    generator = torch.Generator().manual_seed(step)
+    for name in sorted(rig.store.trainable_names):
+        gradient = rig.store.gradient(name)
+        scale = 10.0 ** float(torch.randint(-9, 3, (), generator=generator))
+        gradient.copy_(torch.randn(gradient.shape, generator=generator) * scale)
+
+
+def masters(rig: Rig) -> list[bytes]:
+    return [master.numpy().tobytes() for master in rig.store.masters]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float) -> None:
+    """A layer's flat tensor is updated as one parameter; torch updates each by itself."""
+    rig = make_rig("llama", method)
+    names = sorted(rig.store.trainable_names)
+    parameters = [torch.nn.Parameter(rig.store.master(name).clone()) for name in names]
+    theirs = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-7, weight_decay=weight_decay, fused=True)
+    ours = HostOptimizer(rig.store, AdamW(betas=(0.9, 0.95), eps=1e-7, weight_decay=weight_decay))
+    for step in range(NUM_STEPS):
+        fill_gradients(rig, step)
+        factor, rate = (1.0, 0.3)[step % 2], 1e-3 / (step + 1)
+        for name, parameter in zip(names, parameters, strict=True):
+            parameter.grad = rig.store.gradient(name) * factor
+        theirs.param_groups[0]["lr"] = rate
+        theirs.step()
+        ours.step(rate, factor)
+        for name, parameter in zip(names, parameters, strict=True):
+            assert torch.equal(parameter, rig.store.master(name)), f"{name}, step {step}"
+            assert torch.equal(parameter, rig.store.views[name]), "in float32 the weights are the masters"
+    assert ours.num_updates == NUM_STEPS
+
+
+def test_sixteen_bit_weights_are_the_rounded_masters() -> None:
+    rig = make_rig("llama", dtype=torch.bfloat16)
+    before = masters(rig)
+    optimizer = HostOptimizer(rig.store)
+    for step in range(3):
+        fill_gradients(rig, step)
+        optimizer.step(1e-5)  # less than bfloat16 can show: only masters keep it
+    assert masters(rig) != before
+    for name in rig.store.trainable_names:
+        assert torch.equal(rig.store.views[name], rig.store.master(name).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded_moments_go_on_identically(dtype: torch.dtype) -> None:
+    whole, first, second = (make_rig("gemma3_text", dtype=dtype) for _ in range(3))
+    uncut, before = (
+        HostOptimizer(whole.store, AdamW(weight_decay=0.1)),
+        HostOptimizer(first.store, AdamW(weight_decay=0.1)),
+    )
+    for step in range(NUM_STEPS):
+        fill_gradients(whole, step)
+        uncut.step(1e-3, 0.5)
+        if step < 3:
+            fill_gradients(first, step)
+            before.step(1e-3, 0.5)
+    saved = {name: tensor.clone() for name, tensor in before.moments()}
+    for name in second.store.trainable_names:
+        second.store.set_parameter(name, first.store.master(name))
+    after = HostOptimizer(second.store, AdamW(weight_decay=0.1))
+    after.load(saved, before.num_updates)
+    for step in range(3, NUM_STEPS):
+        fill_gradients(second, step)
+        after.step(1e-3, 0.5)
+    assert masters(second) == masters(whole)
+    assert [b.numpy().tobytes() for _, b in after.moments()] == [b.numpy().tobytes() for _, b in uncut.moments()]
+    assert after.num_updates == uncut.num_updates == NUM_STEPS
+    assert all(torch.equal(a, b) for a, b in zip(second.store.buffers, whole.store.buffers, strict=True))
+
+
+def test_padding_between_parameters_stays_zero() -> None:
+    rig = make_rig("gpt2")
+    optimizer = HostOptimizer(rig.store, AdamW(weight_decay=0.1))
+    for step in range(3):
+        fill_gradients(rig, step)
+        optimizer.step(1e-2)
+    for layout, master in zip(rig.store.layouts, rig.store.masters, strict=True):
+        outside = torch.ones_like(master, dtype=torch.bool)
+        for place in layout.trainable:
+            place.trainable_view(outside).fill_(False)
+        assert not master[outside].any(), layout.name
+
+
+def test_bytes_of_the_moments() -> None:
+    rig = make_rig("llama", "lora")
+    elements = sum(layout.num_trainable_elements for layout in rig.store.layouts)
+    assert HostOptimizer(rig.store).num_bytes == 8 * elements

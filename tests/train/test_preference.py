@@ -1,0 +1,193 @@
+"""DPO: the loss and gradients of plain PyTorch, the same bits on any number of workers, and runs whose margins grow."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import logsigmoid
+
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.model.preference import Preference
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.preference import make_pairs
+from roundpipe_cli.train.setup import prepare
+from tests.support.e2e import finetune, fresh, make_model, make_workspace, metrics, numbers, run
+from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+
+BETA = 0.3
+SIZES = [(4, 11), (2, 9), (4, 7)]
+
+
+def pairs(smoothing: float = 0.0) -> list[Microbatch]:
+    """Microbatches of 2, 1 and 2 pairs with made-up reference log-probabilities."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for microbatch in random_microbatches(SIZES):
+        reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
+        made.append(replace(microbatch, preference=Preference(reference, BETA, smoothing)))
+    return made
+
+
+def plain_dpo(plain: nn.Module, microbatches: list[Microbatch], smoothing: float) -> float:
+    """The mean loss over pairs as TRL writes it (sigmoid loss), its gradients left in `.grad`."""
+    plain.zero_grad(set_to_none=True)
+    losses = []
+    for microbatch in microbatches:
+        logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1]
+        labels = microbatch.labels[:, 1:]
+        mask = labels != -100
+        picked = torch.log_softmax(logits.float(), -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        chosen, rejected = (picked * mask).sum(-1).chunk(2)
+        assert microbatch.preference is not None
+        ref_chosen, ref_rejected = microbatch.preference.reference.chunk(2)
+        logratio = (chosen - rejected) - (ref_chosen - ref_rejected)
+        losses.append(-logsigmoid(BETA * logratio) * (1 - smoothing) - logsigmoid(-BETA * logratio) * smoothing)
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def step(
+    rig: Rig, microbatches: list[Microbatch], num_workers: int = 2, **options: object
+) -> tuple[str, list[torch.Tensor]]:
+    with rig.engine(num_workers, head_chunk_tokens=5, **options) as engine:
+        result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(microbatches)), step=0)
+    assert len(result.rewards) == len(microbatches)
+    return result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "lora"), ("gemma2", "lora"), ("qwen2", "full")])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradients_are_those_of_plain_pytorch(model_type: str, method: str, smoothing: float) -> None:
+    rig = make_rig(model_type, method)
+    microbatches = pairs(smoothing)
+    expected = plain_dpo(rig.plain, microbatches, smoothing)
+    loss, _ = step(rig, microbatches)
+    assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
+    gradients = {name: p.grad for name, p in rig.plain.named_parameters() if p.requires_grad}
+    scale = max(float(g.norm()) for g in gradients.values() if g is not None)
+    for name, gradient in gradients.items():
+        assert gradient is not None
+        difference = float((rig.store.gradient(name) - gradient).norm())
+        assert difference <= 1e-5 * float(gradient.norm()) + 1e-6 * scale, name
+
+
+def test_the_same_bits_for_any_number_of_workers() -> None:
+    rig = make_rig("llama", "lora", lora_dropout=0.2)
+    want_loss, want = step(rig, pairs(), 1, seed=4)
+    for num_workers, copy in [(2, False), (3, False), (2, True)]:
+        loss, gradients = step(rig, pairs(), num_workers, seed=4, copy=copy)
+        assert loss == want_loss and all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    work = make_workspace(tmp_path / "work", model, objective="dpo", learning_rate=2.0e-2)
+    rows = [
+        {"prompt": f"Count to {n}: ", "chosen": f"yes {n} {'ab' * (n % 4)}", "rejected": f"never {'z' * (n % 3)}"}
+        for n in range(10)
+    ]
+    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return work
+
+
+def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
+    done = finetune(folder, "num_train_epochs=4").expect(0)
+    rows = metrics(folder / "out")
+    assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and rows[0]["reward_margin"] == pytest.approx(
+        0, abs=1e-4
+    )
+    assert rows[-1]["loss"] < 0.5 and rows[-1]["reward_margin"] > 0.5 and rows[-1]["reward_accuracy"] == 1.0
+    assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
+
+
+def test_workers_and_a_resume_change_no_bit(folder: Path) -> None:
+    one = "pipeline={devices: [cpu], threads_per_worker: 1}"
+    three = "pipeline={devices: [cpu, cpu, cpu], threads_per_worker: 1}"
+    finetune(folder).expect(0)
+    for name, words in {"one": one, "three": three}.items():
+        finetune(folder, words, f"output_dir={name}").expect(0)
+        assert numbers(folder / name) == numbers(folder / "out")
+    died = finetune(folder, "output_dir=killed", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
+    assert died.code == -9
+    finetune(folder, "output_dir=killed", "--resume").expect(0)
+    assert numbers(folder / "killed") == numbers(folder / "out")
+
+
+def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    renamed = [{"q": r["prompt"], "good": r["chosen"], "bad": r["rejected"]} for r in rows]
+    renamed[3]["bad"], renamed[5]["good"] = "", None
+    (folder / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in renamed))
+    words = "datasets=[{path: named.jsonl, type: preference, columns: {prompt: q, chosen: good, rejected: bad}}]"
+    done = finetune(folder, words).expect(2)
+    assert "named.jsonl:6" in done.err
+    finetune(folder, words, "on_bad_row=skip", "num_train_epochs=1").expect(0)
+    assert len(metrics(folder / "out")) == 2  # 8 pairs, 4 a step
+
+
+def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
+    done = fresh(folder, "finetune", "recipe.yaml", "method=full", "packing=true", "val_set_size=2").expect(2)
+    for key in ("method", "packing", "val_set_size"):
+        assert f"{key}" in done.err
+    assert (
+        "objective: dpo"
+        in finetune(folder, "objective=sft", "datasets=[{path: rows.jsonl, type: preference}]").expect(2).err
+    )
+
+
+def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
+    """`data` once failed on pairs, or showed another reading of them than training had."""
+    shapes: list[dict[str, object]] = [
+        {"prompt": "Hi", "chosen": "Yo", "rejected": "No, never", "id": 1},
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Yo"},
+         "rejected": {"from": "gpt", "value": "No, never"}},
+        {"chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
+         "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No, never"}]},
+    ]  # fmt: skip
+    for number, row in enumerate(shapes):
+        text = json.dumps(row) + "\n"
+        (folder / f"shape{number}.jsonl").write_text("".join(text.replace("Hi", "Hi" * n) for n in (1, 4, 2, 3)))
+        words = [f"datasets=[{{path: {folder}/shape{number}.jsonl, type: preference}}]"]
+        document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
+        setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
+        (microbatch,), _ = make_pairs(setup, [[[index] for index in range(4)]])
+        assert (document["pairs"], document["packing"], document["content_hash"]) == (
+            4,
+            None,
+            setup.dataset.content_hash,
+        )
+        assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3
+        for sample in document["samples"]:
+            place = sample["row_id"] + (4 if sample["answer"] == "rejected" else 0)
+            num_tokens = len(sample["labels"])
+            assert sample["labels"] == microbatch.labels[place, :num_tokens].tolist()
+            assert sample["input_ids"] == microbatch.input_ids[place, :num_tokens].tolist()
+            trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
+            assert trained == ("Yo</s>" if sample["answer"] == "chosen" else "No, never</s>")
+    out = run(folder, "data", "recipe.yaml", *words).expect(0).out
+    assert "[[Yo</s>]]" in out and "[[No, never</s>]]" in out and "first pair, rejected" in out
+
+
+def test_a_run_names_the_columns_that_are_not_used(folder: Path) -> None:
+    """In its first lines, whether the tokens are made now or taken from the cache."""
+    rows = [{**json.loads(line), "source": "here"} for line in (folder / "rows.jsonl").read_text().splitlines()]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("one", "two"):
+        done = finetune(folder, "max_steps=1", f"output_dir={name}").expect(0)
+        assert "columns that are not used: source" in done.err

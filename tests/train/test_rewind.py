@@ -1,0 +1,274 @@
+"""Before a run continues from a checkpoint: later ones are set aside, then rows are cut, and no kill leaves a gap."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.train.checkpoint import store as store
+from roundpipe_cli.train.checkpoint.output_dir import RunState, read_state
+from roundpipe_cli.train.checkpoint.resume import (
+    check_not_past_end,
+    check_unchanged,
+    is_complete,
+    may_ask_for_more,
+    named_checkpoint,
+)
+from roundpipe_cli.train.checkpoint.rewind import rewind
+from roundpipe_cli.train.checkpoint.step_folders import list_best
+from roundpipe_cli.train.checkpoint.store import Checkpoint, list_checkpoints, load_newest, save_checkpoint
+
+CALLS = ("rename", "replace", "fsync", "mkdir", "write", "open", "unlink")
+
+
+def rows(*steps: int) -> str:
+    return "".join(json.dumps({"step": step}) + "\n" for step in steps)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def save(folder: Path, step: int, keep: int = 5) -> None:
+    save_checkpoint(folder, step, {"masters": {"w": torch.tensor(float(step))}}, {"recipe": {}}, keep)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run to copy."""
+    return make_run(tmp_path_factory.mktemp("runs") / "out", finished=True)
+
+
+def make_run(folder: Path, *, finished: bool = False) -> Path:
+    """Twelve steps, a checkpoint and an evaluation every fourth, each the best so far."""
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(rows(*range(1, 13)))
+    (folder / "eval.jsonl").write_text(rows(4, 8, 12))
+    for step in (4, 8, 12):
+        save(folder, step)
+        best = folder / f"best-{step:08d}"
+        best.mkdir()
+        (best / "best.json").write_text("{}")
+    if finished:
+        for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+            (folder / name).write_text("old")
+        (folder / "report.json").write_text(json.dumps({"files": ["adapter_model.safetensors", "tokenizer.json"]}))
+    return folder
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "masters.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def killed_at(nth: int, folder: Path, step: int, num_steps: int) -> bool:
+    """Rewind in a child that dies instead of its `nth` call that changes the disk; whether it got that far."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def dying(call: str) -> Any:
+            real = getattr(os, call)
+
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == nth:
+                    os._exit(9)
+                return real(*args, **kwargs)
+
+            return wrapper
+
+        for call in CALLS:
+            setattr(os, call, dying(call))
+        try:
+            rewind(folder, step, num_steps=num_steps, say=lambda text: None)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+@pytest.mark.parametrize("case", ["named", "damaged", "continued", "continued from an older one"])
+def test_a_kill_at_every_call_leaves_no_gap(tmp_path: Path, template: Path, case: str) -> None:
+    """Story: metrics were cut first; killed before the next save, `--resume` took step 12: rows 1, 2, 3, 4, 13 ..."""
+    nth, got_there = 0, True
+    while got_there:
+        nth += 1
+        folder = Path(shutil.copytree(template, tmp_path / str(nth)))
+        if not case.startswith("continued"):
+            (folder / "report.json").unlink()
+        num_steps = 20 if case.startswith("continued") else 12
+        if case == "damaged":
+            damage(folder / "step-00000012")
+        named = folder / "step-00000004" if case in ("named", "continued from an older one") else None
+        step = load_newest(folder, named).step
+        assert step == {"named": 4, "damaged": 8, "continued": 12}.get(case, 4)
+        got_there = killed_at(nth, folder, step, num_steps)
+        left = steps_in(folder / "metrics.jsonl")
+        assert all(set(range(1, other + 1)) <= set(left) for other, _ in list_checkpoints(folder)), nth
+        assert read_state(folder) is RunState.HAS_CHECKPOINT or left == list(range(1, 13))
+        step = load_newest(folder).step
+        rewind(folder, step, num_steps=num_steps, say=lambda text: None)
+        assert steps_in(folder / "metrics.jsonl") == list(range(1, step + 1))
+        assert steps_in(folder / "eval.jsonl") == list(range(4, step + 1, 4))
+        assert [other for other, _ in list_checkpoints(folder)][0] == step == list_best(folder)[0][0]
+        if case.startswith("continued"):
+            kept = {path.name for result in folder.glob("result-*") for path in result.iterdir()}
+            assert kept == {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "report.json"}
+            assert not {path.name for path in folder.iterdir()} & kept
+    assert nth > {"named": 12, "damaged": 10, "continued": 6}.get(case, 18)
+
+
+def test_what_is_set_aside_is_said_and_goes_when_it_is_caught_up_with(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "out")
+    said: list[str] = []
+    rewind(folder, 4, num_steps=12, say=said.append)
+    aside = ["best-00000008", "best-00000012", "step-00000008", "step-00000012"]
+    assert sorted(path.name for path in folder.glob("set-aside-*")) == [f"set-aside-{name}" for name in aside]
+    assert (
+        all(name in said[0] and f"set-aside-{name}" in said[1] for name in aside) and "move them elsewhere" in said[1]
+    )
+    for step, left in ((6, 4), (8, 2), (10, 2), (12, 0)):
+        save(folder, step)
+        assert len(list(folder.glob("set-aside-*"))) == left, step
+    assert (folder / "best-00000004").is_dir()
+
+
+def test_going_back_twice_overwrites_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "out")
+    rewind(folder, 8, num_steps=12, say=lambda text: None)
+    save(folder, 12)  # removes what it has caught up with
+    rewind(folder, 8, num_steps=12, say=lambda text: None)
+    save(folder, 11)
+    save(folder, 13)
+    (folder / "set-aside-step-00000013").mkdir()
+    rewind(folder, 11, num_steps=20, say=lambda text: None)
+    assert {path.name for path in folder.glob("set-aside-*")} == {
+        "set-aside-step-00000013",
+        "set-aside-step-00000013-2",
+    }
+
+
+def test_a_full_disk_takes_what_is_set_aside_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "out")
+    rewind(folder, 4, num_steps=12, say=lambda text: None)
+    monkeypatch.setattr(store, "free_bytes", lambda path: 10**12 if not list(folder.glob("*-step-*12")) else 0)
+    told: list[str] = []
+    save_checkpoint(folder, 5, {"masters": {"w": torch.ones(1)}}, {}, 5, told.append)
+    removed = {"step-00000012", "best-00000012"} - {path.name[len("set-aside-") :] for path in folder.glob("set-*")}
+    assert "step-00000012" in removed and (folder / "set-aside-step-00000008").is_dir()
+    assert len(told) == len(removed) and "no room" in told[0]
+
+
+def test_a_failing_disk_cuts_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "out")
+
+    def failing(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(ResourceError, match="came after the checkpoint"):
+        rewind(folder, 4, num_steps=12, say=lambda text: None)
+    assert steps_in(folder / "metrics.jsonl") == list(range(1, 13))
+
+
+def test_rows_that_were_lost_are_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "out")
+    (folder / "metrics.jsonl").write_text(rows(1, 2, 3, 4, 10, 11, 12))
+    said: list[str] = []
+    rewind(folder, 12, num_steps=20, say=said.append)
+    assert said == ["metrics.jsonl has rows of only 7 of the 12 steps so far; the others were lost earlier"]
+
+
+# --- whether there is something to continue --------------------------------------------------------------------------
+
+
+def recipe_of(**values: Any) -> Any:
+    return Recipe(model="", datasets=(), output_dir="", **values)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "more"),
+    [
+        ({}, {}, False),
+        ({"num_train_epochs": 3}, {"num_train_epochs": 6}, True),
+        ({"num_train_epochs": 3}, {"num_train_epochs": 2}, False),
+        ({"max_steps": 9}, {"max_steps": 18}, True),
+        ({"max_steps": 9}, {"max_steps": 5}, False),
+        ({"max_steps": 9}, {"max_steps": None}, True),
+        ({"max_steps": None}, {"max_steps": 18}, True),
+        ({"early_stopping_patience": 2}, {"early_stopping_patience": 4}, True),
+        ({"early_stopping_patience": 2}, {}, False),
+        ({"learning_rate": 1e-4}, {"learning_rate": 2e-4}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["checkpoint", "recipe.yaml"])
+def test_a_finished_run_is_continued_where_the_recipe_grew(
+    tmp_path: Path, old: dict[str, Any], new: dict[str, Any], more: bool, where: str
+) -> None:
+    from roundpipe_cli.recipe.load import resolved_yaml
+
+    if where == "checkpoint":
+        save_checkpoint(tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, 2)
+    else:  # its checkpoints were deleted
+        (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe_of(**old)))
+    assert may_ask_for_more(tmp_path, recipe_of(**new)) is more
+
+
+def test_what_is_left_after_a_checkpoint() -> None:
+    def checkpoint(step: int, num_worse: int) -> Checkpoint:
+        return Checkpoint(Path(f"step-{step}"), step, {"evaluation": {"num_worse": num_worse}}, ())
+
+    assert is_complete(checkpoint(9, 0), recipe_of(), 18) is None
+    assert is_complete(checkpoint(9, 0), recipe_of(), 9) == "all 9 steps are done"
+    assert "early_stopping_patience" in str(is_complete(checkpoint(9, 2), recipe_of(early_stopping_patience=2), 18))
+    assert is_complete(checkpoint(9, 2), recipe_of(early_stopping_patience=3), 18) is None
+    check_not_past_end(checkpoint(9, 0), 9)
+    with pytest.raises(RefusedError, match="past the end"):
+        check_not_past_end(checkpoint(9, 0), 8)
+
+
+def test_a_checkpoint_of_another_folder_is_refused(tmp_path: Path) -> None:
+    """Its metrics are elsewhere: those of this folder are another run's."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, 4)
+    named: Any = SimpleNamespace(resume_from_checkpoint=str(tmp_path / "a" / "step-00000004"))
+    assert named_checkpoint(named, tmp_path / "a") == tmp_path / "a" / "step-00000004"
+    with pytest.raises(RefusedError, match=r"(?s)of another run.*output_dir="):
+        named_checkpoint(named, tmp_path / "b")
+    for newest in (None, "auto"):
+        assert named_checkpoint(SimpleNamespace(resume_from_checkpoint=newest), tmp_path) is None  # type: ignore[arg-type]
+
+
+def test_epochs_may_give_way_to_as_many_steps() -> None:
+    """`max_steps` beside a recipe that had epochs only: longer is free, shorter is refused."""
+    dataset = SimpleNamespace(content_hash="d")
+    tokenizer = SimpleNamespace(get_vocab=dict, special_tokens_map={})
+    saved = {"recipe": plain_data(recipe_of()), "num_steps": 9}
+
+    def check(max_steps: int) -> None:
+        setup: Any = SimpleNamespace(
+            recipe=recipe_of(max_steps=max_steps), dataset=dataset, tokenizer=tokenizer, model_hash="", config_hash=""
+        )
+        check_unchanged(saved, setup, [])
+
+    check(9)
+    check(18)
+    with pytest.raises(RefusedError, match="max_steps: changed"):
+        check(8)
