@@ -30,11 +30,11 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.kept import kept_activations
 from roundpipe_cli.engine.probe import find_unread
-from roundpipe_cli.engine.profile import measured_costs, profile_schedule
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.compare import even_stages
 from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.profile import measured_costs, profile_schedule
 from roundpipe_cli.planning.resident import DEALING, resident_partition
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
@@ -93,8 +93,8 @@ def profile(setup: Setup, microbatches: list[Microbatch]) -> CostModel:
     """Layer times with both workers busy, every block recomputed whole."""
     with engine_for(setup) as engine:
         schedule = profile_schedule(engine.num_layers, WORKERS, len(microbatches))
-        results = [engine.run_step(microbatches, schedule, step=0) for _ in range(2)]
-    return measured_costs(make_cutter(setup).costs, results[1:])
+        steps = [engine.run_step(microbatches, schedule, step=0).timeline for _ in range(2)]
+    return measured_costs(make_cutter(setup).costs, steps[1:])
 
 
 def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Options) -> Schedule:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.cli.finetune import quiet_libraries
+from roundpipe_cli.cli.libraries import quiet_libraries
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends.base import Backend
@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
 
         for number in range(PROFILE_STEPS):
             torch.set_num_threads(num_cores())
-            cutter.observe(engine_step(cutter.schedule(args.microbatches), number)[1])
+            cutter.observe(engine_step(cutter.schedule(args.microbatches), number)[1].timeline)
         same = recompute_everything(cutter.costs, len(workers), args.microbatches)
         planned = cutter.schedule(args.microbatches)
         print(f"engine: forward {same.forward_stages}, backward {same.backward_stages}")

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from bench_vs_torch import setup_for
 
-from roundpipe_cli.cli.finetune import quiet_libraries
+from roundpipe_cli.cli.libraries import quiet_libraries
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.engine.rough_costs import rough_costs
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.planning.adaptive import rough_costs
 from roundpipe_cli.planning.compare import Partition
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.resident import DEALING, resident_partition

@@ -27,12 +27,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.engine.profile import profile_schedule
 from roundpipe_cli.engine.program import stage_layers
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.model import worker_model
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.planning.profile import profile_schedule
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.schedule.lower import Op

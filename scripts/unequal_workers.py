@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.emulate import run_emulated
-from roundpipe_cli.planning.adaptive import Cutter, rough_costs
+from roundpipe_cli.engine.rough_costs import rough_costs
+from roundpipe_cli.planning.adaptive import Cutter
 from roundpipe_cli.planning.compare import Question, choose_partition, make_schedule
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.timeline import busy_s
@@ -44,7 +45,7 @@ def cpu_step_s(rig: Rig, num_workers: int, dispatch: str, repetitions: int) -> t
     microbatches = random_microbatches([(1, 4)] * MICROBATCHES)
     with rig.engine(num_workers) as engine:
         while not cutter.measured:
-            cutter.observe(engine.run_step(microbatches, cutter.schedule(MICROBATCHES), step=0))
+            cutter.observe(engine.run_step(microbatches, cutter.schedule(MICROBATCHES), step=0).timeline)
         schedule = cutter.schedule(MICROBATCHES)
         times = [engine.run_step(microbatches, schedule, step=0).step_s for _ in range(repetitions)]
     return statistics.median(times), cutter.costs.worker_speed

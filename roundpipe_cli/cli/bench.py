@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundpipe_cli.cli.bench_results import directions, document
 from roundpipe_cli.cli.output import say
 
 if TYPE_CHECKING:
@@ -98,32 +99,6 @@ def bench(
         typer.echo(json.dumps(document(question, results)))
     else:
         _print_table(question, results, flags)
-
-
-def document(question: Question, results: list[Result]) -> dict[str, Any]:
-    """What `--json` prints (DESIGN.md, section 7, "bench"). Seconds; the four parts sum to the bubble ratio."""
-    return {
-        "workers": question.num_workers,
-        "microbatches": question.num_microbatches,
-        "results": [entry(result) for result in results],
-    }
-
-
-def entry(result: Result) -> dict[str, Any]:
-    """One schedule's simulated figures as `--json` prints them."""
-    return {
-        "schedule": result.schedule.name,
-        "round": result.microbatches_per_round,
-        "makespan_s": result.makespan_s,
-        "bubble_ratio": result.parts.ratio,
-        "fill": result.parts.fill,
-        "switch": result.parts.switch,
-        "drain": result.parts.drain,
-        "steady": result.parts.steady,
-        "step_s": result.step_s,
-        "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
-        "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
-    }
 
 
 def _run_really(
@@ -315,7 +290,7 @@ def _print_table(question: Question, results: list[Result], flags: RoundpipeFlag
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         chosen = result.dealing.earliest_free and not flags.earliest_free
-        stages = [sum(last >= first for first, last in ranges) for ranges in _directions(result)]
+        stages = [sum(last >= first for first, last in ranges) for ranges in directions(result)]
         parts = result.parts
         shares = (parts.fill, parts.switch, parts.drain, parts.steady)
         table.add_row(
@@ -339,7 +314,7 @@ def _num_idle(result: Result) -> int:
     """Workers without any layer of the model."""
     from roundpipe_cli.schedule.actions import Kind
 
-    forward, backward = _directions(result)
+    forward, backward = directions(result)
     held = {
         action.worker
         for row in result.schedule.actions
@@ -348,7 +323,3 @@ def _num_idle(result: Result) -> int:
         if last >= first
     }
     return result.schedule.num_workers - len(held)
-
-
-def _directions(result: Result) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    return result.schedule.forward_stages, result.schedule.backward_stages

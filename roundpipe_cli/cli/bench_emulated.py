@@ -81,7 +81,7 @@ def _print_json(question: Question, results: Sequence[Result], measured: Sequenc
 
     import typer
 
-    from roundpipe_cli.cli.bench import document
+    from roundpipe_cli.cli.bench_results import document
 
     found: dict[str, Any] = document(question, list(results))
     for entry, item in zip(found["results"], measured, strict=True):

@@ -18,9 +18,10 @@ def run_for_real(
     plain: bool = False,
 ) -> None:
     """Run the schedules of a recipe on its devices and print what was measured."""
-    from roundpipe_cli.cli.bench import entry
+    from roundpipe_cli.cli.bench_results import entry
     from roundpipe_cli.cli.display import Display, quit_key
-    from roundpipe_cli.cli.finetune import LinePrinter, quiet_libraries
+    from roundpipe_cli.cli.libraries import quiet_libraries
+    from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe

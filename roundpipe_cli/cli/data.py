@@ -33,7 +33,7 @@ def data(
 
     Example: roundpipe data recipes/quickstart.yaml
     """
-    from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
+    from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 

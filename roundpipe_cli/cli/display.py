@@ -119,9 +119,8 @@ def show_end(output_dir: Path) -> None:
     """Predicted against measured, and the page of a finished run."""
     from rich.console import Console
 
-    from roundpipe_cli.cli.watch import write_page
     from roundpipe_cli.dashboard.comparison import comparison, comparison_table
-    from roundpipe_cli.dashboard.html import read_report
+    from roundpipe_cli.dashboard.html import read_report, write_page
     from roundpipe_cli.errors import RoundpipeError
 
     page = output_dir / "report.html"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
+from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.cli.publish import CONVERTER, GGUF_NAME, convert_to_gguf, find_converter, push
 from roundpipe_cli.errors import RefusedError

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from roundpipe_cli.cli.export import find_base, kind_of
-from roundpipe_cli.cli.finetune import go_offline, quiet_libraries
+from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError
 

@@ -10,12 +10,11 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roundpipe_cli.costs.cost import CostModel, LayerCost
+    from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
     from roundpipe_cli.costs.hardware import Hardware
     from roundpipe_cli.costs.memory import Need
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Solution
-    from roundpipe_cli.planning.stages import StageRange
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 

@@ -41,6 +41,8 @@ def watch(
     folder = Path(output_dir).expanduser()
     files = RunFiles(folder)
     if html is not None:
+        from roundpipe_cli.dashboard.html import write_page
+
         write_page(folder, Path(html).expanduser())
         say(f"written: {html}")
     elif json_output:
@@ -49,19 +51,6 @@ def watch(
         _on_screen(files, follow)
     else:
         _as_lines(files, follow)
-
-
-def write_page(folder: Path, path: Path) -> None:
-    """Write the page of the run in `folder`.
-
-    Raises:
-        RefusedError: no run there.
-        ResourceError: the disk is full or failing.
-    """
-    from roundpipe_cli.dashboard.html import report_page
-    from roundpipe_cli.durable import write_atomically
-
-    write_atomically(path, report_page(folder).encode(), mode=0o644)
 
 
 def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEvent]]]:
@@ -105,7 +94,7 @@ def _as_json(files: RunFiles, follow: bool) -> None:
 
 
 def _as_lines(files: RunFiles, follow: bool) -> None:
-    from roundpipe_cli.cli.finetune import LinePrinter
+    from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.events import RunStopped
 
     show = LinePrinter(1)

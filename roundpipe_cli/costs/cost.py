@@ -11,6 +11,9 @@ from typing import Any
 
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 
+StageRange = tuple[int, int]
+"""Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:

@@ -16,6 +16,7 @@ from roundpipe_cli.dashboard.comparison import comparison
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import RunState, fold_all
 from roundpipe_cli.dashboard.svg import Series, curves, timelines
+from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.units import GIB, format_seconds
 
@@ -221,3 +222,13 @@ def _messages(state: RunState) -> str:
         return ""
     lines = "\n".join(escape(message.text) for message in state.messages)
     return f"<h2>Messages</h2><details><summary>{len(state.messages)} messages</summary><pre>{lines}</pre></details>"
+
+
+def write_page(folder: Path, path: Path) -> None:
+    """Write the page of the run in `folder`.
+
+    Raises:
+        RefusedError: no run there.
+        ResourceError: the disk is full or failing.
+    """
+    write_atomically(path, report_page(folder).encode(), mode=0o644)

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.lower import Op, Program, lower
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier
@@ -33,7 +34,7 @@ from roundpipe_cli.model.gradient_taps import GradientTaps, Take
 from roundpipe_cli.model.head import run_head, score_head
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import EmbedGradient, Prologue, WorkerModel
-from roundpipe_cli.schedule.actions import Kind, StageRange
+from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import Op, Program
 
 OnGradient = Callable[[int, Callable[[], float]], None]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, Event, Pair
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.dispatch import Chunk
@@ -25,7 +26,7 @@ from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.layout import LayerLayout, round_up
-from roundpipe_cli.schedule.actions import Kind, StageRange
+from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Op, Program, Visit
 from roundpipe_cli.schedule.timeline import DOWN, UP
 

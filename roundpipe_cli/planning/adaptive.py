@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost, with_updates
-from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
-from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.costs.cost import CostModel, StageRange, with_updates
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.planning.compare import (
     Partition,
     Question,
@@ -26,20 +23,17 @@ from roundpipe_cli.planning.compare import (
     make_schedule,
 )
 from roundpipe_cli.planning.partition import QUICK, plan_partition
+from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.planning.resident import resident_partition
 from roundpipe_cli.planning.stages import StageLimits, StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Chain, build_schedule
 from roundpipe_cli.schedule.dealing import Options, options_of
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import bubble_ratio, busy_s, makespan_s
+from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, makespan_s
 
-ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
-"""Of one worker, until it is measured."""
-SHARED_BYTES_PER_S = 1e15
-"""Between workers on the processor nothing is copied: a boundary tensor is there at once."""
 PROFILE_STEPS = 2
 """The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
 CONFIRM_STEPS = 2
@@ -50,59 +44,6 @@ PREDICTED_STEPS = 16
 """Chained steps from which the time of one is predicted."""
 MEMORY_SHARE = 0.85
 """Of a device's memory, for what is counted; the rest is for what no memory model knows."""
-
-
-def rough_costs(
-    layouts: Sequence[LayerLayout],
-    active_parameters: Sequence[int],
-    *,
-    method: str,
-    tokens: int,
-    hidden_size: int,
-    device: str,
-    device_memory_bytes: int | None = None,
-    link_bytes_per_s: float = SHARED_BYTES_PER_S,
-    experts_per_token: int = 1,
-    activation_bytes: Sequence[int] | None = None,
-) -> CostModel:
-    """Costs of the layers from their parameters alone.
-
-    Args:
-        layouts: one per layer.
-        active_parameters: per layer, parameters that take part for one token (a part of the experts).
-        method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
-        tokens: of a microbatch.
-        hidden_size: width of the hidden states.
-        device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
-        device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
-        link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
-        experts_per_token: of a layer with experts, how many compute a token.
-        activation_bytes: of each layer, what a microbatch keeps on the device for its backward; None: as rough.
-    """
-    backward = 1.0 if method == "lora" else 2.0
-    streams = device != "cpu"
-    layers = []
-    for index, (layout, active) in enumerate(zip(layouts, active_parameters, strict=True)):
-        seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device] if index else 0.0
-        item_bytes = layout.trainable_dtype.itemsize
-        matrices = [place.shape for place in layout.places if len(place.shape) > 1]
-        width = sum(sum(shape[-2:]) * (experts_per_token if len(shape) > 2 else 1) for shape in matrices)
-        kept = width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0
-        layers.append(
-            LayerCost(
-                name=layout.name,
-                forward_s=seconds,
-                backward_s=seconds * backward,
-                recompute=index < len(layouts) - 1,
-                param_bytes=layout.num_bytes if streams and index else 0,
-                boundary_bytes=hidden_size * tokens * item_bytes,
-                grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
-                activation_bytes=kept if activation_bytes is None else activation_bytes[index],
-            )
-        )
-    return CostModel(
-        "layers", tuple(layers), device_memory_bytes=device_memory_bytes, link_bytes_per_s=link_bytes_per_s
-    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +91,8 @@ class Cutter:
         self._num_workers = num_workers
         self._pipeline = pipeline
         self._schedules: dict[int, Schedule] = {}
-        self._profile: list[StepResult] = []
+        self._profile: list[Timeline] = []
+        """Steps since the stages last changed."""
         self._kept: _KeptStages | None = None
         forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
         if pipeline.schedule == "roundpipe" and forward_auto != backward_auto:
@@ -280,11 +222,11 @@ class Cutter:
         """Whether stages will stay as they are."""
         return self.measured and not self._doubted
 
-    def observe(self, result: StepResult) -> None:
-        """Learn from a finished step."""
+    def observe(self, step: Timeline) -> None:
+        """Learn from a finished step, as it was measured."""
         if self.is_settled:
             return
-        self._profile.append(result)
+        self._profile.append(step)
         if self._doubted and len(self._profile) > PROFILE_STEPS:
             self._doubted = False
             if not self._borne_out(self._profile[1:]):
@@ -303,12 +245,12 @@ class Cutter:
             self._schedules.clear()
             self._profile.clear()
 
-    def _borne_out(self, results: Sequence[StepResult]) -> bool:
-        """Whether steps took about as long as an earlier run's times have it."""
-        for result in results:
-            num_microbatches = (1 + max(item.action.microbatch for item in result.actions)) // self._chunks
+    def _borne_out(self, steps: Sequence[Timeline]) -> bool:
+        """Whether steps took about as long as an earlier run's times predict."""
+        for step in steps:
+            num_microbatches = (1 + max(interval.microbatch for interval in step.intervals)) // self._chunks
             predicted_s = makespan_s(simulate(self.schedule(num_microbatches), self.costs))
-            if predicted_s and 1 / MAX_OFF <= result.step_s / predicted_s <= MAX_OFF:
+            if predicted_s and 1 / MAX_OFF <= makespan_s(step) / predicted_s <= MAX_OFF:
                 return True
         return False
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.stages import forward_ranges
-from roundpipe_cli.schedule.actions import StageRange
 from roundpipe_cli.schedule.dealing import Dealer, Options
 from roundpipe_cli.schedule.durations import stage_times
 

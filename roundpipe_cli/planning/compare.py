@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.costs.cost import CostModel, without_bytes
+from roundpipe_cli.costs.cost import CostModel, StageRange, without_bytes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.stages import balanced_partition, forward_ranges
-from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.durations import stage_times

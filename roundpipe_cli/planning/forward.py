@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.stages import StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.simulate import simulate_program

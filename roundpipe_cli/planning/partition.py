@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
 from roundpipe_cli.planning.search.evaluate import Chain, Links, chain_of, steady_chain, worker_speeds
@@ -15,7 +15,6 @@ from roundpipe_cli.planning.search.run import Candidate, Effort, Search
 from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds
 from roundpipe_cli.planning.stages import (
     StageLimits,
-    StageRange,
     StageSums,
     backward_ranges,
     check_costs,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import host_memory, num_machines
 from roundpipe_cli.costs.memory import with_cached_weights
@@ -24,7 +24,7 @@ from roundpipe_cli.planning.question import Question, ask, choose_tier
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_partition
 from roundpipe_cli.planning.solve import Solution, solve
-from roundpipe_cli.planning.stages import StageRange, StageSums, even_sizes, forward_ranges, within_limits
+from roundpipe_cli.planning.stages import StageSums, even_sizes, forward_ranges, within_limits
 from roundpipe_cli.planning.unequal import dealt_cut, describe_left_out, without_small_cards
 from roundpipe_cli.planning.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
 from roundpipe_cli.planning.weight_cache import has_room, with_all_weights, with_auto_cache

@@ -109,9 +109,10 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
-    """Whether the last projections are left out of the recompute. By `auto` (see `train/build.py`) only if the inputs of
-    all layers, which must be kept for it, take a small part of the host's memory; else only the last layer of each
-    stage skips its own, and that little is not counted here."""
+    """Whether the last projections are left out of the recompute.
+
+    `auto` (see `train/build.py`) does so only if the inputs of all layers, which must be kept for it, take a small part
+    of the host's memory. Otherwise only the last layer of each stage skips its own, which is too little to count."""
     skip = recipe.pipeline.skip_last_projection
     tokens = settings.num_microbatches * settings.tokens_per_microbatch
     inputs_bytes = (len(architecture.blocks) + 2) * tokens * architecture.hidden_size * settings.dtype_bytes

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.planning.stages import StageLimits, StageRange
+from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.planning.verdict import even_stages
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.simulate import simulate

@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.errors import RefusedError
-
-StageRange = tuple[int, int]
-"""Inclusive range of layer indices."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
     Need,
@@ -18,7 +19,7 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
 )
 from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.planning.stages import StageLimits, StageRange, limits_for
+from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes
 
 

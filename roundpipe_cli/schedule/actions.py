@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-StageRange = tuple[int, int]
-"""Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
+from roundpipe_cli.costs.cost import StageRange
 
 
 class Kind(str, Enum):

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageRange
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 from roundpipe_cli.schedule.dealing import Dealer, Options, Row, backward_order, backward_run, forward_run
 from roundpipe_cli.schedule.durations import equal_costs, stage_times
 from roundpipe_cli.schedule.validate import check_chunks, check_stages

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.actions import Kind, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.schedule.actions import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 NUM_STAGING = 2

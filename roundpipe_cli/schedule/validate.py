@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageRange, parse_action
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, parse_action
 
 _COLUMNS_SHOWN = 6
 """Cells shown on either side of the marked one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.machine import num_machines
 from roundpipe_cli.costs.memory import (
     CACHE_SHARE,
@@ -26,7 +26,7 @@ from roundpipe_cli.events import Notice
 from roundpipe_cli.planning.adaptive import Cutter
 from roundpipe_cli.planning.compare import MIN_GAIN, Partition, Question, make_schedule
 from roundpipe_cli.planning.resident import DEALING, resident_partition
-from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.setup import Setup, Tell

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
-from roundpipe_cli.data.dataset import Row, TokenizedDataset
-from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing import Packer
+from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.sampling import rows_of_steps
 
 if TYPE_CHECKING:
     from roundpipe_cli.train.setup import Setup
@@ -30,19 +28,6 @@ def make_sampler(setup: Setup) -> BatchSampler:
         RefusedError: fewer rows than one step takes.
     """
     return rows_of_steps(setup.recipe, setup.dataset)
-
-
-def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset) -> BatchSampler:
-    """`make_sampler` before there is a whole `Setup`.
-
-    Raises:
-        RefusedError: fewer rows than one step takes.
-    """
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    lengths = dataset.rows.lengths
-    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packing else None
-    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer)
 
 
 def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:

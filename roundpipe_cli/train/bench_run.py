@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import StepFinished, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.planning.compare import Question, Result, choose_partition, run
+from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_cutter, make_engine, page_locked
@@ -171,14 +171,15 @@ def profile(
     """Costs of the layers, measured by steps with one layer a stage."""
     chunks = setup.recipe.pipeline.num_chunks
     schedule = profile_schedule(engine.num_layers, engine.num_workers, len(microbatches) * chunks, chunks)
-    results = []
+    steps = []
     for _ in range(PROFILE_STEPS + 1):
-        results.append(engine.run_step(microbatches, schedule, step=0))
+        result = engine.run_step(microbatches, schedule, step=0)
+        steps.append(result.timeline)
         if teller is not None:
-            teller.ran(results[-1])
+            teller.ran(result)
     rough = make_cutter(setup).rough
-    speeds = measured_speeds(rough, results[1:], engine.num_workers) if engine.num_workers > 1 else None
-    return measured_costs(replace(rough, worker_speed=speeds), results[1:])
+    speeds = measured_speeds(rough, steps[1:], engine.num_workers) if engine.num_workers > 1 else None
+    return measured_costs(replace(rough, worker_speed=speeds), steps[1:])
 
 
 def check_losses(measured: Sequence[Measured], tolerance: float) -> None:

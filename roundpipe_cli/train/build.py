@@ -17,9 +17,10 @@ from roundpipe_cli.costs.memory import CONTEXT_BYTES, backward_workspace_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.probe import find_saved_bytes, find_unread
+from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, rough_costs
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice
-from roundpipe_cli.planning.adaptive import SHARED_BYTES_PER_S, Cutter, rough_costs
+from roundpipe_cli.planning.adaptive import Cutter
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.devices import make_backends, threads_per_worker

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
@@ -31,7 +32,7 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.planning.adaptive import Cutter
 from roundpipe_cli.planning.forward import forward_stages
-from roundpipe_cli.schedule.actions import Schedule, StageRange
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError

@@ -353,7 +353,8 @@ class Trainer:
             self._position = self.sampler.position
         self._updater.wait()  # at staleness 1 for the update that ran beside this step
         self._auto_cache.observe(engine, result)
-        self._cutter.observe(result)
+        if not self._cutter.is_settled:
+            self._cutter.observe(result.timeline)
         pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
         self._pipeline_s.append(pipeline_s)
         self._tell(step_timeline(result, step + 1, self._clock))

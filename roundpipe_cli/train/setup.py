@@ -45,11 +45,11 @@ from roundpipe_cli.model.weights_io import load_weights, packed_names
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe
-from roundpipe_cli.train.batches import rows_of_steps
 from roundpipe_cli.train.devices import choose_devices
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
+from roundpipe_cli.train.sampling import rows_of_steps
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

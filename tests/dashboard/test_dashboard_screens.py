@@ -1,4 +1,7 @@
-"""Screens of recorded runs, by a clock that stands still. `python -m tests.dashboard.test_dashboard_screens` writes them anew."""
+"""Screens of recorded runs, by a clock that stands still.
+
+`python -m tests.dashboard.test_dashboard_screens` writes them anew.
+"""
 
 from __future__ import annotations
 

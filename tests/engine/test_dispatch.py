@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.engine.program import device_folds, layer_range, lower_for_engine
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, Program, lower

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes
-from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import largest_stage_bytes
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.planning.adaptive import MEMORY_SHARE, Cutter
-from roundpipe_cli.planning.stages import StageRange, StageSums, limits_for, within_limits
+from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.auto_cache import modelled_bytes

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli.plan import plan_text
-from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.predict import Plan, make_plan
-from roundpipe_cli.planning.stages import StageRange, limits_for
+from roundpipe_cli.planning.stages import limits_for
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
 from roundpipe_cli.schedule.lower import lower

@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.live import ActionTime
-from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS, Cutter
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.actions import Action
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import makespan_s
 from tests.support.e2e import finetune, make_model, make_workspace, numbers
 
 WORKERS, MICROBATCHES, BLOCKS = 2, 4, 6
@@ -39,12 +35,8 @@ def step(chosen: Cutter, machine: CostModel) -> int:
     """One step as this machine would time it; returns how many forward stages it had."""
     schedule = chosen.schedule(MICROBATCHES)
     timeline = simulate(schedule, machine)
-    actions = tuple(
-        ActionTime(Action(i.kind, i.stage, i.microbatch, i.worker), i.start_s, i.end_s)
-        for i in timeline.intervals
-        if i.lane == "compute"
-    )
-    chosen.observe(StepResult(0.0, 1, 0.0, makespan_s(timeline), actions, WORKERS, 0, (0, 0)))
+    computed = tuple(interval for interval in timeline.intervals if interval.lane == "compute")
+    chosen.observe(replace(timeline, intervals=computed))
     return len(schedule.forward_stages)
 
 

@@ -134,7 +134,7 @@ class Run:
         """Loss and gradients, which must not change."""
         result = engine.run_step(random_microbatches(sizes), self.cutter.schedule(len(sizes)), step=0)
         self.cache.observe(engine, result)
-        self.cutter.observe(result)
+        self.cutter.observe(result.timeline)
         self.peak, self.upload_bytes = max(result.device_peak_bytes), result.upload_bytes
         return result.loss.hex() + b"".join(gradient.numpy().tobytes() for gradient in self.rig.store.gradients).hex()
 

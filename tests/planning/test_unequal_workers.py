@@ -62,7 +62,7 @@ def trained(machine: Machine, pipeline: PipelineConfig | None = None) -> Cutter:
     assert speeds is not None
     cutter = Cutter(rough, len(speeds), pipeline or PipelineConfig())
     while not cutter.measured:
-        cutter.observe(machine.step(cutter))
+        cutter.observe(machine.step(cutter).timeline)
     assert machine.steps <= PROFILE_STEPS + CONFIRM_STEPS
     return cutter
 
@@ -184,7 +184,7 @@ def test_stages_dealt_earliest_free_keep_the_devices_limits(limit: int) -> None:
     rough = replace(costs(), device_memory_bytes=limit)
     cutter = Cutter(rough, 2, PipelineConfig())
     while not cutter.measured:
-        cutter.observe(machine.step(cutter))
+        cutter.observe(machine.step(cutter).timeline)
     schedule = cutter.schedule(MICROBATCHES)
     assert cutter.costs.worker_speed == pytest.approx((1.0, 0.5))
     for first, last in (*schedule.forward_stages, *schedule.backward_stages):

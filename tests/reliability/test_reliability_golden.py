@@ -1,7 +1,7 @@
 """Checkpoints of released formats stay readable: `tests/golden/checkpoint-vN` is one of format version N.
 
-Each holds the step 4 of a run of 6, made by `python -m tests.reliability.test_reliability_golden FOLDER`; the losses of the
-uninterrupted run are in `losses.json` beside it. A new format version gets a new folder, and the old ones stay.
+Each holds the step 4 of a run of 6, made by `python -m tests.reliability.test_reliability_golden FOLDER`; the losses
+of the uninterrupted run are in `losses.json` beside it. A new format version gets a new folder, and the old ones stay.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import StageRange
 from roundpipe_cli.schedule.builders import (
     BOUND_SCHEDULES,
     SCHEDULES,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.lower import Program, lower

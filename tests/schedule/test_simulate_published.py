@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.actions import StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import Interval, bubble, compute_rows, makespan_s, utilization

@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.rough_costs import rough_costs
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention
@@ -23,7 +24,6 @@ from roundpipe_cli.model.lora import add_lora, initial_values
 from roundpipe_cli.model.nf4 import dequantize, quantizable_names
 from roundpipe_cli.model.split import Split, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
-from roundpipe_cli.planning.adaptive import rough_costs
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 

@@ -85,7 +85,7 @@ def run(
             sizes = SIZES[:1] if step == STEPS - 1 else SIZES  # the last step of an epoch is short
             result = engine.run_step(random_microbatches(sizes), cutter.schedule(len(sizes)), step=step)
             cache.observe(engine, result)
-            cutter.observe(result)
+            cutter.observe(result.timeline)
             gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients)
             bits.append(result.loss.hex() + gradients.hex())
             results.append(result)
@@ -118,7 +118,7 @@ def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
     def step(engine: Engine, sizes: list[tuple[int, int]]) -> None:
         result = engine.run_step(random_microbatches(sizes), cutter.schedule(len(sizes)), step=0)
         cache.observe(engine, result)
-        cutter.observe(result)
+        cutter.observe(result.timeline)
 
     with rig.engine(2, copy=True) as engine:
         while not cutter.is_settled:
@@ -152,7 +152,7 @@ def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:
         for step in range(STEPS - 1):
             result = engine.run_step(random_microbatches(SIZES), cutter.schedule(len(SIZES)), step=step)
             cache.observe(engine, result)
-            cutter.observe(result)
+            cutter.observe(result.timeline)
         assert cache.num_bytes
         for give_up in (False, True):
             if give_up:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.finetune import LinePrinter, step_line
+from roundpipe_cli.cli.lines import LinePrinter, step_line
 from roundpipe_cli.events import CheckpointSaved, Notice, Phase, RunFinished, StepFinished
 from tests.support.e2e import (
     child_environment,

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.planning.stages import StageRange, StageSums
+from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.planning.stages import StageSums
 
 
 @dataclass(frozen=True, slots=True)

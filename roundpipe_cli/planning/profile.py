@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.schedule.actions import Kind, Schedule, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.timeline import Timeline
 
 MIN_DIFFERENCE = 0.1
 """Share by which a worker must be slower than the fastest to count as slower."""
@@ -48,7 +48,7 @@ def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int, s
     )
 
 
-def measured_costs(base: CostModel, results: Iterable[StepResult]) -> CostModel:
+def measured_costs(base: CostModel, steps: Iterable[Timeline]) -> CostModel:
     """`base` with the times of profile steps in place of its own.
 
     Layers of one kind (equal costs in `base`) get one time. Each microbatch counts by its median over these layers,
@@ -58,12 +58,12 @@ def measured_costs(base: CostModel, results: Iterable[StepResult]) -> CostModel:
     """
     seconds: dict[tuple[int, Kind], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     group_of = _groups(base)
-    for result in results:
-        for item in result.actions:
-            layer, worker = _layer(item.action.kind, item.action.stage, len(base.layers)), item.action.worker
-            speed = 1.0 if base.worker_speed is None else base.worker_speed[worker]
+    for step in steps:
+        for item in step.intervals:
+            layer = _layer(item.kind, item.stage, len(base.layers))
+            speed = 1.0 if base.worker_speed is None else base.worker_speed[item.worker]
             taken_s = (item.end_s - item.start_s) * speed
-            seconds[group_of[layer], item.action.kind][item.action.microbatch].append(taken_s)
+            seconds[group_of[layer], item.kind][item.microbatch].append(taken_s)
     layers = list(base.layers)
     for first in sorted(set(group_of.values())):
         members = [index for index, group in group_of.items() if group == first]
@@ -80,7 +80,7 @@ def measured_costs(base: CostModel, results: Iterable[StepResult]) -> CostModel:
     return replace(base, name=f"{base.name}, measured", layers=tuple(layers))
 
 
-def measured_speeds(base: CostModel, steps: Sequence[StepResult], num_workers: int) -> tuple[float, ...] | None:
+def measured_speeds(base: CostModel, steps: Sequence[Timeline], num_workers: int) -> tuple[float, ...] | None:
     """Each worker's speed, that of the fastest 1; None where they are equal, as far as profile steps can tell.
 
     A worker is slower if it takes `MIN_DIFFERENCE` more for the same layers and microbatch in every one of the steps,
@@ -120,15 +120,14 @@ def _slower(spreads: Sequence[_Spread]) -> set[int]:
     }
 
 
-def _slowness(base: CostModel, steps: Sequence[StepResult], num_workers: int) -> list[_Spread] | None:
+def _slowness(base: CostModel, steps: Sequence[Timeline], num_workers: int) -> list[_Spread] | None:
     """Each worker's spread over what all workers have timed: layers of one kind and the same microbatch."""
     group_of = _groups(base)
     times: dict[tuple[int, Kind, int], list[list[float]]] = defaultdict(lambda: [[] for _ in range(num_workers)])
-    for result in steps:
-        for item in result.actions:
-            group = group_of[_layer(item.action.kind, item.action.stage, len(base.layers))]
-            key = (group, item.action.kind, item.action.microbatch)
-            times[key][item.action.worker].append(item.end_s - item.start_s)
+    for step in steps:
+        for item in step.intervals:
+            group = group_of[_layer(item.kind, item.stage, len(base.layers))]
+            times[group, item.kind, item.microbatch][item.worker].append(item.end_s - item.start_s)
     shared = [rows for rows in times.values() if all(rows)]
     usual_s = [statistics.fmean(statistics.median(row) for row in rows) for rows in shared]
     least_s = MIN_SHARE * max(usual_s, default=0.0)

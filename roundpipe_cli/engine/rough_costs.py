@@ -1,0 +1,66 @@
+"""Costs of a run's layers before anything is measured: from the sizes of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.model.layout import LayerLayout
+
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
+"""Of one worker, until it is measured."""
+SHARED_BYTES_PER_S = 1e15
+"""Between workers on the processor nothing is copied: a boundary tensor is there at once."""
+
+
+def rough_costs(
+    layouts: Sequence[LayerLayout],
+    active_parameters: Sequence[int],
+    *,
+    method: str,
+    tokens: int,
+    hidden_size: int,
+    device: str,
+    device_memory_bytes: int | None = None,
+    link_bytes_per_s: float = SHARED_BYTES_PER_S,
+    experts_per_token: int = 1,
+    activation_bytes: Sequence[int] | None = None,
+) -> CostModel:
+    """Costs of the layers from their parameters alone.
+
+    Args:
+        layouts: one per layer.
+        active_parameters: per layer, parameters that take part for one token (a part of the experts).
+        method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
+        tokens: of a microbatch.
+        hidden_size: width of the hidden states.
+        device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
+        device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
+        link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
+        experts_per_token: of a layer with experts, how many compute a token.
+        activation_bytes: of each layer, what a microbatch keeps on the device for its backward; None: as rough.
+    """
+    backward = 1.0 if method == "lora" else 2.0
+    streams = device != "cpu"
+    layers = []
+    for index, (layout, active) in enumerate(zip(layouts, active_parameters, strict=True)):
+        seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device] if index else 0.0
+        item_bytes = layout.trainable_dtype.itemsize
+        matrices = [place.shape for place in layout.places if len(place.shape) > 1]
+        width = sum(sum(shape[-2:]) * (experts_per_token if len(shape) > 2 else 1) for shape in matrices)
+        kept = width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0
+        layers.append(
+            LayerCost(
+                name=layout.name,
+                forward_s=seconds,
+                backward_s=seconds * backward,
+                recompute=index < len(layouts) - 1,
+                param_bytes=layout.num_bytes if streams and index else 0,
+                boundary_bytes=hidden_size * tokens * item_bytes,
+                grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
+                activation_bytes=kept if activation_bytes is None else activation_bytes[index],
+            )
+        )
+    return CostModel(
+        "layers", tuple(layers), device_memory_bytes=device_memory_bytes, link_bytes_per_s=link_bytes_per_s
+    )
