@@ -26,7 +26,8 @@ from simulated_gains import HUB_IDS, Column
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.models import shipped_architecture
 from roundpipe_cli.engine.dispatch.emulate import run_emulated
-from roundpipe_cli.planning.compare import Question, chunk_partition, make_schedule
+from roundpipe_cli.planning.choose import chunk_cut
+from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
@@ -36,8 +37,8 @@ from roundpipe_cli.schedule.validate import validate_schedule
 def row(name: str, costs: CostModel, args: argparse.Namespace, head_workers: int) -> str:
     """One line of the table."""
     options = Options(head_workers=head_workers)
-    question = Question(costs, args.workers, args.chunks, options=options, sequence_chunks=args.chunks)
-    partition = chunk_partition(question)
+    question = SimulationCase(costs, args.workers, args.chunks, options=options, sequence_chunks=args.chunks)
+    partition = chunk_cut(question)
     schedule = make_schedule("roundpipe", partition, question)
     validate_schedule(schedule)
     simulated = simulate(schedule, costs)

@@ -29,7 +29,8 @@ from simulated_gains import HUB_IDS, MICROBATCHES, WORKERS, Column
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.models import shipped_architecture
 from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
-from roundpipe_cli.planning.compare import Question, choose_partition, make_schedule
+from roundpipe_cli.planning.choose import choose
+from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -65,15 +66,15 @@ def late_share(runs: Sequence[Emulated]) -> str:
     return f"{100 * compute:.1f}, {100 * together:.1f} %"
 
 
-def question_for(costs: CostModel, staleness: int) -> Question:
-    return Question(costs, WORKERS, MICROBATCHES, staleness=1 if staleness else 0)
+def question_for(costs: CostModel, staleness: int) -> SimulationCase:
+    return SimulationCase(costs, WORKERS, MICROBATCHES, staleness=1 if staleness else 0)
 
 
 def against_simulator(title: str, costs: CostModel, args: argparse.Namespace) -> None:
     """A row for each of `CASES`."""
     for name, staleness, num_steps in CASES:
         question = question_for(costs, staleness)
-        schedule = make_schedule(name, choose_partition(name, question), question, num_steps)
+        schedule = make_schedule(name, choose(name, question), question, num_steps)
         wanted_s = makespan_s(simulate(schedule, costs, staleness=staleness))
         runs = [run_emulated(schedule, costs, staleness=staleness) for _ in range(args.repetitions)]
         ratios = sorted(run.makespan_s / wanted_s for run in runs)
@@ -98,7 +99,7 @@ def slow_links(title: str, costs: CostModel, args: argparse.Namespace) -> None:
     slow = replace(costs, link_bytes_per_s=SLOW_LINK_BYTES_PER_S * args.compress)
     for planned_for, planned in (("25 GB/s", costs), ("3 GB/s", slow)):
         question = question_for(planned, 0)
-        schedule = make_schedule("roundpipe", choose_partition("roundpipe", question), question)
+        schedule = make_schedule("roundpipe", choose("roundpipe", question), question)
         first, row = exposed(schedule, slow, args, fifo=False)
         other, fifo_row = exposed(schedule, slow, args, fifo=True)
         print(f"| {title} | {planned_for} | {row} | {fifo_row} | {first / other:.2f} |", flush=True)

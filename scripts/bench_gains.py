@@ -32,10 +32,10 @@ from roundpipe_cli.engine.kept import kept_activations
 from roundpipe_cli.engine.probe import find_unread
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.planning.compare import even_stages
+from roundpipe_cli.planning.choose import even_stages
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.profile import measured_costs, profile_schedule
-from roundpipe_cli.planning.resident import DEALING, resident_partition
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
@@ -106,7 +106,7 @@ def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Op
         )
     plan: Any = plan_partition(costs, num_workers=WORKERS, num_microbatches=num_microbatches)
     if name == "resident":
-        plan = resident_partition(costs, WORKERS, lambda partition: True)
+        plan = resident_cut(costs, WORKERS, lambda partition: True)
     return build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,

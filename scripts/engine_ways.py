@@ -28,9 +28,9 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.rough_costs import rough_costs
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.planning.compare import Partition
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.partition import plan_partition
-from roundpipe_cli.planning.resident import DEALING, resident_partition
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
@@ -68,7 +68,7 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
     plan: Any
     if name == RESIDENT:
         costs = with_cached_weights(costs, EVERYTHING, layouts[0].trainable_dtype.itemsize)
-        plan = resident_partition(costs, num_workers, lambda partition: True) or Partition((), ())
+        plan = resident_cut(costs, num_workers, lambda partition: True) or StageCut((), ())
     else:
         plan = plan_partition(costs, num_workers=num_workers, num_microbatches=len(microbatches))
     schedule = build_schedule(

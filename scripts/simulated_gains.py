@@ -21,7 +21,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, ski
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes
 from roundpipe_cli.costs.models import Architecture, shipped_architecture
-from roundpipe_cli.planning.compare import Partition, Question, choose_partition, dealt_partition, run
+from roundpipe_cli.planning.choose import choose, dealt_cut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.schedule.dealing import Options
 
 HUB_IDS = {"Llama3-8B": "meta-llama/Llama-3.1-8B", "Qwen3-32B": "Qwen/Qwen3-32B"}
@@ -56,7 +57,7 @@ class Column:
 
     def __post_init__(self) -> None:
         self.costs = self._costs()
-        self.plans: dict[CostModel, Partition] = {}
+        self.plans: dict[CostModel, StageCut] = {}
         self.rows: dict[str, tuple[float, str]] = {}
         """Seconds of a step and which width was best."""
         self.share = (
@@ -97,10 +98,10 @@ class Column:
     def _trained(self, all_params: int, adapters: int) -> int:
         return {"none": 0, "lora": adapters, "full": all_params}[self.gradients]
 
-    def plan(self, costs: CostModel) -> Partition:
+    def plan(self, costs: CostModel) -> StageCut:
         """The planner's stages, planned once."""
         if costs not in self.plans:
-            self.plans[costs] = choose_partition("roundpipe", Question(costs, WORKERS, MICROBATCHES))
+            self.plans[costs] = choose("roundpipe", SimulationCase(costs, WORKERS, MICROBATCHES))
         return self.plans[costs]
 
     def _num_kept(self) -> int:
@@ -116,14 +117,14 @@ class Column:
         blocks = len(costs.layers) - 1
         return keep_activations(costs, range(max(0, blocks - self.num_kept), blocks))
 
-    def step_s(self, costs: CostModel, options: Options, planned: Partition | None = None) -> float:
+    def step_s(self, costs: CostModel, options: Options, planned: StageCut | None = None) -> float:
         """One step with the planner's or even stages."""
-        question = Question(costs, WORKERS, MICROBATCHES, options=options)
+        question = SimulationCase(costs, WORKERS, MICROBATCHES, options=options)
         partition = planned or self.plan(
             replace(costs, layers=tuple(replace(x, recompute_s=None) for x in costs.layers))
         )
         if planned is None and options != Options():
-            partition = dealt_partition(partition, question)
+            partition = dealt_cut(partition, question)
         return run("roundpipe", partition, question).step_s
 
     def measure(self) -> None:
@@ -155,12 +156,12 @@ class Column:
         return f"{step_s:.3f} s | {gain:+.1f} %{f' ({label})' if label else ''}"
 
 
-def published_plan(model: dict[str, Any]) -> Partition:
+def published_plan(model: dict[str, Any]) -> StageCut:
     """The published stages; their figures count blocks, the head joins the first backward stage."""
     figures, blocks = model["schedules"]["roundpipe"], model["blocks"]
     forward = _ranges(figures["blocks_per_forward_stage"])
     backward = _ranges(figures["blocks_per_backward_stage"][::-1])[::-1]
-    return Partition(tuple(forward), ((backward[0][0], blocks), *backward[1:]), WORKERS)
+    return StageCut(tuple(forward), ((backward[0][0], blocks), *backward[1:]), WORKERS)
 
 
 def _ranges(sizes: list[int]) -> list[tuple[int, int]]:

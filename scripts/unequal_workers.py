@@ -26,7 +26,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.engine.rough_costs import rough_costs
 from roundpipe_cli.planning.adaptive import Cutter
-from roundpipe_cli.planning.compare import Question, choose_partition, make_schedule
+from roundpipe_cli.planning.choose import choose
+from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.timeline import busy_s
 from tests.support.tiny import Rig, make_rig, random_microbatches
@@ -82,8 +83,8 @@ def emulated_rows(compress: float, repetitions: int) -> None:
         worker_speed=speeds,
     )
     for dispatch in DISPATCHES:
-        question = Question(costs, len(speeds), 24, auto_dealing=dispatch == "auto")
-        schedule = make_schedule("roundpipe", choose_partition("roundpipe", question), question)
+        question = SimulationCase(costs, len(speeds), 24, auto_dealing=dispatch == "auto")
+        schedule = make_schedule("roundpipe", choose("roundpipe", question), question)
         runs = [run_emulated(schedule, costs) for _ in range(repetitions)]
         reached = [
             sum(busy * speed for busy, speed in zip(busy_s(run.timeline), speeds, strict=True))

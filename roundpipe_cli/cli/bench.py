@@ -13,7 +13,7 @@ from roundpipe_cli.cli.output import say
 
 if TYPE_CHECKING:
     from roundpipe_cli.cli.bench_options import RoundpipeFlags
-    from roundpipe_cli.planning.compare import Partition, Question, Result
+    from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
 
 
 def bench(
@@ -35,8 +35,14 @@ def bench(
     backward_stages: Annotated[
         str | None, typer.Option(help="Backward stages as JSON, the one with the head first (roundpipe only).")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Chained optimizer steps: 1, or an even number.")] = 1,
-    staleness: Annotated[int, typer.Option(min=0, max=1, help="Updates that the weights of a step lag.")] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1; a recipe's steps may overlap."),
+    ] = None,
+    staleness: Annotated[
+        int | None,
+        typer.Option(min=0, max=1, help="Updates that the weights of a step lag. Default: 0, or the recipe's."),
+    ] = None,
     head_workers: Annotated[
         int, typer.Option(min=1, help="roundpipe: workers that share the microbatches of the stage with the head.")
     ] = 1,
@@ -79,11 +85,12 @@ def bench(
         plain = json_output or no_dashboard
         _run_really(recipe, overrides or [], schedule, repetitions or 5, json_output, plain, flags)
         return
-    from roundpipe_cli.planning.compare import check_question, run
+    from roundpipe_cli.planning.compare import check_case, run
+    from roundpipe_cli.schedule.dealing import Options
 
     question = _question(recipe, overrides or [], costs, hardware, workers, microbatches, accounting, staleness, steps)
-    check_question(question)
-    changed = changed_question(question, flags)
+    check_case(question)
+    changed, question = changed_question(question, flags), replace(question, options=Options())
     partitions = _partitions(schedule, forward_stages, backward_stages, question, changed, flags)
     results = [run(name, partition, changed if name == "roundpipe" else question) for name, partition in partitions]
     if svg is not None:
@@ -131,12 +138,12 @@ def _question(
     workers: int | None,
     microbatches: int | None,
     accounting: str,
-    staleness: int,
-    steps: int,
-) -> Question:
+    staleness: int | None,
+    steps: int | None,
+) -> SimulationCase:
     from roundpipe_cli.costs.cost import load_costs
     from roundpipe_cli.errors import RefusedError, closest
-    from roundpipe_cli.planning.compare import Question
+    from roundpipe_cli.planning.compare import SimulationCase
 
     if accounting not in ("default", "published"):
         nearest = closest(accounting, ["default", "published"])
@@ -153,24 +160,27 @@ def _question(
         if missing:
             raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
         assert workers is not None and microbatches is not None
-        asked = Question(load_costs(costs_file), workers, microbatches)
+        asked = SimulationCase(load_costs(costs_file), workers, microbatches)
     else:
         assert recipe is not None
         asked = _from_recipe(recipe, overrides, hardware)
+    is_published = accounting == "published"
+    if staleness is not None and staleness != asked.staleness:
+        asked = replace(asked, staleness=1 if staleness else 0, num_steps=1)
     return replace(
         asked,
         num_workers=asked.num_workers if workers is None else workers,
         num_microbatches=asked.num_microbatches if microbatches is None else microbatches,
-        accounting="published" if accounting == "published" else "default",
-        staleness=1 if staleness else 0,
-        num_steps=steps,
+        accounting="published" if is_published else "default",
+        limits=None if is_published else asked.limits,
+        num_steps=asked.num_steps if steps is None else steps,
     )
 
 
-def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Question:
+def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> SimulationCase:
     """What a recipe says of costs, workers and microbatches, and what it leaves to the planner."""
     from roundpipe_cli.cli.output import say
-    from roundpipe_cli.planning.compare import Question
+    from roundpipe_cli.planning.predict import stage_case
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.units import format_seconds
@@ -181,25 +191,17 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Que
         say(
             f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
         )
-    pipeline, settings = question.loaded.recipe.pipeline, question.settings
-    return Question(
-        question.analytic.costs,
-        question.num_workers,
-        settings.num_microbatches,
-        auto_dealing=pipeline.dispatch == "auto",
-        auto_head=pipeline.head_workers == "auto",
-        sequence_chunks=settings.sequence_chunks,
-    )
+    return stage_case(question)
 
 
 def _partitions(
     schedules: list[str] | None,
     forward: str | None,
     backward: str | None,
-    question: Question,
-    changed: Question,
+    question: SimulationCase,
+    changed: SimulationCase,
     flags: RoundpipeFlags,
-) -> list[tuple[str, Partition]]:
+) -> list[tuple[str, StageCut]]:
     """The schedules to simulate with their stages: given ones where they apply, planned ones otherwise.
 
     `changed` is the question with what `flags` say, which roundpipe is asked; the others are asked `question`.
@@ -209,7 +211,8 @@ def _partitions(
     """
     from roundpipe_cli.cli.bench_options import check_schedules
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.planning.compare import Partition, choose_partition
+    from roundpipe_cli.planning.choose import Effort, choose
+    from roundpipe_cli.planning.compare import StageCut
     from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, schedule_name
     from roundpipe_cli.schedule.validate import CHUNK_SCHEDULES
 
@@ -222,7 +225,9 @@ def _partitions(
                 "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
             )
         check_schedules(flags, names, bool(schedules))
-        return [(name, choose_partition(name, changed if name == "roundpipe" else question)) for name in names]
+        # a recipe's stages are those that `plan` and a run take
+        effort: Effort = "full" if question.limits is None else "quick"
+        return [(name, choose(name, changed if name == "roundpipe" else question, effort=effort)) for name in names]
     forward_ranges = _stages("--forward-stages", forward)
     backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
     if not schedules and backward is not None:
@@ -233,7 +238,7 @@ def _partitions(
     check_schedules(flags, names, bool(schedules))
     if backward is None and "roundpipe" in names:
         raise RefusedError("roundpipe needs --backward-stages beside --forward-stages", hint="or neither: planned then")
-    return [(name, Partition(forward_ranges, backward_ranges)) for name in names]
+    return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
 
 
 def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
@@ -270,7 +275,7 @@ def _write_svg(path: Path, results: list[Result]) -> None:
         raise RefusedError("cannot write the picture", where=str(path), found=error.strerror) from error
 
 
-def _print_table(question: Question, results: list[Result], flags: RoundpipeFlags) -> None:
+def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags) -> None:
     from rich.console import Console
     from rich.table import Table
 

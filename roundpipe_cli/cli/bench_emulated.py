@@ -9,9 +9,9 @@ from typing import Any
 
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
-from roundpipe_cli.planning.compare import Partition, Question, Result, make_schedule
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
 
-Asked = tuple[str, Partition, Question]
+Asked = tuple[str, StageCut, SimulationCase]
 """(schedule, its stages, what it was asked)."""
 
 
@@ -45,7 +45,7 @@ def run_emulated_bench(asked: Sequence[Asked], results: Sequence[Result], repeti
         _print_table(asked[0][2], results, measured)
 
 
-def emulate(name: str, partition: Partition, question: Question, num_steps: int) -> Emulated:
+def emulate(name: str, partition: StageCut, question: SimulationCase, num_steps: int) -> Emulated:
     """`num_steps` chained steps of one schedule on emulated devices."""
     schedule = make_schedule(name, partition, question, num_steps)
     costs = _without_transfers(question.costs) if question.accounting == "published" else question.costs
@@ -58,7 +58,7 @@ def _without_transfers(costs: CostModel) -> CostModel:
     return replace(costs, layers=tuple(replace(layer, **free) for layer in costs.layers))  # type: ignore[arg-type]
 
 
-def _step_s(name: str, partition: Partition, question: Question) -> float | None:
+def _step_s(name: str, partition: StageCut, question: SimulationCase) -> float | None:
     if question.num_steps == 1:
         return None
     half = question.num_steps // 2
@@ -76,7 +76,7 @@ def _summary(found: Sequence[Emulated], step_s: float | None) -> MeasuredSchedul
     )
 
 
-def _print_json(question: Question, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
+def _print_json(question: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
     import json
 
     import typer
@@ -94,7 +94,7 @@ def _print_json(question: Question, results: Sequence[Result], measured: Sequenc
     typer.echo(json.dumps(found))
 
 
-def _print_table(question: Question, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
+def _print_table(question: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
     from rich.console import Console
     from rich.table import Table
 

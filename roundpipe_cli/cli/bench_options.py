@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.compare import Question
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.schedule.builders import BOUND_SCHEDULES
 from roundpipe_cli.schedule.dealing import Options
 
@@ -54,7 +54,7 @@ def check_schedules(flags: RoundpipeFlags, names: Sequence[str], are_named: bool
         )
 
 
-def changed_question(question: Question, flags: RoundpipeFlags) -> Question:
+def changed_question(question: SimulationCase, flags: RoundpipeFlags) -> SimulationCase:
     """The question as roundpipe is asked it; the same one if all flags are off.
 
     Raises:
@@ -75,6 +75,8 @@ def changed_question(question: Question, flags: RoundpipeFlags) -> Question:
     if flags.skip_projection:
         costs = _skipped(costs)
     options = Options(flags.head_workers, flags.replicas, flags.earliest_free)
+    if options == Options():
+        options = question.options
     return replace(question, costs=costs, options=options)
 
 

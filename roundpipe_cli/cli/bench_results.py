@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundpipe_cli.planning.compare import Question, Result
+    from roundpipe_cli.planning.compare import Result, SimulationCase
 
 
-def document(question: Question, results: list[Result]) -> dict[str, Any]:
+def document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
     """What `--json` prints (DESIGN.md, section 7, "bench"). Seconds; the four parts sum to the bubble ratio."""
     return {
         "workers": question.num_workers,

@@ -21,16 +21,15 @@ from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 700 * MIB
 """CUDA context, kernels and library workspaces of one process on one device (assumed)."""
-DEVICE_MARGIN = 0.05
-"""Share of a device's label left free: fragmentation, a display (assumed)."""
+DEVICE_SHARE = 0.85
+"""Share of a device's label that a run counts on; the rest is left for fragmentation, a display and whatever the memory
+model does not know (assumed)."""
 PINNED_RING_BYTES = 8 * 32 * MIB
 """Page-locked staging chunks per device and direction."""
 INTERPRETER_BYTES = 460 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
 CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
-CACHE_SHARE = 0.85
-"""Of a device's label, up to which `weight_cache: auto` fills it; the rest is for what no memory model knows."""
 CACHE_ALIGNMENT_BYTES = 256
 """Of a layer in the weight cache, at most."""
 HOST_MARGIN_BYTES = 2 * GIB
@@ -205,7 +204,7 @@ def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
 
 def usable_device_bytes(device: Device) -> int:
     """What of a device's label a run may count on."""
-    return int(device.memory_bytes * (1 - DEVICE_MARGIN))
+    return int(device.memory_bytes * DEVICE_SHARE)
 
 
 def usable_host_bytes(hardware: Hardware) -> int:

@@ -11,26 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.cost import CostModel, StageRange, with_updates
-from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.compare import (
-    Partition,
-    Question,
-    choose_dealing,
-    choose_partition,
-    chunk_partition,
-    dealt_partition,
-    faster,
-    make_schedule,
-)
-from roundpipe_cli.planning.partition import QUICK, plan_partition
+from roundpipe_cli.costs.memory import DEVICE_SHARE
+from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.profile_cache import ProfileCache
-from roundpipe_cli.planning.resident import resident_partition
-from roundpipe_cli.planning.stages import StageLimits, StageSums, limits_for, within_limits
+from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Chain, build_schedule
-from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, makespan_s
 
@@ -42,8 +32,6 @@ MAX_OFF = 1.3
 """Factor by which steps may differ from an earlier run's times before they are measured again."""
 PREDICTED_STEPS = 16
 """Chained steps from which the time of one is predicted."""
-MEMORY_SHARE = 0.85
-"""Of a device's memory, for what is counted; the rest is for what no memory model knows."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +82,10 @@ class Cutter:
         self._profile: list[Timeline] = []
         """Steps since the stages last changed."""
         self._kept: _KeptStages | None = None
-        forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
-        if pipeline.schedule == "roundpipe" and forward_auto != backward_auto:
-            raise RefusedError(
-                "forward_stages and backward_stages go together",
-                where="pipeline",
-                found="one of them is auto",
-                expected="both given or both auto",
-            )
-        if pipeline.schedule != "roundpipe" and not backward_auto:
-            raise RefusedError(
-                f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages",
-                where="pipeline.backward_stages",
-                expected="auto",
-            )
+        self._given = given_cut(pipeline, num_workers)
         self._options = dealing_options(pipeline)
         self._chunks = pipeline.num_chunks
-        self._planned = forward_auto
+        self._planned = self._given is None
         self._chained = chained and num_workers > 1
         self._weights_stay = weights_stay and num_workers > 1 and not chained
         self._most_per_round = microbatches_per_round
@@ -155,28 +130,19 @@ class Cutter:
     def _make_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
         """With the seconds of a step. Its stages are others: with no barrier to wait at, they need not end short."""
         step, costs = self.schedule(num_microbatches), with_updates(self.costs)
-        forward, backward, per_round = step.forward_stages, step.backward_stages, step.microbatches_per_round
+        cut = StageCut(step.forward_stages, step.backward_stages, step.microbatches_per_round)
         if self._planned:
-            plan = plan_partition(
-                costs,
-                num_workers=self._num_workers,
-                num_microbatches=num_microbatches,
-                staleness=1,
-                num_steps=2,  # the planner itself takes as many as it needs to see how fast they follow each other
-                limits=self._limits(),
-                effort=QUICK,  # the workers wait for it
-            )
-            forward, backward, per_round = plan.forward_stages, plan.backward_stages, plan.microbatches_per_round
+            cut = choose("roundpipe", self.case(num_microbatches, overlaps=True), effort="quick")
 
         def build(num_steps: int) -> Schedule:
             return build_schedule(
                 "roundpipe",
-                forward_stages=forward,
-                backward_stages=backward,
+                forward_stages=cut.forward_stages,
+                backward_stages=cut.backward_stages,
                 num_workers=self._num_workers,
                 num_microbatches=num_microbatches,
                 costs=costs,
-                microbatches_per_round=per_round,
+                microbatches_per_round=cut.microbatches_per_round,
                 num_steps=num_steps,
                 staleness=1,
             )
@@ -257,83 +223,41 @@ class Cutter:
     def _build(self, num_microbatches: int) -> Schedule:
         if not self.measured:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
-        if self._planned and self._pipeline.schedule == "roundpipe" and self._kept is None:
-            return self._planned_roundpipe(num_microbatches)
-        forward, backward = self._stages(num_microbatches) if self._kept is None else self._kept.stages
+        if self._kept is None:
+            case = self.case(num_microbatches)
+            cut = self._given or choose(self._pipeline.schedule, case, effort="quick")
+            return make_schedule(self._pipeline.schedule, cut, case)
         return build_schedule(
             self._pipeline.schedule,
-            forward_stages=forward,
-            backward_stages=backward,
+            forward_stages=self._kept.stages[0],
+            backward_stages=self._kept.stages[1],
             num_workers=self._num_workers,
             num_microbatches=num_microbatches,
-            costs=self.costs if self._kept is None else self._kept.costs,
-            options=self._options if self._kept is None else self._kept.options,
+            costs=self._kept.costs,
+            options=self._kept.options,
             sequence_chunks=self._chunks,
         )
 
-    def _stages(self, num_microbatches: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...] | None]:
-        pipeline = self._pipeline
-        if not self._planned:
-            backward = None if pipeline.schedule != "roundpipe" else _ranges(pipeline.backward_stages)
-            return _ranges(pipeline.forward_stages), backward
-        question = Question(self.costs, self._num_workers, num_microbatches, sequence_chunks=self._chunks)
-        chosen = choose_partition(pipeline.schedule, question)
-        return chosen.forward_stages, None
+    def case(self, num_microbatches: int, *, costs: CostModel | None = None, overlaps: bool = False) -> SimulationCase:
+        """What `choose` is asked for a step of so many microbatches or chunks.
+
+        Args:
+            costs: of the layers; None: as far as they are known.
+        """
+        costs = costs or self.costs
+        return case_for(
+            self._pipeline,
+            with_updates(costs) if overlaps else costs,
+            (self._num_workers, num_microbatches),
+            self._limits(),
+            overlaps=overlaps,
+            weights_stay=self._weights_stay,
+        )
 
     def _limits(self) -> StageLimits:
         """How much one stage may take of a device."""
         memory_bytes = self.costs.device_memory_bytes
         if memory_bytes is None:
             return StageLimits(microbatches_per_round=self._most_per_round)
-        free = int(MEMORY_SHARE * memory_bytes) - self._shared_bytes
+        free = int(DEVICE_SHARE * memory_bytes) - self._shared_bytes
         return limits_for(self.costs, free, self._most_per_round)
-
-    def _planned_roundpipe(self, num_microbatches: int) -> Schedule:
-        limits, sums = self._limits(), StageSums(self.costs)
-        question = Question(
-            self.costs,
-            self._num_workers,
-            num_microbatches,
-            options=self._options,
-            auto_dealing=self._pipeline.dispatch == "auto",
-            auto_head=self._pipeline.head_workers == "auto",
-            sequence_chunks=self._chunks,
-        )
-
-        def keeps(partition: Partition) -> bool:
-            per_round = partition.microbatches_per_round or self._num_workers
-            return within_limits(sums, limits, partition.forward_stages, partition.backward_stages, per_round)
-
-        if self._chunks > 1:
-            return make_schedule("roundpipe", chunk_partition(question, keeps), question)
-        plan = plan_partition(
-            self.costs, num_workers=self._num_workers, num_microbatches=num_microbatches, limits=limits
-        )
-        planned = Partition(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
-        if self._options.earliest_free:
-            return make_schedule("roundpipe", dealt_partition(planned, question, keeps), question)
-        chosen = choose_dealing(planned, question, keeps)
-        whole = resident_partition(self.costs, self._num_workers, keeps) if self._weights_stay else None
-        return make_schedule("roundpipe", chosen if whole is None else faster(chosen, whole, question), question)
-
-
-def dealing_options(pipeline: PipelineConfig) -> Options:
-    """How the recipe wants stages dealt out.
-
-    Raises:
-        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
-    """
-    options = options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
-    if options != Options() and pipeline.schedule != "roundpipe":
-        raise RefusedError(
-            f"{pipeline.schedule} binds its stages to workers",
-            where="pipeline: head_workers, replicas, dispatch",
-            found=f"schedule: {pipeline.schedule}",
-            expected="schedule: roundpipe, or none of these keys",
-        )
-    return options
-
-
-def _ranges(stages: object) -> tuple[StageRange, ...]:
-    assert isinstance(stages, tuple)
-    return tuple((int(first), int(last)) for first, last in stages)

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.hardware import Hardware
@@ -16,22 +14,20 @@ from roundpipe_cli.costs.machine import host_memory, num_machines
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
-from roundpipe_cli.planning.compare import MIN_GAIN, Partition, chunk_partition
-from roundpipe_cli.planning.compare import Question as Compared
+from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.forward import forward_stages
-from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.question import Question, ask, choose_tier
-from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
-from roundpipe_cli.planning.resident import resident_partition
+from roundpipe_cli.planning.quick_cut import enough_per_round
+from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.solve import Solution, solve
-from roundpipe_cli.planning.stages import StageSums, even_sizes, forward_ranges, within_limits
-from roundpipe_cli.planning.unequal import dealt_cut, describe_left_out, without_small_cards
+from roundpipe_cli.planning.unequal import describe_left_out, without_small_cards
 from roundpipe_cli.planning.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
 from roundpipe_cli.planning.weight_cache import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.dealing import options_of
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
@@ -39,10 +35,6 @@ from roundpipe_cli.units import format_bytes, format_seconds
 
 RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
 MAX_SIMULATED_MICROBATCHES = 64
-MAX_PLANNED_ROUNDS = 4
-"""Rounds of a step that the planner looks at: later ones repeat."""
-MAX_SEARCHED_LAYERS = 72
-"""For more layers than these a few even cuts are simulated in place of the planner's search, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +177,7 @@ def _plan(question: Question) -> Plan:
         question=question,
         forward_stages=cut.forward_stages,
         backward_stages=cut.backward_stages,
-        microbatches_per_round=cut.microbatches_per_round,
+        microbatches_per_round=_per_round(question, cut),
         verdict=verdict,
         step_s=step.step_s + host_s + reference_s,
         host_s=host_s,
@@ -202,84 +194,66 @@ def _plan(question: Question) -> Plan:
     )
 
 
-def _resident(question: Question | None, streamed_s: float) -> tuple[Question, _Cut, Verdict, _Step] | None:
+def _resident(question: Question | None, streamed_s: float) -> tuple[Question, StageCut, Verdict, _Step] | None:
     """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
     if question is None:
         return None
 
-    def as_cut(partition: Partition) -> _Cut:
-        per_round = partition.microbatches_per_round or question.num_workers
-        stages = partition.forward_stages, partition.backward_stages
-        return _Cut(*stages, per_round, (RESIDENT_CUT,), options=partition.dealing)
+    def keeps(cut: StageCut) -> bool:
+        return has_room(question, _judged(question, cut))
 
-    def keeps(partition: Partition) -> bool:
-        return has_room(question, _judged(question, as_cut(partition)))
-
-    partition = resident_partition(question.analytic.costs, question.num_workers, keeps)
-    if partition is None:
+    found = resident_cut(question.analytic.costs, question.num_workers, keeps)
+    if found is None:
         return None
-    cut = as_cut(partition)
+    cut = replace(found, explanation=(RESIDENT_CUT,))
     step = _simulate_step(question, cut, "roundpipe")
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    forward_stages: tuple[StageRange, ...]
-    backward_stages: tuple[StageRange, ...]
-    microbatches_per_round: int
-    explanation: tuple[str, ...] = ()
-    workers: tuple[int, ...] = ()
-    """Those that get stages; empty: all of them."""
-    options: Options | None = None
-    """How stages are dealt out; None: as the recipe says."""
+def stage_case(question: Question) -> SimulationCase:
+    """What `choose` is asked for this recipe and machine, by `plan` and `bench`."""
+    overlaps, recipe = _overlaps_steps(question), question.loaded.recipe
+    on_cpu = all(device.is_cpu for device in question.hardware.devices)
+    return case_for(
+        recipe.pipeline,
+        question.analytic.costs,
+        (question.num_workers, question.settings.num_microbatches),
+        stage_limits(question.architecture, question.settings, question.hardware, question.analytic),
+        overlaps=overlaps,
+        weights_stay=on_cpu and recipe.may_hold_all_weights and question.num_workers > 1 and not overlaps,
+    )
 
 
-def _cut(question: Question) -> _Cut:
+def _cut(question: Question) -> StageCut:
     """The recipe's own stages where it has them, the planner's otherwise."""
-    pipeline, workers = question.loaded.recipe.pipeline, question.num_workers
+    pipeline, settings = question.loaded.recipe.pipeline, question.settings
+    given = given_cut(pipeline, question.num_workers)
+    if given is not None:
+        return given
+    case = stage_case(question)
     if pipeline.schedule != "roundpipe":
-        forward = pipeline.forward_stages
-        if forward == "auto":
-            forward = _bound_stages(pipeline.schedule, len(question.analytic.costs.layers), workers)
-        stages = _ranges(forward)
-        return _Cut(stages, tuple(reversed(stages)), question.settings.num_microbatches)
-    if pipeline.forward_stages != "auto" and pipeline.backward_stages != "auto":
-        chunks = pipeline.num_chunks
-        per_round = -(-workers // chunks) * chunks
-        return _Cut(_ranges(pipeline.forward_stages), _ranges(pipeline.backward_stages), per_round)
-    if pipeline.num_chunks > 1:
-        return _in_chunks(question)
-    cut = _planned(question)
+        return choose(pipeline.schedule, case, effort="quick")
+    if settings.sequence_chunks > 1:
+        why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
+        found = choose("roundpipe", case, effort="quick")
+        return replace(found, explanation=(why, found.dealing.why) if found.dealing else (why,))
+    stages = question.architecture, settings, question.hardware
+    if not judge_coarsest(*stages).fits:
+        why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
+        return _coarsest(question, why)
+    try:
+        cut = choose("roundpipe", case, lambda cut: _judged(question, cut).fits, effort="quick")
+    except ResourceError:
+        return _coarsest(question, "no cut keeps the devices' limits")
     return cut if _judged(question, cut).fits else _coarser(question, cut)
 
 
-def _in_chunks(question: Question) -> _Cut:
-    """The planner's cut for sequences in chunks, within the devices' limits if any keeps them."""
-    settings, pipeline, costs = question.settings, question.loaded.recipe.pipeline, question.analytic.costs
-    limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
-    sums = StageSums(costs)
-    asked = Compared(
-        costs,
-        question.num_workers,
-        settings.num_microbatches,
-        options=options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch),
-        auto_head=pipeline.head_workers == "auto",
-        sequence_chunks=settings.sequence_chunks,
-    )
-
-    def keeps(one: Partition) -> bool:
-        per_round = one.microbatches_per_round or question.num_workers
-        return within_limits(sums, limits, one.forward_stages, one.backward_stages, per_round)
-
-    found = chunk_partition(asked, keeps)
-    why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
-    per_round = found.microbatches_per_round or 1
-    reasons = (why, found.dealing.why) if found.dealing else (why,)
-    return _Cut(found.forward_stages, found.backward_stages, per_round, reasons, options=found.dealing)
+def _coarsest(question: Question, why: str) -> StageCut:
+    stages = coarsest_stages(question.architecture, question.settings, question.hardware, question.analytic)
+    return StageCut(tuple(stages[0]), tuple(stages[1]), question.num_workers, explanation=(why,))
 
 
-def _judged(question: Question, cut: _Cut) -> Verdict:
+def _judged(question: Question, cut: StageCut) -> Verdict:
     schedule = question.loaded.recipe.pipeline.schedule
     return judge(
         question.architecture,
@@ -288,11 +262,11 @@ def _judged(question: Question, cut: _Cut) -> Verdict:
         question.analytic,
         cut.forward_stages,
         cut.backward_stages,
-        question.num_workers if schedule == "1f1b" else cut.microbatches_per_round,
+        question.num_workers if schedule == "1f1b" else _per_round(question, cut),
     )
 
 
-def _coarser(question: Question, cut: _Cut) -> _Cut:
+def _coarser(question: Question, cut: StageCut) -> StageCut:
     """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
     costs, settings = question.analytic.costs, question.settings
     count = len(costs.layers)
@@ -305,83 +279,15 @@ def _coarser(question: Question, cut: _Cut) -> _Cut:
     for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
         forward, backward = even_stages(count, blocks)
         for per_round in sorted({question.num_workers, enough}):
-            cuts.append(_Cut(tuple(forward), tuple(backward), per_round, (why,)))
+            cuts.append(StageCut(tuple(forward), tuple(backward), per_round, explanation=(why,)))
     fitting = [one for one in cuts if _judged(question, one).fits]
     return min(fitting, key=lambda one: _simulate_step(question, one, "roundpipe").step_s, default=cut)
 
 
-def _planned(question: Question) -> _Cut:
-    """The planner's cut within the devices' limits; where nothing keeps them, the cut that needs least."""
-    architecture, settings, hardware = question.architecture, question.settings, question.hardware
-    if not judge_coarsest(architecture, settings, hardware).fits:
-        forward, backward = coarsest_stages(architecture, settings, hardware, question.analytic)
-        why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
-        return _Cut(tuple(forward), tuple(backward), question.num_workers, (why,))
-    limits = stage_limits(architecture, settings, hardware, question.analytic)
-    staleness: Literal[0, 1] = 1 if _overlaps_steps(question) else 0
-    even = quick_cut(
-        question.analytic.costs,
-        num_workers=question.num_workers,
-        num_microbatches=settings.num_microbatches,
-        staleness=staleness,
-        limits=limits,
-    )
-    quick = _Cut(*even, ("the best of a few even cuts",))
-    if len(question.analytic.costs.layers) > MAX_SEARCHED_LAYERS:
-        quick = replace(quick, explanation=(f"{quick.explanation[0]}: with so many layers evenness hardly matters",))
-        return _dealt(question, quick)
-    try:
-        partition = plan_partition(
-            question.analytic.costs,
-            num_workers=question.num_workers,
-            num_microbatches=min(settings.num_microbatches, MAX_PLANNED_ROUNDS * question.num_workers),
-            staleness=staleness,
-            num_steps=30 if staleness else 1,
-            limits=limits,
-        )
-    except ResourceError:
-        coarsest = coarsest_stages(architecture, settings, hardware, question.analytic)
-        return _Cut(tuple(coarsest[0]), tuple(coarsest[1]), question.num_workers, ("no cut keeps the devices' limits",))
-    searched = _dealt(
-        question,
-        _Cut(
-            partition.forward_stages,
-            partition.backward_stages,
-            partition.microbatches_per_round,
-            partition.explanation,
-            partition.workers,
-        ),
-    )
-    if quick.microbatches_per_round <= searched.microbatches_per_round:
-        return searched
-    # the search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut
-    return min(searched, quick, key=lambda cut: _simulate_step(question, cut, "roundpipe").step_s)
-
-
-def _dealt(question: Question, cut: _Cut) -> _Cut:
-    """The same cut, or where workers differ in speed and it is faster, one that suits earliest-free dispatch."""
-    planned = Partition(cut.forward_stages, cut.backward_stages, cut.microbatches_per_round, cut.workers)
-
-    def fits(partition: Partition) -> bool:
-        per_round = partition.microbatches_per_round or question.num_workers
-        return _judged(question, _Cut(partition.forward_stages, partition.backward_stages, per_round)).fits
-
-    most = MAX_PLANNED_ROUNDS * question.num_workers
-    dealt = dealt_cut(question, planned, min(question.settings.num_microbatches, most), fits)
-    if dealt.dealing is None:
-        return cut
-    stages, per_round = (dealt.forward_stages, dealt.backward_stages), dealt.microbatches_per_round
-    return _Cut(*stages, per_round or question.num_workers, (dealt.dealing.why,), dealt.workers, dealt.dealing)
-
-
-def _ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
-    return tuple((stage[0], stage[1]) for stage in stages)
-
-
-def _bound_stages(schedule: str, num_layers: int, num_workers: int) -> tuple[StageRange, ...]:
-    """About equal numbers of layers: one stage a worker, or as many stages as layers for the looped schedules."""
-    loops = 1 if schedule in ("gpipe", "1f1b") else max(1, num_layers // num_workers)
-    return forward_ranges(even_sizes(num_layers, loops * num_workers, larger_first=False))
+def _per_round(question: Question, cut: StageCut) -> int:
+    """Microbatches of a round; of schedules that have no rounds, all of a step's."""
+    usual = question.num_workers if question.loaded.recipe.pipeline.schedule == "roundpipe" else 0
+    return cut.microbatches_per_round or usual or question.settings.num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +305,10 @@ def _overlaps_steps(question: Question) -> bool:
     return may and question.num_workers > 1 and question.analytic.costs.equal_workers
 
 
-def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
+def _simulate_step(question: Question, cut: StageCut, schedule_name: str) -> _Step:
     """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
     wanted = question.settings.num_microbatches
-    rounds = max(1, cut.microbatches_per_round) if schedule_name == "roundpipe" else 1
+    rounds = max(1, _per_round(question, cut)) if schedule_name == "roundpipe" else 1
     full = wanted
     if wanted > MAX_SIMULATED_MICROBATCHES:
         surplus = wanted - MAX_SIMULATED_MICROBATCHES
@@ -421,7 +327,7 @@ def _simulate_step(question: Question, cut: _Cut, schedule_name: str) -> _Step:
     return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
 
 
-def _reference_s(question: Question, cut: _Cut) -> float:
+def _reference_s(question: Question, cut: StageCut) -> float:
     """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
     if question.loaded.recipe.objective != "dpo":
         return 0.0
@@ -469,12 +375,12 @@ def _costs_for_links(question: Question) -> CostModel:
 
 
 def _simulated(
-    question: Question, cut: _Cut, schedule_name: str, num_microbatches: int, *, num_steps: int
+    question: Question, cut: StageCut, schedule_name: str, num_microbatches: int, *, num_steps: int
 ) -> _Simulated:
     costs, staleness = _costs_for_links(question), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
-    options = cut.options or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
+    options = cut.dealing or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
     if costs.worker_speed is not None:
         costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
     schedule = build_schedule(
@@ -509,7 +415,7 @@ def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
     )
 
 
-def _assumptions(question: Question, cut: _Cut) -> tuple[str, ...]:
+def _assumptions(question: Question, cut: StageCut) -> tuple[str, ...]:
     """What was measured, what given and what assumed, one line each."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.planning.compare import Partition
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.stages import backward_ranges, even_sizes
 from roundpipe_cli.schedule.dealing import Options
 
 DEALING = Options(earliest_free=True)
 
 
-def resident_partition(costs: CostModel, num_workers: int, keeps: Callable[[Partition], bool]) -> Partition | None:
+def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut], bool]) -> StageCut | None:
     """The stages of fewest recomputes that `keeps` lets pass; None if it lets none pass.
 
     Args:
@@ -39,11 +39,11 @@ def resident_partition(costs: CostModel, num_workers: int, keeps: Callable[[Part
     return _with_head(num_blocks, fitting, num_workers) if fitting else None
 
 
-def _with_head(num_blocks: int, count: int, num_workers: int) -> Partition:
+def _with_head(num_blocks: int, count: int, num_workers: int) -> StageCut:
     """The last `count` blocks with the head; the others in one forward stage and backward stages of as many at most."""
     left = num_blocks - count
     if not left:
-        return Partition((), ((0, num_blocks + 1),), num_workers, dealing=DEALING)
+        return StageCut((), ((0, num_blocks + 1),), num_workers, dealing=DEALING)
     sizes = [count + 1, *even_sizes(left, -(-left // count), larger_first=True)]
     sizes[-1] += 1
-    return Partition(((0, left),), backward_ranges(sizes, num_blocks + 2), num_workers, dealing=DEALING)
+    return StageCut(((0, left),), backward_ranges(sizes, num_blocks + 2), num_workers, dealing=DEALING)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.hardware import Device
-from roundpipe_cli.planning import compare
-from roundpipe_cli.planning.compare import Partition
 from roundpipe_cli.planning.question import Question
 from roundpipe_cli.schedule.timeline import Timeline, busy_s
 from roundpipe_cli.units import format_bytes
@@ -47,22 +45,6 @@ def describe_left_out(question: Question, fewer: Question, *, fits: bool) -> str
     why = "stages sized for its memory would be slower" if fits else "no stage fits its memory"
     listed = ", ".join(f"cuda:{place}" for place in places)
     return f"{names} left out: {why}; write pipeline.devices: [{listed}]"
-
-
-def dealt_cut(
-    question: Question, planned: Partition, num_microbatches: int, fits: Callable[[Partition], bool]
-) -> Partition:
-    """The planned stages, or others dealt out in another way where the recipe leaves it open and it is faster."""
-    asked = compare.Question(
-        question.analytic.costs,
-        question.num_workers,
-        num_microbatches,
-        staleness=1 if question.settings.staleness else 0,
-        num_steps=compare.MAX_JUDGED_STEPS if question.settings.staleness else 1,
-        auto_dealing=question.loaded.recipe.pipeline.dispatch == "auto",
-        auto_head=question.loaded.recipe.pipeline.head_workers == "auto",
-    )
-    return compare.choose_dealing(planned, asked, fits)
 
 
 def who_does_what(question: Question, timeline: Timeline) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundpipe_cli.costs.memory import CACHE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
+from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
 from roundpipe_cli.planning.question import Question
 from roundpipe_cli.planning.verdict import Verdict
 from roundpipe_cli.units import format_bytes
@@ -29,7 +29,7 @@ def with_all_weights(question: Question) -> Question | None:
 def has_room(question: Question, verdict: Verdict) -> bool:
     """Whether what `verdict` counts leaves on each GPU what no memory model knows."""
     sizes = [device.memory_bytes for device in question.hardware.devices if not device.is_cpu]
-    return verdict.fits and (not sizes or verdict.device.total_bytes <= CACHE_SHARE * min(sizes))
+    return verdict.fits and (not sizes or verdict.device.total_bytes <= DEVICE_SHARE * min(sizes))
 
 
 def with_auto_cache(question: Question, verdict: Verdict) -> tuple[Question, str | None]:
@@ -45,7 +45,7 @@ def with_auto_cache(question: Question, verdict: Verdict) -> tuple[Question, str
         return question, None
     smallest = min(gpus, key=lambda device: device.memory_bytes)
     layers = question.analytic.costs.layers
-    spare = spare_for_cache(smallest.memory_bytes, verdict.device.total_bytes, layers, share=CACHE_SHARE)
+    spare = spare_for_cache(smallest.memory_bytes, verdict.device.total_bytes, layers, share=DEVICE_SHARE)
     if not spare:
         return question, None
     whole = sum(layer.param_bytes for layer in layers)

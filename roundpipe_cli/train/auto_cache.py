@@ -2,7 +2,7 @@
 
 Only frozen weights are worth it, which are uploaded once in a run. The first step with the stages that the run would
 keep shows what it takes; what the memory model says of longer microbatches counts where it is more. Up to
-`CACHE_SHARE` of the memory is then filled. Where all weights fit, so that stages need no room for them, and other
+`DEVICE_SHARE` of the memory is then filled. Where all weights fit, so that stages need no room for them, and other
 stages are faster then (`planning/resident.py`), the run changes to those. If a device runs out of memory all the same,
 the cache is given up first, and such stages with it.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.machine import num_machines
 from roundpipe_cli.costs.memory import (
-    CACHE_SHARE,
+    DEVICE_SHARE,
     largest_stage_bytes,
     spare_for_cache,
     whole_cache_bytes,
@@ -24,8 +24,9 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Notice
 from roundpipe_cli.planning.adaptive import Cutter
-from roundpipe_cli.planning.compare import MIN_GAIN, Partition, Question, make_schedule
-from roundpipe_cli.planning.resident import DEALING, resident_partition
+from roundpipe_cli.planning.choose import MIN_GAIN
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -83,7 +84,7 @@ class AutoCache:
         if self._hold_all(engine, schedule, max(0, taken - modelled)):
             return
         layers, needed = costs.layers, max(taken, modelled)
-        self.num_bytes = spare_for_cache(memory_bytes, needed, layers, share=CACHE_SHARE)
+        self.num_bytes = spare_for_cache(memory_bytes, needed, layers, share=DEVICE_SHARE)
         if self.num_bytes:
             self._cutter.keep_stages(schedule)
             engine.grant_weight_cache(self.num_bytes)
@@ -104,15 +105,15 @@ class AutoCache:
             return False
         cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
         costs = with_cached_weights(usual, cache_bytes, self._trained_bytes)
-        room = int(CACHE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - unexplained_bytes
+        room = int(DEVICE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - unexplained_bytes
 
-        def keeps(partition: Partition) -> bool:
+        def keeps(partition: StageCut) -> bool:
             return modelled_bytes(costs, partition.forward_stages, partition.backward_stages) <= room
 
-        partition = resident_partition(costs, num_workers, keeps)
+        partition = resident_cut(costs, num_workers, keeps)
         if partition is None:
             return False
-        schedule = make_schedule("roundpipe", partition, Question(costs, num_workers, streamed.num_microbatches))
+        schedule = make_schedule("roundpipe", partition, SimulationCase(costs, num_workers, streamed.num_microbatches))
         if makespan_s(simulate(schedule, costs)) >= (1 - MIN_GAIN) * makespan_s(simulate(streamed, usual)):
             return False
         self.num_bytes, self.holds_all = cache_bytes, True

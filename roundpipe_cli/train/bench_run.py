@@ -12,9 +12,11 @@ from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import StepFinished, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
-from roundpipe_cli.planning.compare import Question, Result, choose_partition, run
+from roundpipe_cli.planning.choose import choose
+from roundpipe_cli.planning.compare import Result, run
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_cutter, make_engine, page_locked
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_timeline
@@ -103,18 +105,13 @@ def compare_for_real(
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches, teller)
-        pipeline = setup.recipe.pipeline
-        question = Question(
-            costs,
-            engine.num_workers,
-            len(microbatches) * pipeline.num_chunks,
-            auto_dealing=pipeline.dispatch == "auto",
-            auto_head=pipeline.head_workers == "auto",
-            sequence_chunks=pipeline.num_chunks,
-        )
-        measured = [
-            Measured(run(name, choose_partition(name, question), question), num_tokens=num_tokens) for name in names
-        ]
+        case = make_cutter(setup).case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
+        bound = replace(case, options=Options())
+        measured = []
+        for name in names:
+            asked = case if name == "roundpipe" else bound
+            found = run(name, choose(name, asked, effort="quick"), asked)
+            measured.append(Measured(found, num_tokens=num_tokens))
         for repetition in range(repetitions + 1):
             for entry in measured:
                 result = engine.run_step(microbatches, entry.predicted.schedule, step=0)

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from roundpipe_cli.costs.cost import load_costs
-from roundpipe_cli.planning.compare import Question, choose_partition, dealt_partition, run
+from roundpipe_cli.planning.choose import choose, dealt_cut
+from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.schedule.dealing import Options
 from tests.cli.test_bench_cli import APP, costs_of, invoke, refusal, results_of, write
 
@@ -93,10 +94,10 @@ def test_the_bound_schedules_beside_it_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accounting", ["default", "published"])
 @pytest.mark.parametrize("options", [Options(head_workers=2), Options(replicas=2), Options(earliest_free=True)])
 def test_stages_are_never_worse_than_the_planners(tmp_path: Path, accounting: Any, options: Options) -> None:
-    question = Question(load_costs(write(tmp_path, loaded())), 3, 6, accounting=accounting)
-    planned = choose_partition("roundpipe", question)
-    asked = Question(question.costs, 3, 6, accounting=accounting, options=options)
-    chosen = dealt_partition(planned, asked)
+    question = SimulationCase(load_costs(write(tmp_path, loaded())), 3, 6, accounting=accounting)
+    planned = choose("roundpipe", question)
+    asked = SimulationCase(question.costs, 3, 6, accounting=accounting, options=options)
+    chosen = dealt_cut(planned, asked)
     assert run("roundpipe", chosen, asked).makespan_s <= run("roundpipe", planned, asked).makespan_s
 
 
@@ -107,8 +108,8 @@ def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
     peaks = []
     for limit in (None, 500):
         costs = load_costs(write(tmp_path, {**data, "device_memory_bytes": limit}))
-        question = Question(costs, 2, 4, options=Options(replicas=2))
-        chosen = choose_partition("roundpipe", question)
+        question = SimulationCase(costs, 2, 4, options=Options(replicas=2))
+        chosen = choose("roundpipe", question)
         peaks.append(max(run("roundpipe", chosen, question).timeline.device_peak_bytes))
     assert peaks[1] <= 500 < peaks[0]
 

@@ -14,7 +14,7 @@ from roundpipe_cli.engine.backends.base import Event, Pair
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.sink_attention import sink_attention
-from roundpipe_cli.planning.resident import resident_partition
+from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.durations import equal_costs
 from tests.support.e2e import fresh, make_model, make_workspace, metrics
@@ -119,7 +119,7 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
     usual = run(rigs[0], [0], sizes)
     rig = rigs[1]
     least = max(0, rig.num_layers - 1 - kept)
-    found = resident_partition(equal_costs(rig.num_layers), 2, lambda cut: cut.backward_stages[0][0] >= least)
+    found = resident_cut(equal_costs(rig.num_layers), 2, lambda cut: cut.backward_stages[0][0] >= least)
     assert found is not None
     schedule = build_schedule(
         "roundpipe",

@@ -9,7 +9,8 @@ import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning.adaptive import Cutter
-from roundpipe_cli.planning.compare import Question, choose_partition, run
+from roundpipe_cli.planning.choose import choose
+from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.load import load_recipe
@@ -35,11 +36,11 @@ def head_workers(schedule: Schedule) -> int:
 
 
 def test_a_long_frozen_head_is_shared_by_all() -> None:
-    question = Question(costs(), WORKERS, MICROBATCHES, auto_head=True)
-    chosen = choose_partition("roundpipe", question)
+    question = SimulationCase(costs(), WORKERS, MICROBATCHES, auto_head=True)
+    chosen = choose("roundpipe", question)
     assert chosen.dealing == SPREAD
     alone = replace(question, auto_head=False)
-    planned = choose_partition("roundpipe", alone)
+    planned = choose("roundpipe", alone)
     spread_s, planned_s = run("roundpipe", chosen, question).step_s, run("roundpipe", planned, alone).step_s
     assert spread_s < 0.99 * planned_s
 
@@ -47,18 +48,18 @@ def test_a_long_frozen_head_is_shared_by_all() -> None:
 @pytest.mark.parametrize(
     "question",
     [
-        Question(costs(trained_head=True), WORKERS, MICROBATCHES, auto_head=True),
-        Question(costs(adapters=False), WORKERS, MICROBATCHES, auto_head=True),
-        Question(costs(head_s=0.01), WORKERS, MICROBATCHES, auto_head=True),
-        Question(costs(), WORKERS, MICROBATCHES, staleness=1, num_steps=4, auto_head=True),
-        Question(costs(), WORKERS, MICROBATCHES, accounting="published", auto_head=True),
-        Question(costs(), 1, MICROBATCHES, auto_head=True),
-        Question(costs(), WORKERS, MICROBATCHES),
+        SimulationCase(costs(trained_head=True), WORKERS, MICROBATCHES, auto_head=True),
+        SimulationCase(costs(adapters=False), WORKERS, MICROBATCHES, auto_head=True),
+        SimulationCase(costs(head_s=0.01), WORKERS, MICROBATCHES, auto_head=True),
+        SimulationCase(costs(), WORKERS, MICROBATCHES, staleness=1, num_steps=4, auto_head=True),
+        SimulationCase(costs(), WORKERS, MICROBATCHES, accounting="published", auto_head=True),
+        SimulationCase(costs(), 1, MICROBATCHES, auto_head=True),
+        SimulationCase(costs(), WORKERS, MICROBATCHES),
     ],
     ids=["trained", "nothing is known of gradients", "short", "staleness 1", "published", "one worker", "not asked"],
 )
-def test_otherwise_one_worker_has_it(question: Question) -> None:
-    assert choose_partition("roundpipe", question).dealing is None
+def test_otherwise_one_worker_has_it(question: SimulationCase) -> None:
+    assert choose("roundpipe", question).dealing is None
 
 
 def cutter(**pipeline: Any) -> Cutter:

@@ -17,7 +17,8 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.chunks import check_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.planning.compare import Question, choose_partition, run
+from roundpipe_cli.planning.choose import choose
+from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
@@ -305,7 +306,7 @@ def test_what_chunks_do_not_go_with_is_refused(folder: Path, words: tuple[str, .
 def test_one_sequence_of_32_chunks_keeps_8_workers_busy(head_workers: int, least: float) -> None:
     block = LayerCost("block", 0.01, 0.02, recompute=True)
     costs = CostModel("blocks", (*[block] * 32, LayerCost("head", 0.01, 0.02, recompute=False)))
-    question = Question(costs, 8, 32, options=Options(head_workers=head_workers), sequence_chunks=32)
-    result = run("roundpipe", choose_partition("roundpipe", question), question)
+    question = SimulationCase(costs, 8, 32, options=Options(head_workers=head_workers), sequence_chunks=32)
+    result = run("roundpipe", choose("roundpipe", question), question)
     validate_schedule(result.schedule)
     assert 1 - bubble_ratio(result.timeline) >= least

@@ -10,11 +10,11 @@ import torch
 
 from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.costs.memory import largest_stage_bytes
+from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
-from roundpipe_cli.planning.adaptive import MEMORY_SHARE, Cutter
+from roundpipe_cli.planning.adaptive import Cutter
 from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
@@ -204,7 +204,7 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
         schedule = cutter.schedule(4)
         needed = modelled_bytes(cutter.costs, schedule.forward_stages, schedule.backward_stages)
         needed -= 4 * cutter.costs.layers[1].boundary_bytes  # which are among the shared ones
-        assert needed + shared <= MEMORY_SHARE * memory
+        assert needed + shared <= DEVICE_SHARE * memory
         sizes.append(schedule.backward_stages[0][1] - schedule.backward_stages[0][0])
     assert sizes == sorted(sizes) and sizes[0] < sizes[2] < sizes[-1], sizes
 

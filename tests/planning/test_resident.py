@@ -13,16 +13,16 @@ import torch
 
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.costs.memory import CACHE_SHARE, whole_cache_bytes, with_cached_weights
+from roundpipe_cli.costs.memory import DEVICE_SHARE, whole_cache_bytes, with_cached_weights
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.adaptive import Cutter
-from roundpipe_cli.planning.compare import Partition
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.planned import planned_bytes
 from roundpipe_cli.planning.predict import Plan, make_plan
-from roundpipe_cli.planning.resident import DEALING, resident_partition
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
@@ -46,7 +46,7 @@ def test_a_model_that_fits_is_not_recomputed(tmp_path: Path, num_gpus: int, gain
     """8B in 4 bit on 24 GB: weights 5 GB, activations of one microbatch 12 GB."""
     plan, streamed = (planned(tmp_path, f"{num_gpus}x4090", *also) for also in ((), ("pipeline.dispatch=round_robin",)))
     assert plan.backward_stages == ((0, 33),) and plan.verdict.fits
-    assert plan.verdict.device.total_bytes <= CACHE_SHARE * 24 * 2**30
+    assert plan.verdict.device.total_bytes <= DEVICE_SHARE * 24 * 2**30
     assert plan.verdict.host.total_bytes <= streamed.verdict.host.total_bytes
     assert streamed.step_s > gain * plan.step_s
     assert plan.links.weights_up < 0.1 * streamed.links.weights_up + num_gpus * 2**27
@@ -57,7 +57,7 @@ def test_a_model_that_fits_is_not_recomputed(tmp_path: Path, num_gpus: int, gain
 def test_what_does_not_fit_is_recomputed_on_the_same_worker(tmp_path: Path) -> None:
     plan = planned(tmp_path, "2x4090", "load_in_4bit=false")
     (first, last), *others = plan.backward_stages
-    assert last == 33 and 1 < first < 30 and plan.verdict.device.total_bytes <= CACHE_SHARE * 24 * 2**30
+    assert last == 33 and 1 < first < 30 and plan.verdict.device.total_bytes <= DEVICE_SHARE * 24 * 2**30
     assert all(end - start < last - first for start, end in others)
 
 
@@ -87,12 +87,12 @@ def test_no_stage_is_larger_than_what_is_kept() -> None:
         assert {layer.param_bytes for layer in costs.layers[1:-1]} == {4}
         asked = []
 
-        def keeps(partition: Partition, limit: int = limit, asked: list[int] = asked, count: int = blocks) -> bool:
+        def keeps(partition: StageCut, limit: int = limit, asked: list[int] = asked, count: int = blocks) -> bool:
             most = max(min(last, count) - max(first, 1) + 1 for first, last in partition.backward_stages)
             asked.append(most)
             return most <= limit
 
-        found = resident_partition(costs, workers, keeps)
+        found = resident_cut(costs, workers, keeps)
         assert (found is None) == (limit == 0) and len(asked) <= 7
         if found is None:
             continue
@@ -210,7 +210,7 @@ def test_stages_are_as_small_as_the_memory(rig: Rig) -> None:
     whole = sum(layout.num_bytes for layout in layers)
     found = set()
     for share in (2.0, 4.0):
-        memory = int(share * whole / CACHE_SHARE)
+        memory = int(share * whole / DEVICE_SHARE)
         run = Run(rig, memory, 4)
         with rig.engine(2, copy=True, count_bytes=True, seed=3) as engine:
             run.settle(engine)
@@ -220,7 +220,7 @@ def test_stages_are_as_small_as_the_memory(rig: Rig) -> None:
         schedule = run.cutter.schedule(len(SIZES))
         with rig.engine(2, copy=True, count_bytes=True, seed=3, weight_cache_bytes=run.cache.num_bytes) as engine:
             run.step(engine)  # an engine of its own: the count of what the first one had allocated never falls
-        assert run.peak <= CACHE_SHARE * memory
+        assert run.peak <= DEVICE_SHARE * memory
         first, last = schedule.backward_stages[0]
         found.add(last - max(first, 1))
     assert len(found) > 1, found

@@ -11,7 +11,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, Cutter
-from roundpipe_cli.planning.compare import Partition, Question, choose_dealing, choose_partition, run
+from roundpipe_cli.planning.choose import choose, choose_dealing
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Action
@@ -120,18 +121,18 @@ def test_the_next_run_knows_the_speeds_from_the_start() -> None:
     assert again.schedule(MICROBATCHES) == cutter.schedule(MICROBATCHES)
 
 
-def of_the_bound(question: Question) -> float:
+def of_the_bound(question: SimulationCase) -> float:
     """Work done per second, in fast workers, as a part of what all workers together could do."""
     speeds = question.costs.worker_speed
     assert speeds is not None
-    timeline = run("roundpipe", choose_partition("roundpipe", question), question).timeline
+    timeline = run("roundpipe", choose("roundpipe", question), question).timeline
     done = sum(seconds * speed for seconds, speed in zip(busy_s(timeline), speeds, strict=True))
     return done / (sum(speeds) * makespan_s(timeline))
 
 
 def test_four_fast_and_two_half_speed_workers_come_near_the_bound() -> None:
     model = replace(costs(16, (1.0, 1.0, 1.0, 1.0, 0.5, 0.5), link=12.5e9), device_memory_bytes=15 * 10**7)
-    question = Question(model, 6, 24)  # of 160 MB of weights, twice at most half of the device's may be there
+    question = SimulationCase(model, 6, 24)  # of 160 MB of weights, twice at most half of the device's may be there
     assert of_the_bound(question) >= 0.97
 
 
@@ -139,8 +140,8 @@ def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
     """Against the fast one alone with a plan of its own, which needs no recompute: whole microbatches, two to one."""
     cutter = trained(Machine((1.0, 0.5), noise=0.02))
     both_s = makespan_s(simulate(cutter.schedule(MICROBATCHES), cutter.costs))
-    alone = Question(replace(cutter.costs, worker_speed=None), 1, MICROBATCHES)
-    alone_s = run("roundpipe", choose_partition("roundpipe", alone), alone).step_s
+    alone = SimulationCase(replace(cutter.costs, worker_speed=None), 1, MICROBATCHES)
+    alone_s = run("roundpipe", choose("roundpipe", alone), alone).step_s
     assert alone_s / both_s >= 0.97 * 1.5
 
 
@@ -152,29 +153,29 @@ def test_no_choice_is_slower_than_without_the_slow_workers() -> None:
         speeds = (1.0,) * (workers - count) + (slow,) * count
         model = costs(rng.randint(2, 6), speeds, link=rng.choice((1e15, 5e9, 5e8)))
         microbatches = rng.randint(1, 10)
-        alone = Question(replace(model, worker_speed=None), workers - count, microbatches)
-        together = Question(model, workers, microbatches)
-        fewer_s = run("roundpipe", choose_partition("roundpipe", alone), alone).step_s
-        step_s = run("roundpipe", choose_partition("roundpipe", together), together).step_s
+        alone = SimulationCase(replace(model, worker_speed=None), workers - count, microbatches)
+        together = SimulationCase(model, workers, microbatches)
+        fewer_s = run("roundpipe", choose("roundpipe", alone), alone).step_s
+        step_s = run("roundpipe", choose("roundpipe", together), together).step_s
         assert step_s <= fewer_s * 1.01, (speeds, microbatches)
 
 
 def test_equal_workers_and_published_accounting_take_turns() -> None:
-    planned = choose_partition("roundpipe", Question(costs(4), 2, 6))
+    planned = choose("roundpipe", SimulationCase(costs(4), 2, 6))
     for question in (
-        Question(costs(4, (0.5, 0.5)), 2, 6),
-        Question(costs(4), 2, 6),
-        Question(costs(4, (1.0, 0.5)), 2, 6, accounting="published"),
-        Question(costs(4, (1.0, 0.5)), 2, 6, auto_dealing=False),
-        Question(costs(4, (1.0, 0.5)), 2, 6, options=Options(head_workers=2)),
+        SimulationCase(costs(4, (0.5, 0.5)), 2, 6),
+        SimulationCase(costs(4), 2, 6),
+        SimulationCase(costs(4, (1.0, 0.5)), 2, 6, accounting="published"),
+        SimulationCase(costs(4, (1.0, 0.5)), 2, 6, auto_dealing=False),
+        SimulationCase(costs(4, (1.0, 0.5)), 2, 6, options=Options(head_workers=2)),
     ):
         assert choose_dealing(planned, question) is planned
 
 
 def test_the_last_microbatches_do_not_wait_for_a_slow_worker() -> None:
     """Given to whoever could start it, the only microbatch's last stage went to an idle worker ten times as slow."""
-    question = Question(costs(1, (1.0, 0.1)), 2, 1, options=Options(earliest_free=True))
-    stages = Partition(((0, 0), (1, 1)), ((2, 2), (1, 1), (0, 0)))
+    question = SimulationCase(costs(1, (1.0, 0.1)), 2, 1, options=Options(earliest_free=True))
+    stages = StageCut(((0, 0), (1, 1)), ((2, 2), (1, 1), (0, 0)))
     assert busy_s(run("roundpipe", stages, question).timeline)[1] == 0.0
 
 

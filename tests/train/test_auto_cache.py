@@ -8,7 +8,7 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.cost import LayerCost
-from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES, CACHE_SHARE, spare_for_cache
+from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES, DEVICE_SHARE, spare_for_cache
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Event, Notice
@@ -43,7 +43,7 @@ def test_a_small_model_is_kept_whole_on_24_gb(tmp_path: Path) -> None:
     whole = sum(layer.param_bytes for layer in auto.question.analytic.costs.layers)
     cache = auto.question.settings.weight_cache_bytes
     assert whole <= cache <= whole * 1.001
-    assert auto.verdict.device.total_bytes == none.verdict.device.total_bytes + cache <= CACHE_SHARE * 24 * 2**30
+    assert auto.verdict.device.total_bytes == none.verdict.device.total_bytes + cache <= DEVICE_SHARE * 24 * 2**30
     assert (auto.forward_stages, auto.backward_stages) == (none.forward_stages, none.backward_stages)
     assert auto.links.weights_up < 0.1 * none.links.weights_up and auto.step_s <= none.step_s
     assert plan_document(auto, None)["predicted"]["device_peak_bytes"] == auto.verdict.device.total_bytes
@@ -54,10 +54,10 @@ def test_a_small_model_is_kept_whole_on_24_gb(tmp_path: Path) -> None:
 
 def test_only_clear_room_is_taken(tmp_path: Path) -> None:
     usual = planned(tmp_path, "2x4090", "pipeline.weight_cache=0").verdict.device.total_bytes / 2**30
-    some = planned(tmp_path, f"2x4090:memory_gib={(usual + 1) / CACHE_SHARE:.3f}")
+    some = planned(tmp_path, f"2x4090:memory_gib={(usual + 1) / DEVICE_SHARE:.3f}")
     assert 0.9 * 2**30 < some.question.settings.weight_cache_bytes <= 2**30 * 1.001
     assert "weight cache (auto): 1" in "\n".join(plan_text(some, None)) and some.verdict.fits
-    tight = planned(tmp_path, f"2x4090:memory_gib={usual / CACHE_SHARE:.3f}")
+    tight = planned(tmp_path, f"2x4090:memory_gib={usual / DEVICE_SHARE:.3f}")
     assert tight.verdict.fits and tight.question.settings.weight_cache_bytes == 0
     full = planned(tmp_path, "2x4090", "method=full")
     assert full.question.settings.weight_cache_bytes == 0
@@ -137,10 +137,10 @@ def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:
     _, without, _ = run(rig, 10**9, is_open=False, count=True)
     peak = max(max(result.device_peak_bytes) for result in without)
     layer = rig.store.layouts[1].num_bytes
-    memory = int((3 * peak + 2 * layer) / CACHE_SHARE)
+    memory = int((3 * peak + 2 * layer) / DEVICE_SHARE)
     _, results, cache = run(rig, memory, count=True)
     assert cache.num_bytes > 0
-    assert max(max(result.device_peak_bytes) for result in results) <= CACHE_SHARE * memory
+    assert max(max(result.device_peak_bytes) for result in results) <= DEVICE_SHARE * memory
 
 
 def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:

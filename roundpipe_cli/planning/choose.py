@@ -1,0 +1,387 @@
+"""Which stages a step gets: the one answer for `plan`, `bench` and a run.
+
+`case_for` states the question for a recipe's pipeline section, `choose` answers it. The answer depends on the case and
+the effort alone:
+
+    quick   a recipe, whoever asks: the search looks at a few rounds, deep models get the best of a few even cuts
+    full    `bench --costs`: the search looks at the whole step, however deep the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
+from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.quick_cut import quick_cut
+from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, forward_ranges, within_limits
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.durations import stage_times
+from roundpipe_cli.schedule.published import simulate_published
+from roundpipe_cli.schedule.timeline import makespan_s
+
+Effort = Literal["quick", "full"]
+MAX_JUDGED_ROUNDS = 4
+"""Microbatches by which even stages are judged, per worker."""
+MAX_JUDGED_STEPS = 4
+"""Chained steps by which even stages are judged."""
+MAX_JUDGED_LAYERS = 72
+"""Of deeper models only one even cut is judged: each takes seconds."""
+NUM_FINALISTS = 3
+"""Of the partitions judged so, those judged by a whole step."""
+MIN_GAIN = 0.01
+"""Part of a step that another dealing than the published one has to save to be chosen."""
+MAX_PLANNED_ROUNDS = 4
+"""Microbatches per worker that a quick search looks at: later rounds repeat."""
+MAX_SEARCHED_LAYERS = 72
+"""With more layers than these a quick choice simulates a few even cuts: the search takes seconds."""
+MAX_WEIGHED_MICROBATCHES = 64
+"""Microbatches by which two cuts with rounds of different length are compared."""
+STALE_STEPS = 4
+"""Chained steps of a case whose steps overlap."""
+
+
+def case_for(
+    pipeline: PipelineConfig,
+    costs: CostModel,
+    counts: tuple[int, int],
+    limits: StageLimits | None,
+    *,
+    overlaps: bool = False,
+    weights_stay: bool = False,
+) -> SimulationCase:
+    """The question that a recipe's pipeline section asks.
+
+    Args:
+        counts: workers, and microbatches of a step (chunks of sequences, where sequences are cut).
+        limits: of stages and rounds on the machine.
+        overlaps: steps follow each other without a barrier, see `Recipe.overlaps_steps`.
+        weights_stay: see `SimulationCase`.
+
+    Raises:
+        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
+    """
+    return SimulationCase(
+        costs,
+        *counts,
+        staleness=1 if overlaps else 0,
+        num_steps=STALE_STEPS if overlaps else 1,
+        options=dealing_options(pipeline),
+        auto_dealing=pipeline.dispatch == "auto",
+        auto_head=pipeline.head_workers == "auto",
+        sequence_chunks=pipeline.num_chunks,
+        limits=limits,
+        weights_stay=weights_stay,
+    )
+
+
+def dealing_options(pipeline: PipelineConfig) -> Options:
+    """How the recipe wants stages dealt out.
+
+    Raises:
+        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
+    """
+    options = options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
+    if options != Options() and pipeline.schedule != "roundpipe":
+        raise RefusedError(
+            f"{pipeline.schedule} binds its stages to workers",
+            where="pipeline: head_workers, replicas, dispatch",
+            found=f"schedule: {pipeline.schedule}",
+            expected="schedule: roundpipe, or none of these keys",
+        )
+    return options
+
+
+def given_cut(pipeline: PipelineConfig, num_workers: int) -> StageCut | None:
+    """The recipe's own stages; None where it leaves them to the planner.
+
+    Raises:
+        RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
+            schedule that mirrors the forward ones.
+    """
+    forward, backward = pipeline.forward_stages, pipeline.backward_stages
+    if pipeline.schedule == "roundpipe" and (forward == "auto") != (backward == "auto"):
+        raise RefusedError(
+            "forward_stages and backward_stages go together",
+            where="pipeline",
+            found="one of them is auto",
+            expected="both given or both auto",
+        )
+    if pipeline.schedule != "roundpipe" and backward != "auto":
+        raise RefusedError(
+            f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages",
+            where="pipeline.backward_stages",
+            expected="auto",
+        )
+    if forward == "auto":
+        return None
+    stages = _ranges(forward)
+    if pipeline.schedule != "roundpipe":
+        return StageCut(stages, tuple(reversed(stages)))
+    chunks = pipeline.num_chunks
+    return StageCut(stages, _ranges(backward), -(-num_workers // chunks) * chunks)
+
+
+def _ranges(stages: Sequence[Sequence[int]] | str) -> tuple[StageRange, ...]:
+    assert not isinstance(stages, str)
+    return tuple((int(first), int(last)) for first, last in stages)
+
+
+def choose(name: str, case: SimulationCase, keeps: Keeps | None = None, effort: Effort = "full") -> StageCut:
+    """The stages of one step.
+
+    Args:
+        name: of the schedule. Bound schedules get the fastest of even and balanced stages, roundpipe the planner's.
+        keeps: further limits; None: the case's own alone.
+
+    Raises:
+        ResourceError: roundpipe, and no cut keeps the case's limits.
+    """
+    allowed = _allowed(case, keeps)
+    if name != "roundpipe":
+        return _bound_cut(name, case, allowed, effort)
+    if case.sequence_chunks > 1:
+        return chunk_cut(case, allowed)
+    planned = _planned(case, effort)
+    if case.options != Options():
+        # The planner knows the published dispatch only; for another one even stages may be better than its own.
+        return dealt_cut(planned, case, allowed)
+    chosen = choose_dealing(planned, case, allowed)
+    whole = resident_cut(case.costs, case.num_workers, allowed) if case.weights_stay else None
+    return chosen if whole is None else faster(chosen, whole, case)
+
+
+def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
+    """Whether a cut keeps all limits."""
+    sums = StageSums(case.costs)
+
+    def allowed(cut: StageCut) -> bool:
+        stages = cut.forward_stages, cut.backward_stages
+        within = within_limits(sums, case.limits, *stages, cut.microbatches_per_round or case.num_workers)
+        return within and (keeps is None or keeps(cut))
+
+    return allowed
+
+
+def _planned(case: SimulationCase, effort: Effort) -> StageCut:
+    """The planner's stages for the published dispatch."""
+    few_rounds = min(case.num_microbatches, MAX_PLANNED_ROUNDS * case.num_workers)
+    quick = _quick(case) if case.limits is not None and case.limits.forward_bytes is not None else None
+    if quick is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
+        why = "the best of a few even cuts: with so many layers evenness hardly matters"
+        return replace(quick, explanation=(why,))
+    found = plan_partition(
+        case.costs,
+        num_workers=case.num_workers,
+        num_microbatches=case.num_microbatches if effort == "full" else few_rounds,
+        accounting=case.accounting,
+        staleness=case.staleness,
+        num_steps=case.num_steps,
+        limits=case.limits,
+    )
+    searched = StageCut(
+        found.forward_stages,
+        found.backward_stages,
+        found.microbatches_per_round,
+        found.workers,
+        explanation=found.explanation,
+    )
+    if quick is None or (quick.microbatches_per_round or 0) <= found.microbatches_per_round:
+        return searched
+    # The search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut.
+    short = replace(case, num_microbatches=min(case.num_microbatches, MAX_WEIGHED_MICROBATCHES))
+    return min(searched, quick, key=lambda cut: run("roundpipe", cut, short).step_s)
+
+
+def _quick(case: SimulationCase) -> StageCut:
+    assert case.limits is not None
+    stages = quick_cut(
+        case.costs,
+        num_workers=case.num_workers,
+        num_microbatches=case.num_microbatches,
+        staleness=case.staleness,
+        limits=case.limits,
+    )
+    return StageCut(*stages, explanation=("the best of a few even cuts",))
+
+
+def _bound_cut(name: str, case: SimulationCase, allowed: Keeps, effort: Effort) -> StageCut:
+    """The fastest of even and balanced stages that keep the limits; the fastest of all where none does."""
+    if effort == "quick":
+        most = MAX_PLANNED_ROUNDS * case.num_workers * case.sequence_chunks
+        case = replace(case, num_microbatches=min(case.num_microbatches, most))
+    num_layers, num_workers = len(case.costs.layers), case.num_workers
+    max_loops = 1 if name in ("gpipe", "1f1b") else -(-num_layers // num_workers)
+    per_round = num_workers if name == "1f1b" else case.num_microbatches
+    scored: list[tuple[bool, float, int, StageCut]] = []
+    for loops in range(1, max_loops + 1):
+        num_stages = loops * num_workers
+        candidates = {balanced_stages(case.costs, num_stages), even_stages(num_layers, num_stages)}
+        cuts = [StageCut(stages, tuple(reversed(stages))) for stages in sorted(candidates)]
+        best = min(cuts, key=lambda cut: _published_s(name, cut, case))
+        breaks = not allowed(replace(best, microbatches_per_round=per_round))
+        scored.append((breaks, run(name, best, replace(case, num_steps=1)).makespan_s, loops, best))
+    return min(scored, key=lambda one: one[:3])[3]
+
+
+Keeps = Callable[[StageCut], bool]
+"""Whether stages keep limits that the case does not have, the host's memory for instance."""
+
+
+def chunk_cut(case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
+    """Stages of roundpipe where sequences come in chunks, and the head's workers if the case leaves them open."""
+    narrow = _chunk_cut(case, keeps)
+    spread = _head_spread(case)
+    if spread is None:
+        return narrow
+    wide = replace(_chunk_cut(replace(case, options=spread), keeps), dealing=spread)
+    return faster(narrow, wide, case)
+
+
+def _head_spread(case: SimulationCase) -> Options | None:
+    """The head's microbatches on all workers, if that may be chosen: a trained head's gradients are added up in order,
+    so its workers would wait for each other."""
+    costs, head = case.costs, case.costs.layers[-1]
+    is_frozen = costs.has_updates and not (head.grad_bytes or head.optimizer_s)
+    is_open = case.auto_head and _leaves_open(case) and case.staleness == 0
+    may = is_open and is_frozen and costs.equal_workers and case.num_workers > 1
+    return Options(head_workers=case.num_workers) if may else None
+
+
+def _leaves_open(case: SimulationCase) -> bool:
+    """Whether the planner may deal in another way than the published one at all."""
+    return case.options == Options() and case.accounting == "default"
+
+
+def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
+    counts = case.num_workers, case.num_microbatches, case.sequence_chunks
+    shapes = chunk_shapes(case.costs, *counts, case.options)
+    found = fastest(
+        shapes,
+        lambda shape: keeps is None or keeps(StageCut(*shape)),
+        lambda shape: run("roundpipe", StageCut(*shape), replace(case, num_steps=1)).makespan_s,
+    )
+    return StageCut(*found)
+
+
+def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
+    """The planner's stages in turn, or where a simulated step is faster so: if workers differ in speed, earliest-free
+    dispatch with stages that suit it; if they are equal, the head on all of them. Not under published accounting.
+
+    The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
+    """
+    spread = _head_spread(case)
+    if spread is not None:
+        each = tuple((index, index) for index in range(len(case.costs.layers)))
+        # One layer a stage and long rounds: of all cuts tried, what suits a head that costs each worker little. But no
+        # longer than the planner's own or two microbatches a worker: the host keeps the boundaries of a round.
+        most = max(2 * case.num_workers, planned.microbatches_per_round or 0)
+        wide = StageCut(
+            each[:-1], each[::-1], min(case.num_microbatches, most), dealing=spread, explanation=(spread.why,)
+        )
+        return faster(planned, wide, case) if keeps is None or keeps(wide) else planned
+    if case.costs.equal_workers or not (case.auto_dealing and _leaves_open(case)):
+        return planned
+    free = Options(earliest_free=True)
+    dealt = replace(dealt_cut(planned, replace(case, options=free), keeps), dealing=free, explanation=(free.why,))
+    return faster(planned, dealt, replace(case, num_steps=min(case.num_steps, MAX_JUDGED_STEPS)))
+
+
+def faster(planned: StageCut, other: StageCut, case: SimulationCase) -> StageCut:
+    """The other one if it is faster by more than the simulator can be trusted with."""
+    planned_s, other_s = (run("roundpipe", partition, case).step_s for partition in (planned, other))
+    return other if other_s < planned_s * (1 - MIN_GAIN) else planned
+
+
+def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
+    """The fastest of the planner's stages and a few even ones, under the case's `options`.
+
+    Judged by at most four microbatches a worker and four chained steps, so that long steps take no longer to judge, and
+    the best of those by all.
+    """
+    workers, blocks = case.num_workers, len(case.costs.layers) - 1
+    num_microbatches = min(case.num_microbatches, MAX_JUDGED_ROUNDS * workers)
+    short = replace(case, num_microbatches=num_microbatches, num_steps=min(case.num_steps, MAX_JUDGED_STEPS))
+    rounds = sorted({min(size, num_microbatches) for size in (workers, 2 * workers, 4 * workers)})
+    whole_step = replace(case, num_steps=short.num_steps)
+    counts = sorted({min(count, blocks) for count in (workers, 2 * workers, blocks)})
+    if blocks > MAX_JUDGED_LAYERS:
+        counts = [min(2 * workers, blocks)]
+    candidates = [
+        StageCut(*balanced_partition(blocks + 1, num_forward, 1 + num_backward), per_round)
+        for num_forward in counts
+        for num_backward in counts
+        for per_round in (rounds[:1] if case.accounting == "published" else rounds)
+    ]
+    scored = [(run("roundpipe", planned, short).step_s, 0, planned)]
+    for candidate in filter(keeps, candidates):
+        result = run("roundpipe", candidate, short)
+        if result.step_s < scored[0][0] * (1 - 1e-9) and _fits(result, case):
+            scored.append((result.step_s, len(scored), candidate))
+    finalists = [planned, *(candidate for _, _, candidate in sorted(scored, key=lambda one: one[:2])[:NUM_FINALISTS])]
+    if case.options.earliest_free:  # where all layers fit, whole microbatches without any recompute
+        whole = _whole_model(case.costs, case.num_microbatches)
+        if (keeps is None or keeps(whole)) and _whole_model_fits(case.costs):
+            finalists.append(whole)
+    return min(finalists, key=lambda partition: run("roundpipe", partition, whole_step).step_s)
+
+
+def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut:
+    """All layers in the stage with the head, but for an embedding, whose rows come from the host."""
+    last = len(costs.layers) - 1
+    if costs.layers[0].name != "embed" or not last:
+        return StageCut((), ((0, last),), num_microbatches)
+    return StageCut(((0, 0),), ((1, last), (0, 0)), num_microbatches)
+
+
+def _whole_model_fits(costs: CostModel) -> bool:
+    """Whether every slot of a device could hold it, and its activations."""
+    layers, limit = costs.layers, costs.device_memory_bytes
+    held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
+    return limit is None or held + sum(layer.activation_bytes for layer in layers) <= limit
+
+
+def _fits(result: Result, case: SimulationCase) -> bool:
+    limit = case.costs.device_memory_bytes
+    peaks = result.timeline.device_peak_bytes
+    return limit is None or case.accounting == "published" or max(peaks or (0,)) <= limit
+
+
+def _published_s(name: str, partition: StageCut, case: SimulationCase) -> float:
+    schedule = build_schedule(
+        name,
+        forward_stages=partition.forward_stages,
+        num_workers=case.num_workers,
+        num_microbatches=case.num_microbatches,
+        costs=case.costs,
+        sequence_chunks=case.sequence_chunks,
+    )
+    return makespan_s(simulate_published(schedule, case.costs))
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
+    """Equal numbers of blocks, larger stages last; the head, layer `num_layers - 1`, joins the last stage."""
+    size, larger = divmod(num_layers - 1, num_stages)
+    sizes = [size + (index >= num_stages - larger) for index in range(num_stages)]
+    sizes[-1] += 1
+    return forward_ranges(sizes)
+
+
+def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]:
+    """The cut whose slowest stage (forward, recompute and backward) is fastest; early stages are filled first.
+
+    A bisection over the time of the slowest stage: a greedy fill tells whether so many stages suffice.
+    """
+    whole = [(index, index) for index in range(len(costs.layers))]
+    times = stage_times(costs, whole, whole, fused_head=False)
+    layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
+    sizes = balanced_sizes(layer_s, num_stages)
+    return forward_ranges(sizes + [0] * (num_stages - len(sizes)))
