@@ -291,7 +291,8 @@ def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None 
     if case.costs.equal_workers or not (case.auto_dealing and _leaves_open(case)):
         return planned
     free = Options(earliest_free=True)
-    dealt = replace(dealt_cut(planned, replace(case, options=free), keeps), dealing=free, explanation=(free.why,))
+    dealt = dealt_cut(planned, replace(case, options=free), keeps)
+    dealt = replace(dealt, dealing=free, explanation=(free.why,))
     return faster(planned, dealt, replace(case, num_steps=min(case.num_steps, MAX_JUDGED_STEPS)))
 
 
