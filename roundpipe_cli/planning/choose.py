@@ -18,7 +18,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import plan_partition
-from roundpipe_cli.planning.quick_cut import quick_cut
+from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, forward_ranges, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -174,10 +174,10 @@ def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
 def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     """The planner's stages for the published dispatch."""
     few_rounds = min(case.num_microbatches, MAX_PLANNED_ROUNDS * case.num_workers)
-    quick = _quick(case) if case.limits is not None and case.limits.forward_bytes is not None else None
-    if quick is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
+    limits = case.limits
+    if limits is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
-        return replace(quick, explanation=(why,))
+        return replace(_quick(case), explanation=(why,))
     found = plan_partition(
         case.costs,
         num_workers=case.num_workers,
@@ -194,11 +194,13 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
         found.workers,
         explanation=found.explanation,
     )
-    if quick is None or (quick.microbatches_per_round or 0) <= found.microbatches_per_round:
+    if limits is None:
+        return searched
+    if enough_per_round(case.costs, case.num_workers, case.num_microbatches, limits) <= found.microbatches_per_round:
         return searched
     # The search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut.
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_WEIGHED_MICROBATCHES))
-    return min(searched, quick, key=lambda cut: run("roundpipe", cut, short).step_s)
+    return min(searched, _quick(case), key=lambda cut: run("roundpipe", cut, short).step_s)
 
 
 def _quick(case: SimulationCase) -> StageCut:

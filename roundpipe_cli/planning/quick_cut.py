@@ -59,12 +59,17 @@ def _sizes(costs: CostModel, limits: StageLimits, num_workers: int) -> list[tupl
     blocks = costs.layers[1:-1]
     weights = max(layer.param_bytes for layer in blocks)
     whole = max(layer.param_bytes + layer.grad_bytes + layer.activation_bytes for layer in blocks)
-    most_forward = max(1, (limits.forward_bytes or 0) // max(1, weights))
-    most_backward = max(1, (limits.backward_bytes or 0) // max(1, whole))
+    most_forward = _most(limits.forward_bytes, weights, len(blocks))
+    most_backward = _most(limits.backward_bytes, whole, len(blocks))
     enough_stages = max(1, len(blocks) // (2 * num_workers))
     backward = min(most_backward, enough_stages, 2)
     sizes = {(min(most_forward, times * each), each) for each in {1, backward} for times in (2, 3)}
     return sorted(sizes)
+
+
+def _most(limit_bytes: int | None, block_bytes: int, num_blocks: int) -> int:
+    """Blocks of a stage that keep the limit, at least 1."""
+    return num_blocks if limit_bytes is None else max(1, limit_bytes // max(1, block_bytes))
 
 
 def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int, limits: StageLimits) -> int:
