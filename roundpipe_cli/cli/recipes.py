@@ -1,4 +1,4 @@
-"""`roundpipe recipes`: list, show, copy and check recipes. No torch."""
+"""`roundpipe recipes`: list, show, copy and check recipes; list their keys. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 recipes = typer.Typer(
     name="recipes",
-    help="List, show, copy and check recipes.\n\nExample: roundpipe recipes cp qwen3-8b mine.yaml",
+    help="List, show, copy and check recipes; list every recipe key."
+    "\n\nExample: roundpipe recipes cp qwen3-8b mine.yaml",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -118,6 +119,37 @@ def validate(
         say_data(json.dumps(documents, indent=1))
     if not all(document["valid"] for document in documents):
         raise typer.Exit(RefusedError.exit_code)
+
+
+@recipes.command("keys")
+def keys(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only keys with all of these, e.g. lora, eval.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="A Markdown table on stdout.")] = False,
+) -> None:
+    """List every recipe key with its type, default and meaning.
+
+    Example: roundpipe recipes keys lora
+    """
+    from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.recipe.keys import as_markdown, as_text, recipe_keys
+
+    if json_ and markdown:
+        raise RefusedError("--json and --markdown exclude each other", hint="give one of them")
+    found = [key for key in recipe_keys() if all(word.lower() in key.name for word in words or ())]
+    if json_:
+        import json
+        from dataclasses import asdict
+
+        say_data(json.dumps([asdict(key) for key in found], indent=1))
+        return
+    for line in as_markdown(found) if markdown else as_text(found):
+        say_data(line)
+    if not found:
+        say(f"no key has {' and '.join(words or ())} in its name; `roundpipe recipes keys` lists all")
 
 
 def _validation(file: str, notices: tuple[str, ...], error: Any) -> dict[str, Any]:

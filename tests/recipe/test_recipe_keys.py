@@ -1,0 +1,91 @@
+"""`roundpipe recipes keys` lists the whole schema, and recipes/README.md shows what it lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from roundpipe_cli.cli.recipes import recipes
+from roundpipe_cli.recipe.check import known_keys
+from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, recipe_keys
+from roundpipe_cli.recipe.schema import DatasetConfig, DpoConfig, LoraConfig, NodesConfig, PipelineConfig, Recipe
+from roundpipe_cli.recipe.shipped import shipped_recipes
+from roundpipe_cli.recipe.strict_yaml import parse_text
+from scripts.recipe_pages import PAGE, updated
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def listed(*words: str) -> str:
+    """Standard output of `roundpipe recipes keys WORDS`."""
+    done = CliRunner().invoke(recipes, ["keys", *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_page_shows_the_schema_and_the_headers_as_they_are() -> None:
+    """A key that is added, removed or explained otherwise must change the page; so must a recipe or its header."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert updated(page) == page, "python scripts/recipe_pages.py --write"
+
+
+def test_every_key_is_listed_once() -> None:
+    keys = recipe_keys()
+    assert [key.name for key in keys] == list(known_keys(Recipe))
+    assert [key.name for key in keys if key.is_required] == [
+        "model", "datasets", "datasets[].path", "eval_datasets[].path",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [Recipe, LoraConfig, DpoConfig, DatasetConfig, PipelineConfig, NodesConfig])
+def test_every_key_has_a_meaning(schema: type) -> None:
+    meanings = field_docstrings(schema)
+    assert list(meanings) == [field.name for field in dataclasses.fields(schema)]
+    assert all(meanings.values())
+
+
+def test_defaults_are_yaml_for_the_defaults_of_the_schema() -> None:
+    """1e-08 is text for YAML: a user who copies the default must get the number."""
+    defaults = {key.name: key.default for key in recipe_keys()}
+    values = {name: parse_text(f"x: {text}\n", name).data["x"] for name, text in defaults.items() if text is not None}
+    assert values["adam_epsilon"] == 1e-8 and values["lora.alpha"] == 32.0 and values["report_to"] == []
+    assert values["method"] == "lora" and values["packing"] is False and values["max_steps"] is None
+    assert defaults["model"] is None and defaults["output_dir"] == "outputs/<name of the recipe file>"
+
+
+def test_the_command_prints_text_json_and_markdown() -> None:
+    keys = recipe_keys()
+    assert listed().splitlines() == list(as_text(keys))
+    assert listed("--markdown").splitlines() == list(as_markdown(keys))
+    assert [key["name"] for key in json.loads(listed("--json"))] == [key.name for key in keys]
+    assert re.search(r"^learning_rate +0\.0002\n    Type: a number above 0 and at most 10\.\n    Peak", listed(), re.M)
+    assert {line.split(".")[0] for line in listed("lora.").splitlines() if line[0] != " "} == {"lora"}
+    assert max(map(len, listed("lora").splitlines())) <= 100
+    assert listed("no-such-key") == ""
+
+
+def test_markdown_cells_survive_the_characters_of_the_docstrings() -> None:
+    for row in list(as_markdown(recipe_keys()))[2:]:
+        assert len(re.findall(r"(?<!\\)\|", row)) == 5, row
+
+
+def test_every_shipped_recipe_is_on_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(f"]({shipped.name}.yaml)" in page for shipped in shipped_recipes())
+
+
+def test_figures_of_the_main_page_are_those_of_the_headers() -> None:
+    """The short table of README.md repeats predictions of the headers."""
+    rows = {shipped.name: shipped.verdict for shipped in shipped_recipes()}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\|.*\| \[`(\S+)`\]\(recipes/\S+\) \| ([\d.]+) s \| ([\d,]+) \|$", readme, re.M)
+    assert len(found) >= 8
+    for name, step_s, tokens_per_s in found:
+        verdict = rows[name]
+        assert verdict is not None
+        assert (float(step_s), float(tokens_per_s.replace(",", ""))) == (verdict.step_s, verdict.tokens_per_s), name
