@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on GSM8K by LoRA with evaluation: the exact figures of report.json as a table for the README.
+"""SmolLM2-135M-Instruct on GSM8K by LoRA with evaluation: the exact figures of report.json as a table.
 
     python scripts/gsm8k_report.py                             about 8 minutes on two quiet cores
     python scripts/gsm8k_report.py --rows 8 --held-out 2 --steps 2 --micro-batch 1     does it work?

@@ -1,5 +1,5 @@
-"""The rules of the house (README.md, "Code map"): imports point one way, torch stays where it is needed, importing does
-nothing, and nothing in our source can run code that it was given."""
+"""The rules of the house (roundpipe_cli/README.md, "Imports"): imports point one way, torch stays where it is needed,
+importing does nothing, and nothing in our source can run code that it was given."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run_python(code: str, *, timeout_s: float = 60) -> subprocess.CompletedProce
 
 def test_every_room_is_known() -> None:
     rooms = {room_of(path) for path in sources()} - {"__init__"}
-    assert rooms == set(MAY_IMPORT), "a new room needs a line in MAY_IMPORT and in README.md's code map"
+    assert rooms == set(MAY_IMPORT), "a new room needs a line in MAY_IMPORT and in roundpipe_cli/README.md"
 
 
 def test_imports_point_one_way() -> None:

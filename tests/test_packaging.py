@@ -151,20 +151,39 @@ def test_mistakes_in_overrides_of_a_shipped_recipe_are_refused(unpacked: Path, t
 
 
 def test_readme_speaks_of_what_is_there(tmp_path: Path) -> None:
-    """Its recipe passes every check, its commands exist, and each file of its code map does too."""
+    """Its recipe passes every check, and its commands exist."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 180, "details belong into the READMEs of the folders"
     recipe = re.search(r"(?:^    .*\n)*^    output_dir: outputs/first\n", readme, re.MULTILINE)
     assert recipe
     (tmp_path / "first.yaml").write_text(textwrap.dedent(recipe[0]))
     loaded = load_recipe(tmp_path / "first.yaml")
     assert (loaded.recipe.max_seq_length, loaded.notices) == (512, ())
-    commands = set(re.findall(r"^    roundpipe ([a-z]+)", readme, re.MULTILINE))
-    assert {"finetune"} <= commands <= set(getattr(typer.main.get_command(app), "commands", {}))
-    code_map = readme.partition("## Code map")[2].partition("\nImports point one way")[0]
-    here = {path.name for path in [*ROOT.glob("scripts/*"), *ROOT.glob("roundpipe_cli/**/*.py")]}
-    assert set(re.findall(r"[a-z_]+\.(?:py|txt|sh)\b", code_map)) <= here
-    rooms = {path.name for path in (ROOT / "roundpipe_cli").iterdir() if (path / "__init__.py").is_file()}
-    assert rooms <= set(re.findall(r"^      ([a-z]+)/", code_map, re.MULTILINE))
+    commands = set(re.findall(r"^    (?:\$ )?roundpipe ([a-z]+)", readme, re.MULTILINE))
+    assert {"finetune", "plan", "data"} <= commands <= set(getattr(typer.main.get_command(app), "commands", {}))
+
+
+def test_code_map_names_every_room_and_only_files_that_exist() -> None:
+    """One section of roundpipe_cli/README.md for each package; its file names are relative to the package."""
+    package = ROOT / "roundpipe_cli"
+    page = (package / "README.md").read_text(encoding="utf-8")
+    code_map = page.partition("## Code map\n")[2].partition("\n## ")[0]
+    leaves, *sections = re.split(r"^### `(?=[a-z]+/`)", code_map, flags=re.MULTILINE)
+    rooms = {section.partition("/")[0]: section for section in sections}
+    assert set(rooms) == {path.name for path in package.iterdir() if (path / "__init__.py").is_file()}
+    places = [(package, leaves), *((package / room, section) for room, section in rooms.items())]
+    named = [folder / name for folder, text in places for name in re.findall(r"`([\w/]+\.(?:py|json|md))`", text)]
+    assert len(named) > 150
+    assert [] == [path.relative_to(package).as_posix() for path in named if not path.is_file()]
+
+
+def test_files_of_the_table_of_changes_exist() -> None:
+    """"I want to change ..." names files relative to the package, or tests and scripts."""
+    page = (ROOT / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")
+    table = page.partition("## I want to change")[2].partition("\n## ")[0]
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|json))`", table)
+    assert len(named) > 30
+    assert [] == [name for name in named if not (ROOT / name).is_file() and not (ROOT / "roundpipe_cli" / name).is_file()]
 
 
 def pins() -> dict[str, Requirement]:

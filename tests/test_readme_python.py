@@ -1,4 +1,4 @@
-"""The Python of README's "From Python" runs as it stands there."""
+"""The Python of "From Python" in roundpipe_cli/README.md runs as it stands there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tests.support.e2e import child_environment, make_model, make_workspace
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = Path(__file__).resolve().parents[1] / "roundpipe_cli" / "README.md"
 
 
 def test_from_python(tmp_path: Path) -> None:
-    text = README.read_text(encoding="utf-8").partition("## From Python")[2].partition("\n## ")[0]
+    text = README.read_text(encoding="utf-8").partition("## From Python")[2].partition("\nThe adapter of")[0]
     code = textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line.strip()))
     folder = make_workspace(tmp_path / "work", make_model(tmp_path / "made"))
     (folder / "recipe.yaml").rename(folder / "first.yaml")

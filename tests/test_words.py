@@ -1,4 +1,4 @@
-"""Misspelt words get the right suggestion; help is quick, whole and free of markup; README's commands are known."""
+"""Misspelt words get the right suggestion; help is quick, whole and free of markup; the READMEs' commands are known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.e2e import child_environment, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(getattr(typer.main.get_command(app), "commands", {}))
-RECIPE_COMMANDS = ["cp", "ls", "show", "validate"]
+RECIPE_COMMANDS = ["cp", "keys", "ls", "show", "validate"]
 SEED = 7
 LETTERS = string.ascii_lowercase + string.digits + "-_"
 
@@ -196,13 +196,19 @@ def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest
     assert version_lines()[2] == "driver: nvidia-smi finds no GPU"
 
 
-# --- README ---------------------------------------------------------------------------------------------------------
+# --- READMEs --------------------------------------------------------------------------------------------------------
 
-RUN_HERE = ("roundpipe plan ", "roundpipe recipes ls", "roundpipe recipes show", "roundpipe --version")
-"""Beginnings of README's commands that this file runs as they stand, unless they name a file of the user's."""
+READMES = [ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")]
+RUN_HERE = ("roundpipe recipes ls", "roundpipe recipes show", "roundpipe recipes keys", "roundpipe --version")
+"""Beginnings of commands that this file runs as they stand, unless they name a file of the user's."""
+RUN_ONCE = "roundpipe plan recipes/qwen3-32b.yaml --hardware 8x4090"
+"""The one `plan` that this file runs too: each takes seconds."""
 RUN_ELSEWHERE = {
-    "scripts/": "by hand and by .ci/run: each takes minutes",
-    "roundpipe finetune": "tests/test_finetune_*.py, with tiny models",
+    "scripts/": "minutes: by hand, and scripts/test by .ci/run",
+    "python scripts/recipe_pages.py": "tests/recipe/test_recipe_keys.py",
+    "python scripts/recipe_verdicts.py": "tests/planning/test_shipped_recipes.py, on the functions that it calls",
+    "python scripts/": "minutes: by hand",
+    "roundpipe finetune": "tests/train/test_finetune_*.py, with tiny models",
     "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_bench_run.py",
     "roundpipe watch": "tests/dashboard/test_dashboard_watch.py",
     "roundpipe data": "tests/data/test_data_command.py",
@@ -215,58 +221,84 @@ RUN_ELSEWHERE = {
     "roundpipe plan": "tests/planning/test_plan_cli.py",
     "roundpipe --": "the tests above",
 }
-"""Beginning of a command -> what runs that command with files of its own."""
+"""Beginning of a command -> what runs it with other files, or why no test does."""
 NEEDS = {
     r"\bcuda\b|nvidia-smi|scripts/gpu_check": "a GPU",
     r"^(hf|huggingface-cli) |^(git|pip|pipx|uv) ": "the network",
-    r"^(torchrun|ssh|tmux|source|cd|export|docker) ": "another program",
+    r"^(torchrun|vllm|ollama|ssh|tmux|source|cd|export|docker) ": "another program",
 }
 """Commands that no test runs, by what they need."""
 
 
-def readme_commands() -> list[str]:
-    """Command lines of README's code blocks, indented or fenced, without prompt, comment and the environment's path."""
+COMMAND = re.compile(r"(roundpipe|python|torchrun|hf|pip) (?!=)\S|scripts/\w+( |$)(?!.*, )")
+
+
+def readme_commands(page: Path) -> list[str]:
+    """Command lines of a page's code blocks, indented or fenced, without prompt, comment and environment variables."""
     commands: list[str] = []
     fenced, continued = False, ""
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif fenced or line.startswith("    "):
             text = continued + re.sub(r"\s{2,}#.*$", "", line.strip()).removeprefix("$ ")
             continued = text[:-1] if text.endswith("\\") else ""
             text = re.sub(r"^(\w+=\S+ )*(\.venv/bin/)?", "", text)
-            if not continued and re.match(r"(roundpipe|python|torchrun|hf|pip) (?!=)\S|scripts/\w+( |$)(?!.*, )", text):
+            if not continued and COMMAND.match(text):
                 commands.append(text)
     return commands
 
 
+ALL_COMMANDS = sorted({command for page in READMES for command in readme_commands(page)})
+
+
 def reason_not_to_run(command: str) -> str | None:
-    """What a command of the README needs that is not here, or None."""
+    """What a command needs that is not here, or None."""
     return next((what for pattern, what in NEEDS.items() if re.search(pattern, command)), None)
 
 
 def runs_here(command: str) -> bool:
     """Whether this file runs the command as it stands: it needs nothing but what is shipped."""
     files = [word for word in command.split() if word.endswith((".yaml", ".json", ".svg")) and "recipes/" not in word]
-    return command.startswith(RUN_HERE) and not files and reason_not_to_run(command) is None
+    chosen = command.startswith(RUN_HERE) or command == RUN_ONCE
+    return chosen and not files and reason_not_to_run(command) is None
 
 
-def test_every_readme_command_is_run_somewhere() -> None:
-    commands = readme_commands()
-    assert len([command for command in commands if command.startswith("roundpipe")]) > 5, commands
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)
+def test_every_readme_command_is_run_somewhere(page: Path) -> None:
+    """A command that nobody runs must be listed with the reason; a script must exist."""
+    commands = readme_commands(page)
+    assert len(commands) >= 3, commands
     for command in commands:
         known = runs_here(command) or reason_not_to_run(command) or command.startswith(tuple(RUN_ELSEWHERE))
+        assert known, f"{command}: say in tests/test_words.py what runs it or what it needs"
         script = re.match(r"(?:python )?(scripts/\w+(?:\.py)?)", command)
-        assert known or script, f"{command}: say in tests/test_words.py what runs it or what it needs"
         assert not script or (ROOT / script[1]).is_file(), command
+
+
+def test_what_runs_the_readmes_commands_is_there() -> None:
     for where in RUN_ELSEWHERE.values():
-        for file in re.findall(r"tests/[\w*]+\.py", where):
+        for file in re.findall(r"tests/[\w*/]+\.py", where):
             assert list(ROOT.glob(file)), f"{file} is gone"
 
 
-@pytest.mark.parametrize("command", [one for one in readme_commands() if one.startswith("roundpipe ")])
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)
+def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
+    """Links lead to files, `tests/...` names are files, and what a link's anchor names is a heading."""
+    text = page.read_text(encoding="utf-8")
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
+        target = (page.parent / link).resolve() if link else page
+        assert target.exists(), f"{page}: {link}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+    for name in re.findall(r"`((?:tests|scripts)/[\w*/]+(?:\.\w+)?)", text):
+        assert list(ROOT.glob(name)), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if one.startswith("roundpipe ")])
 def test_readme_commands_are_understood(command: str) -> None:
-    """Every option, argument and subcommand of the README's commands exists: parsed as the program does, not run."""
+    """Every option, argument and subcommand of the READMEs' commands exists: parsed as the program does, not run."""
     words = shlex.split(command, comments=True)[1:]
     parser, name = typer.main.get_command(app), "roundpipe"
     while words and words[0] in getattr(parser, "commands", {}):
@@ -279,7 +311,7 @@ def test_readme_commands_are_understood(command: str) -> None:
         assert words[0] in known | {"--help", "-h"}, command
 
 
-@pytest.mark.parametrize("command", sorted({one for one in readme_commands() if runs_here(one)}))
+@pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if runs_here(one)])
 def test_readme_commands_run(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         command_line(*shlex.split(command)[1:]), cwd=tmp_path, env=child_environment({"HF_HUB_OFFLINE": "1"}),

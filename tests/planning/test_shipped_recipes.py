@@ -13,7 +13,7 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import host_need
 from roundpipe_cli.costs.models import shipped_architecture
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning import predict
+from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.fitting import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask
@@ -71,7 +71,7 @@ def test_header(name: str) -> None:
 
 def is_searched(name: str, num_layers: int) -> bool:
     """Whether the tests do for a recipe exactly what `plan` does."""
-    return num_layers <= MAX_SEARCHED_LAYERS or num_layers > predict.MAX_SEARCHED_LAYERS or name in ALWAYS_SEARCHED
+    return num_layers <= MAX_SEARCHED_LAYERS or num_layers > choose.MAX_SEARCHED_LAYERS or name in ALWAYS_SEARCHED
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -85,7 +85,7 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
     layers = ask(loaded, header.hardware).analytic.costs.layers
     searched = is_searched(name, len(layers))
     if not searched:
-        monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", 0)
+        monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
     plan = make_plan(loaded, header.hardware)
     assert plan.verdict.fits, plan.verdict.reasons
     now = verdict_of_plan(plan, header.hardware)
@@ -150,7 +150,7 @@ def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.Monkey
     assert fitting is not None and fitting.name == "qwen3/14b_lora_2x24gb"
     none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")
     assert plan_document(none, None)["shipped_recipe"] is None
-    monkeypatch.setattr(predict, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     fits = make_plan(load_recipe(ROOT / "recipes/quickstart.yaml"), small)
     assert "shipped_recipe" not in plan_document(fits, None)
 

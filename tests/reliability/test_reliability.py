@@ -1,8 +1,9 @@
-"""The promises of README's table "Reliability", each tried a few times; `scripts/torture` tries them often."""
+"""The promises of tests/README.md, "Reliability", each tried a few times; `scripts/torture` tries them often."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,3 +35,10 @@ def test_promise(arena: Arena, promise: Promise) -> None:
     seen = promise.trial(arena, promise.suite_count)
     assert seen.total == promise.suite_count
     assert not seen.failures, "\n".join(seen.failures)
+
+
+def test_the_table_says_how_often_the_suite_tries() -> None:
+    """tests/README.md gives the script's figure and the suite's own number of tries, one row a promise."""
+    page = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| `scripts/torture --only (\S+)` \| [^|]+ \| (\d+) \|$", page, re.MULTILINE)
+    assert {name: int(tries) for name, tries in rows} == {one.name: one.suite_count for one in PROMISES}

@@ -37,7 +37,8 @@ def main() -> int:
         parser.error(f"no such promise: {', '.join(unknown)}")
     folder = Path(tempfile.mkdtemp(prefix="torture-", dir=options.folder))
     arena = Arena(folder, options.jobs, options.patience, options.seed)
-    print("| promise | test | figure | date |\n|---|---|---|---|", flush=True)
+    print("| promise | test | figure | suite |\n|---|---|---|---:|", flush=True)
+    print(f"date: {datetime.date.today().isoformat()}", file=sys.stderr)
     failed = False
     for promise in PROMISES:
         if promise.name in names and (lack := promise.missing()):
@@ -46,8 +47,8 @@ def main() -> int:
             started_s = time.monotonic()
             seen = promise.trial(arena, getattr(options, promise.name.replace("-", "_")))
             failed |= bool(seen.failures)
-            today = datetime.date.today().isoformat()
-            print(f"| {promise.text} | `scripts/torture --only {promise.name}` | {seen.figure} | {today} |", flush=True)
+            cells = (promise.text, f"`scripts/torture --only {promise.name}`", seen.figure, str(promise.suite_count))
+            print(f"| {' | '.join(cells)} |", flush=True)
             print(f"{promise.name}: {time.monotonic() - started_s:.0f} s", file=sys.stderr)
             for text in seen.failures:
                 print(f"FAILED {promise.name}: {text}", file=sys.stderr, flush=True)

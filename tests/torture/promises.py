@@ -11,7 +11,7 @@ from tests.torture.arena import Arena, Seen
 
 @dataclass(frozen=True)
 class Promise:
-    """One row of the README's table."""
+    """One row of the table in tests/README.md."""
 
     name: str
     """Option of `scripts/torture` and id of the test."""
