@@ -1,7 +1,7 @@
 """The generated tables of recipes/README.md: the shipped recipes by their headers, and every recipe key by the schema.
 
-    python scripts/recipe_pages.py           # compare; exit 1 if the page is out of date
-    python scripts/recipe_pages.py --write   # write the tables between their markers
+python scripts/recipe_pages.py           # compare; exit 1 if the page is out of date
+python scripts/recipe_pages.py --write   # write the tables between their markers
 """
 
 from __future__ import annotations

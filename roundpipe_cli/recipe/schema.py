@@ -259,15 +259,15 @@ class Recipe:
     load_in_4bit: bool = False
     """Keep the frozen base weights in 4 bit (NF4): a quarter of the host memory and of the uploads."""
     load_in_8bit: bool = False
-    """Keep them in 8 bit (bitsandbytes' blockwise dynamic code, weights alone): half of both, and nearer to the
-    originals."""
+    """Keep the frozen base weights in 8 bit (bitsandbytes' blockwise dynamic code): half of the host memory and of the
+    uploads, and closer to the original weights than 4 bit."""
     datasets: Annotated[tuple[DatasetConfig, ...], NotEmpty()]
     """Training rows, from one or more sources."""
     val_set_size: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.0
     """Rows held out for evaluation and never trained on, chosen by `seed`: a number of rows, or a fraction (below 1) of
     all rows. 0 is none."""
     max_seq_length: PositiveInt = 2048
-    """Tokens of the longest row; what happens to longer ones says `long_rows`. Activation memory grows with it."""
+    """Tokens of the longest row; `long_rows` says what happens to longer ones. Activation memory grows with it."""
     packing: bool = False
     """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other."""
     shuffle: bool = True
@@ -275,9 +275,9 @@ class Recipe:
     train_on_inputs: bool = False
     """Train on prompt tokens too; otherwise only on answers."""
     long_rows: Literal["error", "drop", "truncate"] = "truncate"
-    """Rows over `max_seq_length` tokens; always counted and reported."""
+    """What to do with rows over `max_seq_length` tokens; they are always counted and reported."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Rows without the needed columns; skipped rows are counted and named."""
+    """What to do with rows without the needed columns; skipped rows are counted and named."""
     chat_template: Words | None = None
     """File or Jinja text in place of the tokenizer's own chat template. null is the tokenizer's own."""
     eval_datasets: tuple[DatasetConfig, ...] = ()
@@ -316,7 +316,7 @@ class Recipe:
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"] = "adamw"
     """The optimizer on the host. Bytes of its state for each trained parameter: adamw 8; adamw_bf16 4, the moments in
     bfloat16; adamw_8bit 2 (bitsandbytes; many times slower on the host); sgd 0, with momentum 4; adafactor (that of
-    transformers, without a rate of its own) next to nothing."""
+    transformers, with this recipe's learning rate) next to nothing."""
     adam_beta1: Annotated[float, Range(0, 1, below=True)] = 0.9
     """AdamW: decay of the gradient's average."""
     adam_beta2: Annotated[float, Range(0, 1, below=True)] = 0.999
@@ -339,9 +339,9 @@ class Recipe:
     max_grad_norm: Annotated[float, Range(0)] = 1.0
     """Gradients of a step are scaled down to this global 2-norm. 0 is off, and lets a layer update early."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights and activations; masters are float32 always. float16 uses loss scaling."""
+    """Data type of weights and activations; masters are always float32. float16 uses loss scaling."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 42
-    """For shuffling, dropout and the start of the adapters."""
+    """Seed for shuffling, dropout and the initial adapters."""
     head_chunk_tokens: PositiveInt = 1024
     """Tokens for which the LM head computes logits at once. Memory of the head grows with it; it is fixed by the recipe
     and never planned, since it changes the last bits of the head's gradient."""
@@ -380,8 +380,8 @@ class Recipe:
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
     (same rows, same loss), compute the step again and say what to write here."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When a loss or gradient is NaN or infinite: stop (exit code 4), or leave that update out, name its rows and go
-    on; ten such steps in a row stop the run all the same."""
+    """When a loss or gradient is NaN or infinite: stop (exit code 4), or skip that update, name its rows and
+    continue; ten such steps in a row stop the run anyway."""
     watchdog_s: Annotated[float, Range(0)] = 600.0
     """Seconds without progress after which a run ends with exit code 1 and the stacks of all threads. 0 is never."""
     weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"
@@ -392,7 +392,7 @@ class Recipe:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Devices, partition and schedule."""
     nodes: NodesConfig = field(default_factory=NodesConfig)
-    """Several machines; not used on one."""
+    """Settings for several machines; not used on one."""
 
     @property
     def may_hold_all_weights(self) -> bool:
