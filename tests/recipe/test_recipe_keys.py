@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from roundpipe_cli.cli.recipes import recipes
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, recipe_keys
 from roundpipe_cli.recipe.schema import DatasetConfig, DpoConfig, LoraConfig, NodesConfig, PipelineConfig, Recipe
@@ -67,6 +68,11 @@ def test_the_command_prints_text_json_and_markdown() -> None:
     assert {line.split(".")[0] for line in listed("lora.").splitlines() if line[0] != " "} == {"lora"}
     assert max(map(len, listed("lora").splitlines())) <= 100
     assert listed("no-such-key") == ""
+
+
+def test_two_formats_at_once_are_refused() -> None:
+    done = CliRunner().invoke(recipes, ["keys", "--json", "--markdown"])
+    assert isinstance(done.exception, RefusedError) and done.stdout == ""
 
 
 def test_markdown_cells_survive_the_characters_of_the_docstrings() -> None:
