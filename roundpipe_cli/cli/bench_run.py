@@ -89,6 +89,8 @@ def fastest(comparison: Comparison) -> Measured:
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
     """What to write into the recipe to have the fastest schedule as it was measured."""
     best = fastest(comparison).predicted.schedule
+    if not best.forward_stages:  # whole microbatches on each worker, which a run chooses where it may
+        return {"pipeline": {"schedule": best.name}}
     keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
     if best.name == "roundpipe":
         keep["backward_stages"] = [list(stage) for stage in best.backward_stages]

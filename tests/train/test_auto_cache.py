@@ -57,7 +57,7 @@ def test_only_clear_room_is_taken(tmp_path: Path) -> None:
     some = planned(tmp_path, f"2x4090:memory_gib={(usual + 1) / DEVICE_SHARE:.3f}")
     assert 0.9 * 2**30 < some.question.settings.weight_cache_bytes <= 2**30 * 1.001
     assert "weight cache (auto): 1" in "\n".join(plan_text(some, None)) and some.verdict.fits
-    tight = planned(tmp_path, f"2x4090:memory_gib={usual / DEVICE_SHARE:.3f}")
+    tight = planned(tmp_path, f"2x4090:memory_gib={(usual + 0.005) / DEVICE_SHARE:.4f}")
     assert tight.verdict.fits and tight.question.settings.weight_cache_bytes == 0
     full = planned(tmp_path, "2x4090", "method=full")
     assert full.question.settings.weight_cache_bytes == 0
