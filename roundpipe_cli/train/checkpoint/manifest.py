@@ -36,13 +36,15 @@ class DamagedError(Exception):
 
 
 def write_manifest(folder: Path, manifest_name: str, head: Mapping[str, Any]) -> None:
-    """Write the manifest of all files that lie in `folder`, after `head`'s own keys.
+    """Write the manifest of all files below `folder`, after `head`'s own keys.
 
     Raises:
         OSError, DamagedError: as the system reports it.
     """
-    paths = sorted(folder.iterdir())
-    records = [FileRecord(path.name, path.stat().st_size, file_sha256(path)) for path in paths]
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    records = [
+        FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, file_sha256(path)) for path in paths
+    ]
     document = {**head, "files": [asdict(record) for record in records]}
     write_new_file(folder / manifest_name, [json.dumps(document).encode() + b"\n"])
 
@@ -53,12 +55,15 @@ def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str
     Raises:
         DamagedError: the first difference.
     """
-    extra = sorted({entry.name for entry in folder.iterdir()} - {record.name for record in records} - {manifest_name})
+    named = [Path(record.name) for record in records]
+    expected = {manifest_name, *map(Path.as_posix, named), *(path.parts[0] for path in named)}
+    extra = sorted({entry.relative_to(folder).as_posix() for entry in folder.rglob("*")} - expected)
     if extra:
         raise DamagedError(folder / extra[0], "a file that is not in the manifest", "only the files saved")
     for record in records:  # sizes first: cheap, and the usual damage is a cut
         path = folder / record.name
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        is_link = path.is_symlink() or (path.parent != folder and path.parent.is_symlink())
+        if is_link or (path.exists() and not path.is_file()):
             raise DamagedError(path, "a link or special file", "a regular file")
         size = path.stat().st_size if path.exists() else None
         if size != record.size:
@@ -88,11 +93,17 @@ def _read_record(path: Path, line: object) -> FileRecord:
     if not isinstance(line, dict) or set(line) != {"name", "size", "sha256"}:
         raise DamagedError(path, "a line without name, size and sha256", "all three")
     name, size, sha256 = line["name"], line["size"], line["sha256"]
-    if not isinstance(name, str) or not _FILE_NAME.match(name) or name == path.name:
+    if not isinstance(name, str) or not _is_inside(name) or name == path.name:
         raise DamagedError(path, f"the file name {str(name)[:80]!r}", "a plain name inside the manifest's folder")
     if type(size) is not int or size < 0 or not isinstance(sha256, str):
         raise DamagedError(path, f"size {size!r} for {name}", "a number of bytes and a SHA-256")
     return FileRecord(name, size, sha256)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a record names a file of the folder, or of a folder in it (`additional_chat_templates/`)."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(_FILE_NAME.match(part) for part in parts)
 
 
 def read_json(path: Path) -> dict[str, Any]:
