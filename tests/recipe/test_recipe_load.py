@@ -111,6 +111,7 @@ def test_overrides(tmp_path: Path) -> None:
             "seed=1",
             "seed=2",
             "pipeline.forward_stages=[[0, 3], [4, 7]]",
+            "pipeline.backward_stages=[[8, 9], [4, 7], [0, 3]]",
             "lora={dropout: 0.5}",
         ],
     ).recipe
@@ -257,7 +258,7 @@ output_dir: 'C:\\out\\${seed}'
 learning_rate: 3e-7
 warmup_steps: 100
 lora: {target_modules: ["on", "12:30", "0x1F", "- a", "multi\\nline"]}
-pipeline: {forward_stages: [[0, 3], [4, 3]], devices: ["cuda:0", "cuda:0"]}
+pipeline: {forward_stages: [[0, 3], [4, 3]], backward_stages: [[4, 5], [0, 3]], devices: ["cuda:0", "cuda:0"]}
 """
     first = load_recipe(write(tmp_path, text)).recipe
     again = load_recipe(write(tmp_path, resolved_yaml(first), "again.yaml"))

@@ -74,36 +74,39 @@ def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str
             raise DamagedError(folder / record.name, f"SHA-256 {found}", record.sha256)
 
 
-def read_records(path: Path, lines: object) -> list[FileRecord]:
+def read_records(path: Path, lines: object, *, depth: int = 1) -> list[FileRecord]:
     """The list of files in the manifest at `path`.
+
+    Args:
+        depth: 2 where the folder may have folders of its own, as a result has `additional_chat_templates/`.
 
     Raises:
         DamagedError: not such a list, a file twice, or a name that leaves the folder.
     """
     if not isinstance(lines, list) or not lines:
         raise DamagedError(path, "no list of files", "name, size and SHA-256 of each file")
-    records = [_read_record(path, line) for line in lines]
+    records = [_read_record(path, line, depth) for line in lines]
     names = [record.name for record in records]
     if len(set(names)) != len(names):
         raise DamagedError(path, f"files {', '.join(names)}", "each file once")
     return records
 
 
-def _read_record(path: Path, line: object) -> FileRecord:
+def _read_record(path: Path, line: object, depth: int) -> FileRecord:
     if not isinstance(line, dict) or set(line) != {"name", "size", "sha256"}:
         raise DamagedError(path, "a line without name, size and sha256", "all three")
     name, size, sha256 = line["name"], line["size"], line["sha256"]
-    if not isinstance(name, str) or not _is_inside(name) or name == path.name:
+    if not isinstance(name, str) or not _is_inside(name, depth) or name == path.name:
         raise DamagedError(path, f"the file name {str(name)[:80]!r}", "a plain name inside the manifest's folder")
     if type(size) is not int or size < 0 or not isinstance(sha256, str):
         raise DamagedError(path, f"size {size!r} for {name}", "a number of bytes and a SHA-256")
     return FileRecord(name, size, sha256)
 
 
-def _is_inside(name: str) -> bool:
-    """Whether a record names a file of the folder, or of a folder in it (`additional_chat_templates/`)."""
+def _is_inside(name: str, depth: int) -> bool:
+    """Whether a record names a file of the folder, at most `depth` names down."""
     parts = name.split("/")
-    return len(parts) <= 2 and all(_FILE_NAME.match(part) for part in parts)
+    return len(parts) <= depth and all(_FILE_NAME.match(part) for part in parts)
 
 
 def read_json(path: Path) -> dict[str, Any]:

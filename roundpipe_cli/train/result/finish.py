@@ -104,7 +104,7 @@ def verify_best(folder: Path) -> bool:
     note = read_json(folder / BEST_NOTE)
     if "files" not in note:
         return False
-    verify_files(folder, read_records(folder / BEST_NOTE, note["files"]), BEST_NOTE)
+    verify_files(folder, read_records(folder / BEST_NOTE, note["files"], depth=2), BEST_NOTE)
     return True
 
 
