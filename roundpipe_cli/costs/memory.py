@@ -22,8 +22,9 @@ from roundpipe_cli.units import GIB, MIB, format_bytes
 CONTEXT_BYTES = 700 * MIB
 """CUDA context, kernels and library workspaces of one process on one device (assumed)."""
 DEVICE_SHARE = 0.85
-"""Share of a device's label that a run counts on; the rest is left for fragmentation, a display and whatever the memory
-model does not know (assumed)."""
+"""Share of a device's label that stages and caches fill; the rest is left for what no memory model knows (assumed)."""
+FITTING_SHARE = 0.95
+"""Share of a device's label beyond which a run is refused: fragmentation, a display (assumed)."""
 PINNED_RING_BYTES = 8 * 32 * MIB
 """Page-locked staging chunks per device and direction."""
 INTERPRETER_BYTES = 460 * MIB
@@ -204,7 +205,7 @@ def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
 
 def usable_device_bytes(device: Device) -> int:
     """What of a device's label a run may count on."""
-    return int(device.memory_bytes * DEVICE_SHARE)
+    return int(device.memory_bytes * FITTING_SHARE)
 
 
 def usable_host_bytes(hardware: Hardware) -> int:

@@ -9,6 +9,7 @@ from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analyt
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
+    DEVICE_SHARE,
     Need,
     Part,
     device_need,
@@ -165,6 +166,8 @@ def stage_limits(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> StageLimits:
     """Limits for the planner under which every cut fits the devices, and every round of it the host."""
-    free = worker_budget_bytes(architecture, settings, hardware, analytic)
+    gpus = _smallest_device(hardware)
+    budget = worker_budget_bytes(architecture, settings, hardware, analytic)
+    free = int(DEVICE_SHARE * gpus[0].memory_bytes) if gpus else budget
     free -= fixed_device_need(analytic.costs, architecture, settings, hardware).total_bytes
     return limits_for(analytic.costs, free, most_per_round(architecture, settings, hardware, analytic))
