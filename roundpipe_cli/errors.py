@@ -48,6 +48,10 @@ class InternalError(RoundpipeError):
     """Our own fault, for instance an exception inside a worker. Exit code 1."""
 
 
+class NoProgressError(InternalError):
+    """Work that should be short did not end. Exit code 1."""
+
+
 class RefusedError(RoundpipeError):
     """Recipe, data or model refused before training. Exit code 2."""
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from roundpipe_cli.errors import InternalError
+from roundpipe_cli.errors import NoProgressError
 
 TICK_S = 0.25
 _at_work: dict[int, list[str]] = {}
@@ -46,7 +46,7 @@ def watching(limit_s: float) -> Iterator[None]:
     """While the body runs, one piece of work that lasts longer than `limit_s` ends it. 0: never.
 
     Raises:
-        InternalError: in the main thread, as a signal's handler does: also while it waits for a lock.
+        NoProgressError: in the main thread, as a signal's handler does: also while it waits for a lock.
     """
     if limit_s <= 0:
         yield
@@ -54,7 +54,7 @@ def watching(limit_s: float) -> Iterator[None]:
     stuck: list[str] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise InternalError(
+        raise NoProgressError(
             f"no progress for {limit_s:g} s (the stacks of all threads are above)",
             where=stuck[0],
             hint="a longer time is set by watchdog_s=",

@@ -26,7 +26,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
 from roundpipe_cli.model.split import Split
@@ -45,6 +45,8 @@ MAX_PARAMETERS = 12_000_000
 LIMIT_PARAMETERS = 400_000_000
 """Of the cut model; a larger one is not tried. They are held about four times at once, in float32."""
 SEED = 7
+STEP = -1
+"""None of a run's, which begin at 0."""
 SHORT, LONG = 9, 14
 """Tokens of a microbatch."""
 TRIES = 3
@@ -81,6 +83,7 @@ def prove(model: nn.Module, split: Split) -> Proof:
 
     Raises:
         ParityRefusedError: they differ, or the engine fails where the model does not.
+        ResourceError: it ran out of memory.
     """
     reduced = reduce_model(model, split)
     if reduced.num_parameters > LIMIT_PARAMETERS:
@@ -242,7 +245,7 @@ def _run_plain(
     model: nn.Module, split: Split, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, pieces: Sequence[Piece]
 ) -> Outcome:
     try:
-        outcome = PlainModel(model, split, weights, dtype).run(pieces, SEED)
+        outcome = PlainModel(model, split, weights, dtype).run(pieces, SEED, STEP)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
         raise _PlainFailed(f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}") from error
     if not all(_finite(outcome)):
@@ -279,7 +282,9 @@ def _run_engine(
     backends = [CpuBackend(num_threads) for _ in range(num_workers)]
     try:
         with Engine(model, split, store, backends, seed=SEED, head_chunk_tokens=SHORT) as engine:
-            result = engine.run_step(microbatches, schedule, step=0)
+            result = engine.run_step(microbatches, schedule, step=STEP)
+    except (NoProgressError, ResourceError):  # of the machine, not of the model
+        raise
     except Exception as error:
         cause = error.__cause__ or error
         raise _refusal(

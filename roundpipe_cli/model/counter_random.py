@@ -38,12 +38,26 @@ DEVICE_ROWS = 64
 """The same elsewhere: 16 MiB, so that launches do not count."""
 _GAMMA = 0x9E3779B97F4A7C15
 _WORD = 1 << 32
+_MASK64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
     """`value` mod 2^64 as torch's signed 64-bit number."""
     value %= 1 << 64
     return value - (1 << 64) if value >> 63 else value
+
+
+def _word64(key: int, index: int) -> int:
+    """Word `index`, from 0, of SplitMix64 from the state `key`."""
+    word = (key + (index + 1) * _GAMMA) & _MASK64
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return word ^ (word >> 31)
+
+
+def _signed32(value: int) -> int:
+    """`value` mod 2^32 as a signed number."""
+    return ((value + (1 << 31)) & (_WORD - 1)) - (1 << 31)
 
 
 def _splitmix64(key: int, count: int) -> torch.Tensor:
@@ -69,16 +83,21 @@ def _draw(result: torch.Tensor, key: int, write: Callable[[torch.Tensor, torch.T
     """Give `write` each block of the contiguous `result` [N] and its words, int32, both [rows, columns]."""
     device, count = result.device, result.numel()
     whole, rest = divmod(count, COLUMNS)
-    words = _splitmix64(key, whole + (rest > 0))
-    low, high = (part.to(torch.int32)[:, None].to(device, non_blocking=True) for part in (words, words >> 32))
     block = CPU_ROWS if device.type == "cpu" else DEVICE_ROWS
+    if whole:
+        words = _splitmix64(key, whole)
+        low, high = (part.to(torch.int32)[:, None].to(device, non_blocking=True) for part in (words, words >> 32))
     spans = [(first, min(block, whole - first), COLUMNS) for first in range(0, whole, block)]
     spans += [(whole, 1, rest)] if rest else []
     buffer = torch.empty(min(count, block * COLUMNS), dtype=torch.int32, device=device)
     for first, rows, columns in spans:
         table, own = _columns(device)[:columns], slice(first, first + rows)
         part = buffer[: rows * columns].view(rows, columns)
-        torch.addcmul(low[own], high[own], table, out=part).mul_(table)
+        if first < whole:
+            torch.addcmul(low[own], high[own], table, out=part).mul_(table)
+        else:  # a row alone, the only one of a small tensor: two numbers of the host's are no copies to a device
+            word = _word64(key, whole)
+            torch.mul(table, _signed32(word >> 32), out=part[0]).add_(_signed32(word)).mul_(table)
         begin = first * COLUMNS
         write(result[begin : begin + rows * columns].view(rows, columns), part)
 

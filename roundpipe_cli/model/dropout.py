@@ -38,10 +38,9 @@ def draw_key(seed: int, number: int) -> int:
 
 def embedding_noise(embedded: torch.Tensor, alpha: float, seed: int) -> torch.Tensor:
     """Uniform noise for `embedded` [B, T, H], at most alpha / sqrt(T * H) (NEFTune, arXiv 2310.05914)."""
-    generator = torch.Generator().manual_seed(layer_seed(seed, -1, -1, -1))
     limit = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
-    noise = torch.empty(embedded.shape, dtype=torch.float32).uniform_(-limit, limit, generator=generator)
-    return noise.to(embedded)
+    numbers = uniform(embedded.shape, draw_key(layer_seed(seed, -1, -1, -1), 1), embedded.device)
+    return numbers.mul_(2 * limit).sub_(limit).to(embedded.dtype)
 
 
 class SeededDropout(TorchFunctionMode):

@@ -9,7 +9,8 @@ Everything else is the model's own code, so numbers of blocks and lists of their
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,13 +237,13 @@ class PlainModel:
                 module._parameters[attribute] = self._parameters[name]
         self._plain = plain.train()
 
-    def run(self, pieces: Sequence[Piece], seed: int) -> Outcome:
+    def run(self, pieces: Sequence[Piece], seed: int, step: int) -> Outcome:
         """One step, each microbatch by a model that has met no other one; random draws are the engine's."""
         targets = sum(int((piece.labels[:, 1:] != -100).sum()) for piece in pieces)
         total = 0.0
         sums: dict[str, torch.Tensor] = {}
         for index, piece in enumerate(pieces):
-            total += self._one(piece, targets, index, seed)
+            total += self._one(piece, targets, functools.partial(layer_seed, seed, step, index))
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:
                     gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
@@ -250,13 +251,13 @@ class PlainModel:
                     parameter.grad = None
         return Outcome(total / targets, sums)
 
-    def _one(self, piece: Piece, targets: int, index: int, seed: int) -> float:
+    def _one(self, piece: Piece, targets: int, seed_of: Callable[[int], int]) -> float:
         shared = {id(parameter): parameter for parameter in self._parameters.values()}
         fresh = copy.deepcopy(self._plain, dict(shared))
         more: dict[str, Any] = {"use_cache": False}
         if piece.position_ids is not None:
             more["position_ids"] = piece.position_ids
-        with _Draws(fresh, self._split.blocks_path, index, seed):
+        with _Draws(fresh, self._split.blocks_path, seed_of):
             logits = fresh(input_ids=piece.input_ids, **more).logits[:, :-1].flatten(0, 1)
         if logits.dtype != torch.float64:
             logits = logits.float()
@@ -268,8 +269,8 @@ class PlainModel:
 class _Draws:
     """Seeds what is drawn by (step, microbatch, layer), as the engine does: a mode around each block's forward."""
 
-    def __init__(self, model: nn.Module, blocks_path: str, microbatch: int, seed: int) -> None:
-        self._microbatch, self._seed = microbatch, seed
+    def __init__(self, model: nn.Module, blocks_path: str, seed_of: Callable[[int], int]) -> None:
+        self._seed_of = seed_of
         self._mode: SeededDropout | None = None
         for index, block in enumerate(model.get_submodule(blocks_path).children()):
             block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter(layer))
@@ -277,7 +278,7 @@ class _Draws:
 
     def _enter(self, layer: int) -> None:
         self._leave()
-        self._mode = SeededDropout(layer_seed(self._seed, 0, self._microbatch, layer))
+        self._mode = SeededDropout(self._seed_of(layer))
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave(self) -> None:

@@ -25,6 +25,7 @@ from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import Split
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.watchdog import at_work
 
 FORMAT = 1
 """Goes up when a proof means something else than before."""
@@ -48,7 +49,8 @@ def prove_once(model: nn.Module, split: Split, recipe: Recipe, build: Build, tel
     proof = _load(path)
     if proof is None:
         tell(Phase("comparing the engine with the model's own forward and backward"))
-        proof = _prove(model, split, build)
+        with at_work("comparing the engine with the model's own forward and backward"):
+            proof = _prove(model, split, build)
         with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(proof)).encode())

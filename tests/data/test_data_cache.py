@@ -199,7 +199,8 @@ def test_without_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     expected = tokens(build(path))
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     before = set(Path("/tmp").glob("roundpipe-tokens-*"))
     dataset = build(path)
     assert tokens(dataset) == expected and dataset.num_cached == 0

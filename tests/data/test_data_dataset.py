@@ -158,6 +158,9 @@ def test_slow_and_fast_tokenizers_agree(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
+        def __len__(self) -> int:
+            return len(tokenizer)
+
         def __call__(self, text: str, **options: Any) -> Any:
             assert "return_offsets_mapping" not in options
             return tokenizer(text, **options)

@@ -144,7 +144,8 @@ def test_what_reads_back_otherwise_is_not_kept(source: ModelSource) -> None:
 
 
 def test_without_a_cache_that_can_be_written(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(source.folder / "a.gguf" / "no"))
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.folder / "a.gguf"))
     converter = Converter()
     for _ in range(2):
         assert converter.once(source)("a")["input_ids"]

@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.dropout import _ANSWERS, SeededDropout, layer_seed
-from roundpipe_cli.model.split import SplitRefusedError
-from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.split import SplitRefusedError, split_model
+from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for, tiny_config
 
 CPU = torch.device("cpu")
 ONES = torch.ones(200, 50)
@@ -291,9 +292,14 @@ def test_an_adapter_of_the_head_drops_by_the_seed() -> None:
 
 
 def test_a_model_that_leaves_out_layers_is_refused() -> None:
-    """It failed in a step that happened to leave one out, or trained without the last ones."""
+    """It failed in a step that happened to leave one out, or trained without the last ones.
+
+    What a configuration says of it is set to 0 at load; this is of a model whose own code asks for it.
+    """
+    model = build_skeleton(tiny_config("opt"), torch.float32)
+    model.get_submodule("model.decoder").layerdrop = 0.1  # type: ignore[assignment]
     with pytest.raises(SplitRefusedError, match="leaves blocks out") as caught:
-        make_rig("opt", layerdrop=0.1)
+        split_model(model)
     assert 'set "layerdrop": 0.0' in str(caught.value)
 
 

@@ -72,7 +72,8 @@ def test_a_damaged_file_counts_as_none(text: str) -> None:
 
 def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own_cache / "file").write_text("")
-    monkeypatch.setenv("ROUNDPIPE_CACHE", str(own_cache / "file"))
+    monkeypatch.delenv("ROUNDPIPE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
     ProfileCache({"model": "a"}).save(costs(1.0))
     ProfileCache({"model": "a"}).forget()
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from roundpipe_cli.data import formats
+from roundpipe_cli.data import messages
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe import convert_tables as tables
 from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
@@ -250,6 +250,8 @@ SAMPLES: dict[str, Any] = {
     "lora.start_from": "adapter",
 }
 """A value for each recipe key that a training file of another tool may have, under its own or another name."""
+NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
+"""Their weights are frozen."""
 NOT_OF_PEERS = {
     "model",
     "method",
@@ -280,7 +282,11 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
         if "." in key:
             continue  # sections are the recipe's own
         value = SAMPLES[target]
-        together = {"use_peft": target.startswith("lora."), key: value, "dataset_test_split": "test"}
+        together = {
+            "use_peft": target.startswith("lora.") or target in NEEDS_ADAPTERS,
+            key: value,
+            "dataset_test_split": "test",
+        }
         together |= {"optim": "sgd"} if target == "sgd_momentum" else {}
         together |= {"eval_strategy": "steps"} if target in dict(NEEDS_EVALUATION) else {}
         result = converted("trl", json.dumps(together))
@@ -363,7 +369,7 @@ def test_table_of_datasets_beside_the_file(tmp_path: Path, dataset: str, expecte
 
 def test_rows_of_the_tables_are_those_that_the_reader_knows() -> None:
     """Which roles a dataset's tags may name is written in two rooms that cannot import each other."""
-    assert dict(tables.SHAREGPT_ROLES) == formats.SHAREGPT_ROLES and tables.CHAT_ROLES == formats.ROLES
+    assert dict(tables.SHAREGPT_ROLES) == messages.SHAREGPT_ROLES and tables.CHAT_ROLES == messages.ROLES
 
 
 def test_datasets_of_axolotl() -> None:

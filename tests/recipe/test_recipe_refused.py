@@ -307,6 +307,8 @@ def test_types_and_traps(tmp_path: Path, key: str, text: str) -> None:
     if "." in key:
         section, inner = key.split(".")
         line = f"{section}:\n  {inner}: {text}"
+        if inner == "forward_stages" and expected not in (None, "auto"):  # those of backward are given with them
+            line += f"\n  backward_stages: {text}"
     rest = [part for part in ("model: some/model", "datasets: [{path: rows.jsonl}]") if not part.startswith(f"{key}:")]
     file = tmp_path / "case.yaml"
     file.write_text("\n".join([*rest, line, ""]), encoding="utf-8")

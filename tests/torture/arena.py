@@ -83,6 +83,9 @@ class Arena:
             self._made += 1
             work = self.folder / f"{variant}-{self._made}"
         work.mkdir()
+        (self.folder / "proofs").mkdir(exist_ok=True)
+        (work / "cache").mkdir()
+        (work / "cache" / "proofs").symlink_to(self.folder / "proofs")  # a second of work for each kind of model
         shared = {"model": str(self.folder / "model"), "datasets": [{"path": str(self.folder / "rows.jsonl")}]}
         write_recipe(work / "recipe.yaml", **{**BASE, **shared, **VARIANTS[variant], **changes})
         return work

@@ -30,7 +30,7 @@ from roundpipe_cli.engine.dispatch.dispatch import (
 )
 from roundpipe_cli.engine.dispatch.progress import AbortedError
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions
-from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RoundpipeError
+from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.schedule.lower import Op
 
 TICK_S = 0.25
@@ -211,7 +211,7 @@ class Pool:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                     # one failed and another is stuck: the failure says more
                     self._raise_first([*results, *run.errors])
-                    raise InternalError(
+                    raise NoProgressError(
                         f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
                         where=f"step {run.step}",
                     ) from None
