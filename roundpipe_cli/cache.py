@@ -78,7 +78,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def prune(folder: Path, mark: str) -> None:
+def prune_cache(folder: Path, mark: str) -> None:
     """Remove what nobody used for long, and what killed runs left; only folders that are ours.
 
     Args:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from roundpipe_cli.errors import ResourceError
@@ -26,7 +26,6 @@ TEMPORARY_PREFIX = ".tmp-"
 DELETED_PREFIX = ".del-"
 """What carries one of these prefixes is removed at the next start."""
 
-Warn = Callable[[str], None]
 
 _CHUNK_BYTES = 8 * 1024**2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -208,6 +208,10 @@ Event = (
     | RunStopped
     | RunFinished
 )
+Tell = Callable[[Event], None]
+"""Is told what happens."""
+Say = Callable[[str], None]
+"""Is told what the user should read."""
 
 
 def run_clock() -> Callable[[], float]:

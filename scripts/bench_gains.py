@@ -29,7 +29,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.kept import kept_activations
-from roundpipe_cli.engine.probe import find_unread
+from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.choose import even_stages
@@ -40,7 +40,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options
-from roundpipe_cli.train.build import make_cutter
+from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.setup import Setup, prepare
 
 WORKERS = 2
@@ -94,7 +94,7 @@ def profile(setup: Setup, microbatches: list[Microbatch]) -> CostModel:
     with engine_for(setup) as engine:
         schedule = profile_schedule(engine.num_layers, WORKERS, len(microbatches))
         steps = [engine.run_step(microbatches, schedule, step=0).timeline for _ in range(2)]
-    return measured_costs(make_cutter(setup).costs, steps[1:])
+    return measured_costs(make_planner(setup).costs, steps[1:])
 
 
 def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Options) -> Schedule:
@@ -121,7 +121,7 @@ def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Op
 
 def make_ways(setup: Setup, costs: CostModel, args: argparse.Namespace) -> dict[str, Way]:
     """An engine and a schedule for each row that was asked for."""
-    unread = find_unread(setup.model, setup.split, setup.store)
+    unread = find_unread_products(setup.model, setup.split, setup.store)
     num_blocks = setup.split.num_blocks
     ways = {}
     for title, (name, options, dealing) in WAYS.items():

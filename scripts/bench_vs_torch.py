@@ -41,7 +41,7 @@ from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.train.build import make_cutter, page_locked
+from roundpipe_cli.train.build import make_planner, page_locked
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.setup import Setup, prepare
 
@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     independent = Independent(args, dtype) if args.device == "cpu" and not args.no_independent else None
     optimizer = HostOptimizer(setup.store)
     workers = backends(args)
-    cutter = make_cutter(setup)
+    planner = make_planner(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
     with page_locked(setup, print), Engine(setup.model, setup.split, setup.store, workers) as engine:
 
@@ -179,9 +179,9 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
 
         for number in range(PROFILE_STEPS):
             torch.set_num_threads(num_cores())
-            cutter.observe(engine_step(cutter.schedule(args.microbatches), number)[1].timeline)
-        same = recompute_everything(cutter.costs, len(workers), args.microbatches)
-        planned = cutter.schedule(args.microbatches)
+            planner.observe(engine_step(planner.schedule(args.microbatches), number)[1].timeline)
+        same = recompute_everything(planner.costs, len(workers), args.microbatches)
+        planned = planner.schedule(args.microbatches)
         print(f"engine: forward {same.forward_stages}, backward {same.backward_stages}")
         print(f"planned: forward {planned.forward_stages}, backward {planned.backward_stages}", flush=True)
         for number in range(args.rounds):

@@ -25,7 +25,7 @@ from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.engine.rough_costs import rough_costs
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -42,14 +42,14 @@ def cpu_step_s(rig: Rig, num_workers: int, dispatch: str, repetitions: int) -> t
     costs = rough_costs(
         layouts, [layout.num_bytes // 4 for layout in layouts], method="lora", tokens=4, hidden_size=16, device="cpu"
     )
-    cutter = Cutter(costs, num_workers, PipelineConfig(dispatch=dispatch))  # type: ignore[arg-type]
+    planner = AdaptivePlanner(costs, num_workers, PipelineConfig(dispatch=dispatch))  # type: ignore[arg-type]
     microbatches = random_microbatches([(1, 4)] * MICROBATCHES)
     with rig.engine(num_workers) as engine:
-        while not cutter.measured:
-            cutter.observe(engine.run_step(microbatches, cutter.schedule(MICROBATCHES), step=0).timeline)
-        schedule = cutter.schedule(MICROBATCHES)
+        while not planner.measured:
+            planner.observe(engine.run_step(microbatches, planner.schedule(MICROBATCHES), step=0).timeline)
+        schedule = planner.schedule(MICROBATCHES)
         times = [engine.run_step(microbatches, schedule, step=0).step_s for _ in range(repetitions)]
-    return statistics.median(times), cutter.costs.worker_speed
+    return statistics.median(times), planner.costs.worker_speed
 
 
 def cpu_rows(layer_s: float, repetitions: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.bench_results import directions, document
+from roundpipe_cli.cli.bench_results import bench_document, directions
 from roundpipe_cli.cli.output import say
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def bench(
     elif json_output:
         import json
 
-        typer.echo(json.dumps(document(question, results)))
+        typer.echo(json.dumps(bench_document(question, results)))
     else:
         _print_table(question, results, flags)
 
@@ -125,7 +125,7 @@ def _run_really(
         )
     if recipe is None:
         raise RefusedError("--run needs a recipe or a costs file", hint="roundpipe bench recipes/quickstart.yaml --run")
-    from roundpipe_cli.cli.bench_run import run_for_real
+    from roundpipe_cli.cli.bench_measured import run_for_real
 
     run_for_real(recipe, overrides, schedules, repetitions, json_output, plain=plain)
 

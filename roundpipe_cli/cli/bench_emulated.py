@@ -81,9 +81,9 @@ def _print_json(question: SimulationCase, results: Sequence[Result], measured: S
 
     import typer
 
-    from roundpipe_cli.cli.bench_results import document
+    from roundpipe_cli.cli.bench_results import bench_document
 
-    found: dict[str, Any] = document(question, list(results))
+    found: dict[str, Any] = bench_document(question, list(results))
     for entry, item in zip(found["results"], measured, strict=True):
         entry["measured_makespan_s"] = item.makespan_s
         entry["measured_bubble_ratio"] = item.bubble_ratio

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.compare import Result, SimulationCase
 
 
-def document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
+def bench_document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
     """What `--json` prints (DESIGN.md, section 7, "bench"). Seconds; the four parts sum to the bubble ratio."""
     return {
         "workers": question.num_workers,

@@ -21,7 +21,7 @@ from roundpipe_cli.costs.find_model import hub_answers, is_offline
 from roundpipe_cli.costs.machine import free_disk_bytes, host_memory, lockable_bytes, num_cores, processor_name
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
-State = Literal["good", "note", "fails"]
+CheckState = Literal["good", "note", "fails"]
 """`note`: training runs, but slower, or something of it is missing."""
 
 FLOORS = {
@@ -53,7 +53,7 @@ class Check:
     """One thing that was looked at."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     fix: str | None = None
     """A command, or what to do."""
@@ -76,7 +76,7 @@ def all_checks(*, offline: bool) -> list[Check]:
 
 def _program() -> Check:
     system = f"{platform.system()} {platform.machine()}"
-    state: State = "good" if sys.platform == "linux" else "note"
+    state: CheckState = "good" if sys.platform == "linux" else "note"
     fix = None if state == "good" else "only Linux is tested; on Windows use WSL2"
     return Check("program", state, f"roundpipe {__version__}, Python {platform.python_version()}, {system}", fix)
 

@@ -33,7 +33,7 @@ def convert(
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe import convert as conversion
-    from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, show
+    from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
     try:
         with file.open("rb") as stream:
@@ -64,7 +64,7 @@ def convert(
     for note in result.notes:
         say(f"note: {note}")
     for entry in result.left_out:
-        say(f"left out: {entry.key}: {show(entry.value)}: {entry.reason}")
+        say(f"left out: {entry.key}: {shown_value(entry.value)}: {entry.reason}")
     say(f"{len(result.without_effect)} keys change nothing here: {', '.join(result.without_effect) or 'none'}")
     if output is not None:
         say(f"wrote {output}\nnext: roundpipe plan {output}")

@@ -13,7 +13,7 @@ from roundpipe_cli.cli.output import say, say_data
 
 if TYPE_CHECKING:
     from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows
-    from roundpipe_cli.data.describe import Fill, Sample
+    from roundpipe_cli.data.describe import Fill, RowSample
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 BAR_COLUMNS = 40
@@ -48,10 +48,10 @@ def data(
     if json_:
         import json
 
-        from roundpipe_cli.data.describe import document
+        from roundpipe_cli.data.describe import data_document
 
         max_seq_length = loaded.recipe.max_seq_length
-        say_data(json.dumps(document(look.dataset, look.fill, look.samples, max_seq_length, look.rejected)))
+        say_data(json.dumps(data_document(look.dataset, look.fill, look.samples, max_seq_length, look.rejected)))
         return
     for line in report_lines(look, loaded.recipe.max_seq_length):
         say_data(line)
@@ -59,7 +59,7 @@ def data(
 
 
 @dataclass(frozen=True)
-class Look:
+class DataView:
     """What there is to show."""
 
     dataset: TokenizedDataset
@@ -67,10 +67,10 @@ class Look:
     """Beside the rows of `dataset`, of preference pairs."""
     fill: Fill | None
     """None for preference pairs, which are not packed."""
-    samples: list[Sample]
+    samples: list[RowSample]
 
 
-def _look(loaded: LoadedRecipe, offline: bool) -> Look:
+def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.data.order import RowMix
     from roundpipe_cli.model.load import load_tokenizer
@@ -85,14 +85,14 @@ def _look(loaded: LoadedRecipe, offline: bool) -> Look:
     dataset, rejected = read_rows(loaded, tokenizer, offline, say)
     shown = samples(dataset, tokenizer, recipe.seed, rejected)
     if rejected is not None:
-        return Look(dataset, rejected, None, shown)
+        return DataView(dataset, rejected, None, shown)
     weights = [entry.weight for entry in recipe.datasets]
     mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
-    return Look(dataset, None, fill, shown)
+    return DataView(dataset, None, fill, shown)
 
 
-def report_lines(look: Look, max_seq_length: int) -> Iterator[str]:
+def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     """The report without its samples, a line at a time."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
 
@@ -136,7 +136,7 @@ def _places(where: Any, numbers: Sequence[int]) -> str:
     return f"{len(numbers)}: " + listed([where(number) for number in numbers])
 
 
-def _show_samples(shown: Sequence[Sample]) -> None:
+def _show_samples(shown: Sequence[RowSample]) -> None:
     """Trained tokens in green on a terminal, otherwise (and with NO_COLOR) between [[ and ]]."""
     from rich.console import Console
     from rich.text import Text

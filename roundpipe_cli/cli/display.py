@@ -7,20 +7,19 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from roundpipe_cli.cli.output import say, say_at_once
-from roundpipe_cli.events import CheckpointSaved, Event, Notice, RunFinished, RunStarted, StepFinished, run_clock
+from roundpipe_cli.events import CheckpointSaved, Event, Notice, RunFinished, RunStarted, StepFinished, Tell, run_clock
 
 if TYPE_CHECKING:
-    from roundpipe_cli.dashboard.live import Key, LiveDashboard
-    from roundpipe_cli.dashboard.state import RunState
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
+    from roundpipe_cli.dashboard.state import DashboardState
     from roundpipe_cli.train.signals import StopSignals
 
-Tell = Callable[[Event], None]
 MAX_NOTICES = 30
 """Told again as plain lines when the dashboard has gone."""
 
@@ -38,7 +37,7 @@ def is_terminal() -> bool:
 class Display:
     """Told of events; as a context manager, so that the terminal is given back whatever happens."""
 
-    def __init__(self, plain: Tell, *, dashboard: bool, keys: Mapping[str, Key] | None = None) -> None:
+    def __init__(self, plain: Tell, *, dashboard: bool, keys: Mapping[str, KeyBinding] | None = None) -> None:
         """
         Args:
             plain: shows an event as a line, before and after the dashboard, or all the time.
@@ -138,31 +137,31 @@ def show_end(output_dir: Path) -> None:
         say(f"note: no report.html: {error}")
 
 
-def training_keys(signals: StopSignals) -> dict[str, Key]:
+def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
     """Pause after the step, save now, quit with a checkpoint: asked for as a signal would."""
-    from roundpipe_cli.dashboard.live import Key
+    from roundpipe_cli.dashboard.live import KeyBinding
 
-    def pause(state: RunState) -> str:
+    def pause(state: DashboardState) -> str:
         signals.paused = not signals.paused
         if signals.paused:
             return "pausing after this step; p again goes on"
         return "" if state.paused else "not pausing"
 
-    def save(state: RunState) -> str:
+    def save(state: DashboardState) -> str:
         signals.ask_to_save()
         return "saving now" if state.paused else "saving after this step"
 
-    return {"p": Key("pause", pause), "s": Key("save", save), "q": quit_key(signals)}
+    return {"p": KeyBinding("pause", pause), "s": KeyBinding("save", save), "q": quit_key(signals)}
 
 
-def quit_key(signals: StopSignals | None = None) -> Key:
+def quit_key(signals: StopSignals | None = None) -> KeyBinding:
     """As Ctrl-C once; pressed again it does nothing."""
-    from roundpipe_cli.dashboard.live import Key
+    from roundpipe_cli.dashboard.live import KeyBinding
 
-    def leave(state: RunState) -> str:
+    def leave(state: DashboardState) -> str:
         if signals is None or signals.requested is None:
             with contextlib.suppress(OSError):
                 os.kill(os.getpid(), signal.SIGINT)
         return ""
 
-    return Key("quit", leave)
+    return KeyBinding("quit", leave)

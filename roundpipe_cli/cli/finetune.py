@@ -61,7 +61,7 @@ def finetune(
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
-        from roundpipe_cli.train.loop import finetune as train
+        from roundpipe_cli.train.loop import run_finetune as train
 
         plain = LinePrinter(loaded.recipe.logging_steps) if is_first else _silent
         with Display(plain, dashboard=is_first and not no_dashboard, keys=training_keys(signals)) as display:

@@ -30,7 +30,7 @@ def init(
 
     Example: roundpipe init --model Qwen/Qwen3-8B --data rows.jsonl --hardware here --output mine.yaml
     """
-    from roundpipe_cli.cli.init_choice import choose
+    from roundpipe_cli.cli.init_choice import choose_settings
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
@@ -42,7 +42,7 @@ def init(
     path = output or Path(f"{_file_stem(model)}.yaml")
     if path.exists():
         raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
-    choice = choose(model, None if hardware.strip().lower() == HERE else hardware.strip(), path)
+    choice = choose_settings(model, None if hardware.strip().lower() == HERE else hardware.strip(), path)
     for reason in choice.reasons:
         say(reason)
     write_new(path, recipe_text(choice, data, path).encode())

@@ -19,7 +19,7 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.fitting import fitting_recipe
-from roundpipe_cli.planning.question import Question, hardware_of
+from roundpipe_cli.planning.question import PlanRequest, hardware_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text, resolve_path
 from roundpipe_cli.units import format_bytes, format_count
@@ -52,7 +52,7 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def choose(model: str, hardware: str | None, path: Path) -> Choice:
+def choose_settings(model: str, hardware: str | None, path: Path) -> Choice:
     """Settings for `model` on the machine `hardware` in words, or on this one.
 
     Raises:
@@ -129,7 +129,7 @@ def _sequence(
             return tried, f"max_seq_length {tried.max_seq_length}: {longer}."
     verdict = judge_coarsest(architecture, settings, machine)
     loaded = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml")
-    question = Question(loaded, architecture, settings, machine, analytic_costs(architecture, settings, machine))
+    question = PlanRequest(loaded, architecture, settings, machine, analytic_costs(architecture, settings, machine))
     fitting = fitting_recipe(question)
     raise RefusedError(
         f"{architecture.name} does not fit {machine.description}, not even with {SEQUENCES[-1]} tokens by LoRA",

@@ -10,12 +10,10 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-    from roundpipe_cli.costs.hardware import Hardware
+    from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.costs.memory import Need
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Solution
-    from roundpipe_cli.recipe.load import LoadedRecipe
 
 
 def plan(
@@ -54,20 +52,6 @@ def plan(
         return
     for line in plan_text(answer, solution):
         say_data(line)
-
-
-def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
-    """Analytic costs of a recipe's layers; see `predict.costs_for_recipe`."""
-    from roundpipe_cli.planning import predict
-
-    return predict.costs_for_recipe(loaded, hardware)
-
-
-def check_fits(loaded: LoadedRecipe) -> None:
-    """Refuse, with exit code 5, a run that cannot fit on this machine; see `predict.check_fits`."""
-    from roundpipe_cli.planning import predict
-
-    predict.check_fits(loaded)
 
 
 def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from roundpipe_cli.cli.output import say, say_data
 
 if TYPE_CHECKING:
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
-    from roundpipe_cli.dashboard.state import RunState
+    from roundpipe_cli.dashboard.state import DashboardState
 
 POLL_S = 0.25
 GRACE_S = 2.0
@@ -108,32 +108,32 @@ def _as_lines(files: RunFiles, follow: bool) -> None:
 def _on_screen(files: RunFiles, follow: bool) -> None:
     """A dashboard while the run goes on; its last screen stays."""
     from roundpipe_cli.dashboard.replay import Life
-    from roundpipe_cli.dashboard.state import RunState, fold_all
+    from roundpipe_cli.dashboard.state import DashboardState, fold_all
 
     _, events = files.poll()
-    state = fold_all(events, RunState())
+    state = fold_all(events, DashboardState())
     if follow and files.life() is Life.RUNNING:
         state = _live(files, state)
     _print_last(files, state)
 
 
-def _live(files: RunFiles, state: RunState) -> RunState:
+def _live(files: RunFiles, state: DashboardState) -> DashboardState:
     import sys
 
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.live import Key, LiveDashboard
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
     from roundpipe_cli.dashboard.state import fold_all
     from roundpipe_cli.dashboard.terminal import Terminal
     from roundpipe_cli.events import run_clock
 
     left = threading.Event()
 
-    def leave(_: RunState) -> str:
+    def leave(_: DashboardState) -> str:
         left.set()
         return ""
 
-    keys = {"q": Key("leave; the run goes on", leave)}
+    keys = {"q": KeyBinding("leave; the run goes on", leave)}
     live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), keys, state)
     live.start()
     try:
@@ -152,7 +152,7 @@ def _live(files: RunFiles, state: RunState) -> RunState:
     return live.state
 
 
-def _print_last(files: RunFiles, state: RunState) -> None:
+def _print_last(files: RunFiles, state: DashboardState) -> None:
     import shutil
     import sys
 

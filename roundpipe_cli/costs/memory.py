@@ -39,7 +39,7 @@ HOST_MARGIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NeedPart:
     """One line of a breakdown."""
 
     name: str
@@ -50,7 +50,7 @@ class Part:
 class Need:
     """Bytes needed of one memory, by part."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[NeedPart, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -76,9 +76,9 @@ def device_need(
     fixed = fixed_device_need(costs, architecture, settings, hardware)
     return Need(
         (
-            Part(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
-            Part("activations", _activations(layers, settings, hardware, backward_stages)),
-            Part("kept activations", _kept_activations(layers, settings)),
+            NeedPart(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
+            NeedPart("activations", _activations(layers, settings, hardware, backward_stages)),
+            NeedPart("kept activations", _kept_activations(layers, settings)),
             *fixed.parts,
         )
     )
@@ -166,16 +166,16 @@ def fixed_device_need(
     if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
         workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
     parts = [
-        Part("head chunk", costs.layers[-1].activation_bytes),
-        Part("boundary tensors", 4 * boundary),
-        Part("workspace of backward", workspace),
+        NeedPart("head chunk", costs.layers[-1].activation_bytes),
+        NeedPart("boundary tensors", 4 * boundary),
+        NeedPart("workspace of backward", workspace),
     ]
     if settings.recompute == "layer":
-        parts.append(Part("activations of the layer at work", one_layer_bytes(architecture, settings)))
+        parts.append(NeedPart("activations of the layer at work", one_layer_bytes(architecture, settings)))
     if any(not device.is_cpu for device in hardware.devices):
-        parts.append(Part("CUDA context", CONTEXT_BYTES))
+        parts.append(NeedPart("CUDA context", CONTEXT_BYTES))
         if settings.weight_cache_bytes:
-            parts.append(Part("weight cache", settings.weight_cache_bytes))
+            parts.append(NeedPart("weight cache", settings.weight_cache_bytes))
     return Need(tuple(parts))
 
 
@@ -257,15 +257,15 @@ def host_need(
     num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]
     return Need(
         (
-            Part("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
-            Part("trained weights", trainable * size * weight_versions),
-            Part("float32 masters", (updated if size == 2 else trainable) * 4),
-            Part("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
-            Part("gradients", trainable * 4 * versions),
-            Part("boundary activations", boundary * (num_inputs + 2) * in_flight),
-            *([Part("keys and values of chunks", keys_and_values)] if keys_and_values else []),
-            Part("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
-            Part("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
+            NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
+            NeedPart("trained weights", trainable * size * weight_versions),
+            NeedPart("float32 masters", (updated if size == 2 else trainable) * 4),
+            NeedPart("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
+            NeedPart("gradients", trainable * 4 * versions),
+            NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
+            *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
+            NeedPart("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
+            NeedPart("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
         )
     )
 
@@ -307,8 +307,8 @@ def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0
     return Need(
         (
-            Part(f"{count} checkpoints", checkpoint * count),
-            Part("the result", result),
-            Part("mapped weights", mapped),
+            NeedPart(f"{count} checkpoints", checkpoint * count),
+            NeedPart("the result", result),
+            NeedPart("mapped weights", mapped),
         )
     )

@@ -9,11 +9,11 @@ from rich.table import Table
 
 from roundpipe_cli.units import format_bytes, format_seconds
 
-Row = tuple[str, str, str, str]
+ComparisonRow = tuple[str, str, str, str]
 _NONE = "-"
 
 
-def comparison(report: Mapping[str, Any]) -> list[Row]:
+def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
     """(what, predicted, measured, how far off) of a finished run."""
     predicted, measured = report.get("predicted") or {}, report.get("measured") or {}
     rows = [
@@ -37,12 +37,12 @@ def comparison_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> Row:
+def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> ComparisonRow:
     off = f"{100 * (measured / predicted - 1):+.0f} %" if predicted and measured else _NONE
     return name, show(predicted), show(measured), off
 
 
-def _share(name: str, predicted: float | None, measured: float | None) -> Row:
+def _share(name: str, predicted: float | None, measured: float | None) -> ComparisonRow:
     points = 100 * (measured - predicted) if predicted is not None and measured is not None else None
     shown = [_NONE if share is None else f"{100 * share:.1f} %" for share in (predicted, measured)]
     return name, shown[0], shown[1], _NONE if points is None else f"{points:+.1f} points"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from roundpipe_cli.dashboard.state import RunState
+from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.units import GIB, format_seconds
 
 
-def figures(state: RunState, height: int, width: int, theme: Theme) -> list[Text]:
+def figures(state: DashboardState, height: int, width: int, theme: Theme) -> list[Text]:
     """At most `height` lines of `width` columns: a name and a value each."""
     rows = [*_step_rows(state), *_machine_rows(state)]
     return [_row(name, value, note, width, theme) for name, value, note in rows[:height]]
@@ -22,7 +22,7 @@ def _row(name: str, value: str, note: str, width: int, theme: Theme) -> Text:
     return Text.assemble((name, theme.faint), " " * gap, (value, "bold"), (note, theme.faint))
 
 
-def _step_rows(state: RunState) -> list[tuple[str, str, str]]:
+def _step_rows(state: DashboardState) -> list[tuple[str, str, str]]:
     step = state.step
     if step is None:
         return [("tokens/s", "-", ""), ("step", "-", ""), ("bubble", "-", "")]
@@ -38,7 +38,7 @@ def _step_rows(state: RunState) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _machine_rows(state: RunState) -> list[tuple[str, str, str]]:
+def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     sample, step = state.sample, state.step
     if sample is not None:

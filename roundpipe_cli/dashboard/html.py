@@ -14,7 +14,7 @@ from typing import Any
 
 from roundpipe_cli.dashboard.comparison import comparison
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
-from roundpipe_cli.dashboard.state import RunState, fold_all
+from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import Series, curves, timelines
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
@@ -116,7 +116,7 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
     )
 
 
-def _subtitle(state: RunState) -> str:
+def _subtitle(state: DashboardState) -> str:
     run = state.run
     if run is None:
         return "no step was recorded"
@@ -126,7 +126,7 @@ def _subtitle(state: RunState) -> str:
     return f"{run.settings}, {workers}, step {done} of {run.num_steps}, {status}"
 
 
-def _cards(state: RunState, report: Mapping[str, Any]) -> str:
+def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
     step = state.step
     if step is None:
         return ""
@@ -162,14 +162,14 @@ _WORK_LEGEND = _legend(
 )
 
 
-def _loss(state: RunState) -> str:
+def _loss(state: DashboardState) -> str:
     lines = [Series("loss", state.losses.all_points, "c1")]
     if state.evaluations:
         lines.append(Series("evaluation", state.evaluations, "c4", marks=True))
     return curves(lines, title="Loss by step", x_label="step", show_x=lambda step: f"{step:.0f}")
 
 
-def _workers(events: Sequence[TimedEvent], state: RunState) -> str:
+def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
     steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
     devices = state.run.devices if state.run else ()
     return timelines(steps, devices, title=f"What the workers did in {len(steps)} steps")
@@ -217,7 +217,7 @@ def _comparison(report: Mapping[str, Any]) -> str:
     return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>'
 
 
-def _messages(state: RunState) -> str:
+def _messages(state: DashboardState) -> str:
     if not state.messages:
         return ""
     lines = "\n".join(escape(message.text) for message in state.messages)

@@ -9,7 +9,7 @@ from rich.text import Text
 from roundpipe_cli.dashboard.theme import Theme
 
 
-def plain(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Control characters escaped, so that no name or message can steer the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

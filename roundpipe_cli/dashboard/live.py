@@ -21,7 +21,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.text import Text
 
-from roundpipe_cli.dashboard.state import RunState, fold
+from roundpipe_cli.dashboard.state import DashboardState, fold
 from roundpipe_cli.dashboard.terminal import Terminal
 from roundpipe_cli.dashboard.theme import Theme, theme_for
 from roundpipe_cli.dashboard.views import screen
@@ -40,11 +40,11 @@ _COLOUR_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BI
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyBinding:
     """A key that does something."""
 
     meaning: str
-    act: Callable[[RunState], str]
+    act: Callable[[DashboardState], str]
     """Returns what to tell the user, or nothing."""
 
 
@@ -75,8 +75,8 @@ class LiveDashboard:
         terminal: Terminal,
         console: Console,
         clock: Callable[[], float],
-        keys: Mapping[str, Key],
-        state: RunState | None = None,
+        keys: Mapping[str, KeyBinding],
+        state: DashboardState | None = None,
     ) -> None:
         """
         Args:
@@ -86,7 +86,7 @@ class LiveDashboard:
             keys: what keys do, from the dashboard's thread.
             state: what is known already.
         """
-        self.state = state or RunState()
+        self.state = state or DashboardState()
         self._terminal, self._console, self._clock, self._keys = terminal, console, clock, keys
         self._theme = make_theme(console)
         self._shown_keys: Sequence[tuple[str, str]] = [(key, entry.meaning) for key, entry in keys.items()]
@@ -107,7 +107,7 @@ class LiveDashboard:
         else:
             self._queue.append(event)
 
-    def begin_anew(self, state: RunState) -> None:
+    def begin_anew(self, state: DashboardState) -> None:
         """What was known is no longer true."""
         self._queue.clear()
         self.state = state

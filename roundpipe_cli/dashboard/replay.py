@@ -22,7 +22,7 @@ ETA_STEPS = 20
 MAX_LINE_BYTES = 16 * 1024**2
 
 TimedEvent = tuple[float, Event]
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 
 class Life(Enum):
@@ -49,7 +49,7 @@ class _GrowingFile:
             return self._inode is not None
         return self._inode is not None and (status.st_ino != self._inode or status.st_size < self._offset)
 
-    def new_rows(self) -> list[Row]:
+    def new_rows(self) -> list[MetricsRow]:
         """Whole lines since the last call; what is no JSON object is left out."""
         try:
             with self._path.open("rb") as stream:
@@ -95,7 +95,7 @@ class RunFiles:
     def _restart(self) -> None:
         self._metrics = _GrowingFile(self.folder / METRICS_NAME)
         self._events = _GrowingFile(self.folder / EVENTS_NAME)
-        self._rows: deque[Row] = deque()
+        self._rows: deque[MetricsRow] = deque()
         self._timelines: dict[int, StepTimeline] = {}
         """Read and not told yet."""
         self._num_steps = 0
@@ -139,7 +139,7 @@ class RunFiles:
             told.append((self._time_s, step))
         return told
 
-    def _step(self, row: Row) -> StepFinished | None:
+    def _step(self, row: MetricsRow) -> StepFinished | None:
         try:
             step, step_s = int(row["step"]), float(row["step_s"])
             self._step_s.append(step_s)

@@ -86,7 +86,7 @@ def _merged(points: tuple[tuple[float, float], ...]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Message:
+class ScreenMessage:
     """A line for the user."""
 
     time_s: float
@@ -94,7 +94,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class WorkerState:
+class WorkerView:
     """One worker."""
 
     device: str
@@ -108,11 +108,11 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
-class RunState:
+class DashboardState:
     """All that a screen needs."""
 
     run: RunStarted | None = None
-    workers: tuple[WorkerState, ...] = ()
+    workers: tuple[WorkerView, ...] = ()
     step: StepFinished | None = None
     mean_bubble: Mean = Mean()
     losses: Curve = Curve()
@@ -123,7 +123,7 @@ class RunState:
     timeline: StepTimeline | None = None
     """Of the last step."""
     sample: Sample | None = None
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ScreenMessage, ...] = ()
     phase: str = ""
     paused: bool = False
     stopped: str = ""
@@ -143,7 +143,7 @@ class RunState:
         return self.step.bubble_ratio if self.step else None
 
 
-def fold(state: RunState, event: Event, now_s: float) -> RunState:
+def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     """The state after `event`, which came at `now_s` of the run's clock."""
     if isinstance(event, WorkSeen):
         return _work_seen(state, event)
@@ -157,7 +157,7 @@ def fold(state: RunState, event: Event, now_s: float) -> RunState:
         )
         return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
     if isinstance(event, RunStarted):
-        workers = tuple(WorkerState(device) for device in event.devices)
+        workers = tuple(WorkerView(device) for device in event.devices)
         return replace(state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="")
     if isinstance(event, EvaluationFinished):
         if math.isfinite(event.loss):
@@ -171,15 +171,15 @@ def fold(state: RunState, event: Event, now_s: float) -> RunState:
     return _words(state, event, now_s)
 
 
-def fold_all(events: Iterable[tuple[float, Event]], state: RunState | None = None) -> RunState:
+def fold_all(events: Iterable[tuple[float, Event]], state: DashboardState | None = None) -> DashboardState:
     """The state after (time, event) pairs in order."""
-    state = state or RunState()
+    state = state or DashboardState()
     for time_s, event in events:
         state = fold(state, event, time_s)
     return state
 
 
-def _words(state: RunState, event: Event, now_s: float) -> RunState:
+def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     if isinstance(event, Notice):
         return _said(state, now_s, event.text)
     if isinstance(event, Phase):
@@ -192,11 +192,11 @@ def _words(state: RunState, event: Event, now_s: float) -> RunState:
     return _said(replace(state, paused=event.paused), now_s, text)
 
 
-def _said(state: RunState, now_s: float, text: str) -> RunState:
-    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], Message(now_s, text)))
+def _said(state: DashboardState, now_s: float, text: str) -> DashboardState:
+    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], ScreenMessage(now_s, text)))
 
 
-def _work_seen(state: RunState, event: WorkSeen) -> RunState:
+def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
     running = {span.worker: span for span in event.running}
     by_worker: dict[int, list[Span]] = {}
     for span in event.spans:
@@ -212,7 +212,7 @@ def _work_seen(state: RunState, event: WorkSeen) -> RunState:
     return replace(state, workers=workers, seen_s=max(state.seen_s, event.time_s), phase="")
 
 
-def _step_timeline(state: RunState, event: StepTimeline) -> RunState:
+def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState:
     """The step's spans as measured take the place of what was seen of them while it ran."""
     by_worker: dict[int, list[Span]] = {}
     end_s = event.start_s
@@ -236,10 +236,10 @@ def _recent(spans: tuple[Span, ...], now_s: float) -> tuple[Span, ...]:
     return spans
 
 
-def _step_finished(state: RunState, event: StepFinished) -> RunState:
+def _step_finished(state: DashboardState, event: StepFinished) -> DashboardState:
     timeline = state.timeline
     if timeline is not None and timeline.step == event.step:
-        seconds = makespan_s(timeline)
+        seconds = timeline_s(timeline)
     else:  # the timeline was dropped, or is not recorded
         seconds = event.step_s
     workers = tuple(
@@ -257,6 +257,6 @@ def _step_finished(state: RunState, event: StepFinished) -> RunState:
     )
 
 
-def makespan_s(timeline: StepTimeline) -> float:
+def timeline_s(timeline: StepTimeline) -> float:
     """Seconds from the step's start to the end of its last work."""
     return max((span.end_s for span in timeline.spans if span.lane != "host"), default=0.0)

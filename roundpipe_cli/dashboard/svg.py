@@ -14,7 +14,7 @@ WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 30
 MAX_RECTANGLES = 6000
 KIND_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
-Point = tuple[float, float]
+SvgPoint = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Series:
     """One line of a picture."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[SvgPoint]
     css: str
     marks: bool = False
     """Single points in place of a line."""
@@ -49,7 +49,7 @@ def curves(
 class _Box:
     """From values to places in a picture."""
 
-    def __init__(self, points: Sequence[Point], height: int, from_zero: bool) -> None:
+    def __init__(self, points: Sequence[SvgPoint], height: int, from_zero: bool) -> None:
         self.left, self.right = min(x for x, _ in points), max(x for x, _ in points)
         self.low = 0.0 if from_zero else min(y for _, y in points)
         self.high = max(y for _, y in points)
@@ -57,7 +57,7 @@ class _Box:
             self.low, self.high = self.low - 0.5, self.high + 0.5
         self.height = height
 
-    def place(self, point: Point) -> Point:
+    def place(self, point: SvgPoint) -> SvgPoint:
         across = (point[0] - self.left) / (self.right - self.left) if self.right > self.left else 0.5
         up = (point[1] - self.low) / (self.high - self.low)
         return (

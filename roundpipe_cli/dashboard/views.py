@@ -16,8 +16,8 @@ from rich.text import Text
 from roundpipe_cli.dashboard.chart import chart
 from roundpipe_cli.dashboard.figures import figures
 from roundpipe_cli.dashboard.lane import window_s
-from roundpipe_cli.dashboard.layout import beside, fit, framed, plain, spread
-from roundpipe_cli.dashboard.state import RunState
+from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed, spread
+from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.workers import workers_block
 from roundpipe_cli.units import format_seconds
@@ -32,7 +32,7 @@ NARROW = 66
 
 
 def screen(
-    state: RunState, now_s: float, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]] = ()
+    state: DashboardState, now_s: float, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]] = ()
 ) -> list[Text]:
     """Exactly `height` lines of exactly `width` columns.
 
@@ -71,13 +71,15 @@ def _exactly(lines: Sequence[Text], width: int, height: int, theme: Theme) -> li
     return [fit(line, width, theme) for line in lines]
 
 
-def header(state: RunState, now_s: float, width: int, theme: Theme) -> Text:
+def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Text:
     """The program, what it trains, and how it goes."""
     run = state.run
     left = Text.assemble((" roundpipe ", "bold"))
     between = f" {theme.glyphs.between} "
     if run is not None:
-        left.append(" " + between.join(plain(part) for part in (run.title, run.settings, _pool(run.devices)) if part))
+        left.append(
+            " " + between.join(escape_controls(part) for part in (run.title, run.settings, _pool(run.devices)) if part)
+        )
     word, colour = _status(state, theme)
     elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
     right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
@@ -90,7 +92,7 @@ def _pool(devices: tuple[str, ...]) -> str:
     return f"{len(devices)} x {kind}"
 
 
-def _status(state: RunState, theme: Theme) -> tuple[str, str]:
+def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
     if state.finished is not None:
         return "finished", theme.good
     if state.stopped:
@@ -98,17 +100,19 @@ def _status(state: RunState, theme: Theme) -> tuple[str, str]:
     if state.paused:
         return "paused", theme.warn
     if state.phase:
-        return plain(state.phase), theme.accent
+        return escape_controls(state.phase), theme.accent
     if state.step is None:
         return "first step", theme.accent
     return ("measuring" if state.run and state.run.goal == "speed" else "training"), theme.good
 
 
-def progress(state: RunState, now_s: float, width: int, theme: Theme) -> Text:
+def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> Text:
     """`step 12/100 ━━━━━━━────── 12 %  eta 3m10s`."""
     run, step = state.run, state.step
     if run is None:
-        return Text(f" {plain(state.phase) or 'waiting for the run'} {theme.glyphs.ellipsis}", style=theme.faint)
+        return Text(
+            f" {escape_controls(state.phase) or 'waiting for the run'} {theme.glyphs.ellipsis}", style=theme.faint
+        )
     done = step.step if step else run.first_step
     total = max(1, step.num_steps if step else run.num_steps)
     count = f" step {done}/{total} "
@@ -125,7 +129,7 @@ def progress(state: RunState, now_s: float, width: int, theme: Theme) -> Text:
     )
 
 
-def curve_and_figures(state: RunState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
+def curve_and_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
     """The loss (or speed) curve and, at its right, the figures of the last step."""
     speed = state.run is not None and state.run.goal == "speed"
     points = (state.speeds if speed else state.losses).all_points
@@ -147,7 +151,7 @@ def curve_and_figures(state: RunState, now_s: float, width: int, height: int, th
     return beside([curve, block], [curve_width, side], theme)
 
 
-def _short_figures(state: RunState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
+def _short_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
     """The most important figures in one line or two, where there is no room for a curve."""
     rows = figures(state, 6, 24, theme)
     per_line = max(1, (width - 2) // 26)
@@ -158,7 +162,7 @@ def _short_figures(state: RunState, now_s: float, width: int, height: int, theme
     return lines[:height]
 
 
-def messages(state: RunState, width: int, height: int, theme: Theme) -> list[Text]:
+def messages(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
     """The newest messages, oldest first, with the time since the start."""
     started_s = state.run.time_s if state.run else 0.0
     lines = []
@@ -166,7 +170,7 @@ def messages(state: RunState, width: int, height: int, theme: Theme) -> list[Tex
         lines.append(Text(f" {state.num_dropped} events were not shown: the terminal is slow", style=theme.warn))
     for message in state.messages[-max(0, height - len(lines)) :] if height > 0 else ():
         since = format_seconds(round(message.time_s - started_s)) if message.time_s >= started_s + 1 else ""
-        lines.append(Text.assemble((f" {since:>7}  ", theme.faint), plain(message.text)))
+        lines.append(Text.assemble((f" {since:>7}  ", theme.faint), escape_controls(message.text)))
     return lines[:height]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from roundpipe_cli.dashboard.lane import lane
-from roundpipe_cli.dashboard.layout import beside, fit, framed, plain
-from roundpipe_cli.dashboard.state import WorkerState
+from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed
+from roundpipe_cli.dashboard.state import WorkerView
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.units import GIB
 
@@ -25,7 +25,7 @@ MIN_COLUMN = 58
 
 @dataclass(frozen=True)
 class _Scene:
-    workers: Sequence[WorkerState]
+    workers: Sequence[WorkerView]
     end_s: float
     """Of the lanes, on the run's clock."""
     seconds: float
@@ -36,7 +36,7 @@ _Look = Callable[[_Scene, int, int], list[Text]]
 
 
 def workers_block(
-    workers: Sequence[WorkerState], end_s: float, seconds: float, width: int, height: int, theme: Theme
+    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
 ) -> list[Text]:
     """At most `height` lines; workers that have no room at all are counted in the last line.
 
@@ -72,7 +72,7 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
     return lines
 
 
-def _lane(scene: _Scene, worker: WorkerState, width: int, num_lines: int = 1) -> list[Text]:
+def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
     spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
     return lane(spans, scene.end_s, scene.seconds, width, scene.theme, num_lines)
 
@@ -80,7 +80,7 @@ def _lane(scene: _Scene, worker: WorkerState, width: int, num_lines: int = 1) ->
 def _framed(num_lanes: int) -> _Look:
     def look(scene: _Scene, index: int, width: int) -> list[Text]:
         worker, theme = scene.workers[index], scene.theme
-        title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {plain(worker.device)}")
+        title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
         body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
         return framed(title, f"last {scene.seconds:.0f} s", body, width, theme)
 
@@ -89,7 +89,7 @@ def _framed(num_lanes: int) -> _Look:
 
 def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
     worker, theme = scene.workers[index], scene.theme
-    name = Text.assemble((f" {index} ", "bold"), f"{plain(worker.device)} ")
+    name = Text.assemble((f" {index} ", "bold"), f"{escape_controls(worker.device)} ")
     indent = max(10, name.cell_len)
     return [
         Text.assemble(fit(name, indent, theme), *_lane(scene, worker, width - indent - 1)),
@@ -99,7 +99,7 @@ def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
 
 def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
     worker, theme = scene.workers[index], scene.theme
-    name = Text.assemble((f" {index} ", "bold"), f"{plain(worker.device)} ")
+    name = Text.assemble((f" {index} ", "bold"), f"{escape_controls(worker.device)} ")
     indent = max(10, name.cell_len)
     tail = Text(f" {_percent(worker.utilization)}")
     sample = worker.sample
@@ -113,7 +113,7 @@ def _percent(share: float | None) -> str:
     return f"{100 * share:3.0f} %" if share is not None else "  - %"
 
 
-def _figures(worker: WorkerState, width: int, theme: Theme) -> Text:
+def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
     """Utilization, bubble and what the device tells; the rest is left out where it has no room."""
     now, mean = worker.utilization, worker.mean_utilization.value
     parts = []

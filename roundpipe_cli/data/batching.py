@@ -133,7 +133,7 @@ class BatchSampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
+class CollatedBatch:
     """One forward unit of work. B sequences, T tokens of the longest of them; shorter ones are padded on the right."""
 
     input_ids: npt.NDArray[np.int64]
@@ -149,7 +149,7 @@ class Microbatch:
     """Labels that the shifted loss counts: those of `labels[:, 1:]` that are not -100."""
 
 
-def collate(rows: Sequence[Row], pad_token_id: int) -> Microbatch:
+def collate(rows: Sequence[Row], pad_token_id: int) -> CollatedBatch:
     """Pad `rows` on the right to the longest. What `pad_token_id` is does not matter: it is masked and not trained."""
     lengths = [len(row.input_ids) for row in rows]
     shape = (len(rows), max(lengths))
@@ -160,7 +160,7 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> Microbatch:
         input_ids[index, :length] = row.input_ids
         labels[index, :length] = row.labels
         attention_mask[index, :length] = 1
-    return Microbatch(
+    return CollatedBatch(
         input_ids,
         labels,
         None if min(lengths) == max(lengths) else attention_mask,
@@ -170,7 +170,7 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> Microbatch:
     )
 
 
-def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> Microbatch:
+def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> CollatedBatch:
     """Put the rows of each sequence end to end and pad on the right.
 
     input_ids     a0 a1 a2 b0 b1  p  p
@@ -190,7 +190,7 @@ def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> Mic
             labels[index, start + 1 : end] = row.labels[1:]
             position_ids[index, start:end] = np.arange(end - start)
         position_ids[index, end:] = np.arange(shape[1] - end)
-    return Microbatch(
+    return CollatedBatch(
         input_ids,
         labels,
         None,

@@ -15,9 +15,9 @@ BLOCK_BYTES = 16 * 1024**2
 MAX_THREADS = 16
 DIGEST_BYTES = 32
 
-Look = Callable[[str, bytes], None]
+BlockCheck = Callable[[str, bytes], None]
 """Is given the name of a file and the bytes of a block; raises DamageError where they cannot be right."""
-Progress = Callable[[float], None]
+ToldShare = Callable[[float], None]
 """Is told which share of the blocks has been compared."""
 
 
@@ -67,7 +67,7 @@ def num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def verify_blocks(folder: Path, sums: Mapping[str, Sequence[str]], look: Look, progress: Progress) -> None:
+def verify_blocks(folder: Path, sums: Mapping[str, Sequence[str]], look: BlockCheck, progress: ToldShare) -> None:
     """Read the files of `folder` named in `sums` once, on all cores, and compare every block.
 
     Raises:

@@ -41,7 +41,7 @@ END_OF_THOUGHT = "</think>"
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """The date that templates are told, the one that Llama 3's fall back on."""
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """Half-open range of characters."""
 
 
@@ -54,7 +54,7 @@ class Rendered:
     """Text for the tokenizer."""
 
     text: str
-    trained: tuple[Span, ...]
+    trained: tuple[TokenSpan, ...]
     """Characters of `text` that are trained, in order."""
     left_out: tuple[str, ...] = ()
     """Parts of messages that the chat template does not write, by name."""
@@ -216,7 +216,7 @@ class ChatTemplate:
         answer: Message = {"role": "assistant", "content": "x", "reasoning_content": thought}
         return thought in (self._try_render([{"role": "user", "content": "x"}, answer]) or "")
 
-    def _turn_span(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
+    def _turn_span(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> TokenSpan:
         span = self._span_by_prefix(messages, tools, index, text)
         span = span or self._span_by_placeholder(messages, tools, index, text)
         if span is None:
@@ -227,7 +227,7 @@ class ChatTemplate:
             )
         return span
 
-    def _span_by_prefix(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span | None:
+    def _span_by_prefix(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> TokenSpan | None:
         if not self._has_generation_prompt:
             return None
         before = self._try_render(messages[:index], tools, add_generation_prompt=True)
@@ -241,7 +241,9 @@ class ChatTemplate:
         ends_in_special = len(trimmed) > len(before) and trimmed.endswith(self._specials)
         return len(before), len(trimmed) if ends_in_special else len(through)
 
-    def _span_by_placeholder(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> Span | None:
+    def _span_by_placeholder(
+        self, messages: Sequence[Message], tools: Tools, index: int, text: str
+    ) -> TokenSpan | None:
         placeholder = "Placeholder0"
         while placeholder in text:
             placeholder += "0"
@@ -262,7 +264,7 @@ class ChatTemplate:
             return (start, found + len(self.end_of_turn or "")) if found >= 0 else None
         return self._to_end_of_turn(text, (start, end))
 
-    def _to_end_of_turn(self, text: str, span: Span) -> Span:
+    def _to_end_of_turn(self, text: str, span: TokenSpan) -> TokenSpan:
         """`span` lengthened over the end-of-turn token, if that comes next."""
         start, end = span
         if self.end_of_turn is not None:
@@ -272,7 +274,7 @@ class ChatTemplate:
                 end += token_start + len(self.end_of_turn)
         return start, end
 
-    def _render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
+    def _render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[TokenSpan]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages
-from roundpipe_cli.data.rows import BadRowError, column_names, describe, printable
+from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
 from roundpipe_cli.errors import RefusedError
 
 ANSWER_TYPES = ("chat", "sharegpt", "alpaca", "prompt_completion")
@@ -67,7 +67,7 @@ def _is_list_of_numbers(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ColumnRule:
     """Columns that mean something which nothing here reads."""
 
     names: re.Pattern[str]
@@ -80,8 +80,8 @@ class Rule:
     matters: Callable[[object], bool] = says_something
 
 
-def _rule(names: str, what: str, hint: str, types: tuple[str, ...] | None = None, **options: object) -> Rule:
-    return Rule(re.compile(names), what, hint, types, **options)  # type: ignore[arg-type]
+def _rule(names: str, what: str, hint: str, types: tuple[str, ...] | None = None, **options: object) -> ColumnRule:
+    return ColumnRule(re.compile(names), what, hint, types, **options)  # type: ignore[arg-type]
 
 
 REJECTED = re.compile(r"rejected(_messages|_response|_conversations)?")
@@ -273,7 +273,7 @@ def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: s
     return list(dict.fromkeys(names))
 
 
-def _is_harmless(rule: Rule, name: str, row: Mapping[str, object], used: Collection[str]) -> bool:
+def _is_harmless(rule: ColumnRule, name: str, row: Mapping[str, object], used: Collection[str]) -> bool:
     """Whether a column that has a rule is left out on purpose, or repeats what is read."""
     if rule is PROMPT_PART:
         text = row[name]
@@ -282,12 +282,12 @@ def _is_harmless(rule: Rule, name: str, row: Mapping[str, object], used: Collect
     return REJECTED.fullmatch(name.lower()) is not None and any(CHOSEN.fullmatch(column) for column in used)
 
 
-def _find_rule(name: str, value: object, row_type: str) -> Rule | None:
+def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
     return next((rule for rule in _rules_named(name, row_type) if rule.matters(value)), None)
 
 
 @lru_cache(maxsize=4096)
-def _rules_named(name: str, row_type: str) -> tuple[Rule, ...]:
+def _rules_named(name: str, row_type: str) -> tuple[ColumnRule, ...]:
     """Rules for a column of this name; for most names there are none."""
     lower, rules = name.lower(), MESSAGE_RULES if row_type == IN_MESSAGES else RULES
     return tuple(
@@ -300,8 +300,8 @@ def may_hold_text(name: str) -> bool:
     return not any(rule.names.fullmatch(name.lower()) for rule in RULES) and name.lower() not in ("id", "uuid", "index")
 
 
-def _refusal(rule: Rule, name: str, value: object) -> BadRowError:
-    found = f"{printable(name, 40)}: {value}" if isinstance(value, (bool, int, float)) else describe(value)
+def _refusal(rule: ColumnRule, name: str, value: object) -> BadRowError:
+    found = f"{printable(name, 40)}: {value}" if isinstance(value, (bool, int, float)) else describe_value(value)
     return BadRowError(f"`{printable(name, 60)}` {rule.what}", found=found, hint=rule.hint)
 
 

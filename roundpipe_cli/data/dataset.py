@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, overload
@@ -30,6 +30,7 @@ from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
 from roundpipe_cli.errors import Problem, RefusedError
+from roundpipe_cli.events import Say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,9 +41,6 @@ CHUNK_CHARACTERS = 2_000_000
 """Of the rows of one chunk, about: bounds the memory that chunks need."""
 UNTRAINED_WARN_SHARE = 0.01
 TELL_EVERY_S = 5.0
-
-Tell = Callable[[str], None]
-"""Is told how far a source has come, a line at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class TokenizedDataset:
 def build_dataset(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
-    tell: Tell | None = None,
+    tell: Say | None = None,
     num_workers: int | None = None,
 ) -> TokenizedDataset:
     """Read, check, render, tokenise and mask all rows, in the order of the recipe and of the files.
@@ -200,7 +198,7 @@ class _Builder:
     """Collects one source after the other."""
 
     def __init__(
-        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, pool: EncoderPool, tell: Tell | None
+        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, pool: EncoderPool, tell: Say | None
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer

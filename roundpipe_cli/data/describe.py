@@ -23,7 +23,7 @@ NICE_STEPS = (1, 2, 5)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A run of tokens of a row that are all trained, or all not."""
 
     text: str
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RowSample:
     """One row to be looked at."""
 
     kind: str
@@ -41,7 +41,7 @@ class Sample:
     row_id: int
     input_ids: list[int]
     labels: list[int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     answer: str | None = None
     """`chosen` or `rejected`, of a preference pair."""
 
@@ -78,7 +78,7 @@ def fill_with_packing(mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: i
 
 def samples(
     dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerBase, seed: int, rejected: TokenizedRows | None = None
-) -> list[Sample]:
+) -> list[RowSample]:
     """The first row, the longest and a random one; of preference pairs the chosen and the `rejected` row of each."""
     lengths = dataset.rows.lengths if rejected is None else dataset.rows.lengths + rejected.lengths
     picked = {"first": 0, "longest": int(lengths.argmax()), "random": random.Random(seed).randrange(len(lengths))}
@@ -90,15 +90,15 @@ def samples(
     return made
 
 
-def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str, answer: str | None) -> Sample:
+def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str, answer: str | None) -> RowSample:
     trained = row.labels != IGNORED_LABEL
     borders = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     pieces = []
     for start, stop in zip(borders, borders[1:], strict=False):
         ids = row.input_ids[start:stop].tolist()
         text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        pieces.append(Piece(str(text), bool(trained[start]), stop - start))
-    return Sample(kind, where, row.row_id, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces), answer)
+        pieces.append(TextPiece(str(text), bool(trained[start]), stop - start))
+    return RowSample(kind, where, row.row_id, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces), answer)
 
 
 def sequence_lengths(dataset: TokenizedDataset, rejected: TokenizedRows | None) -> npt.NDArray[np.int64]:
@@ -106,10 +106,10 @@ def sequence_lengths(dataset: TokenizedDataset, rejected: TokenizedRows | None) 
     return dataset.rows.lengths if rejected is None else np.concatenate([dataset.rows.lengths, rejected.lengths])
 
 
-def document(
+def data_document(
     dataset: TokenizedDataset,
     fill: Fill | None,
-    shown: list[Sample],
+    shown: list[RowSample],
     max_seq_length: int,
     rejected: TokenizedRows | None = None,
 ) -> dict[str, Any]:

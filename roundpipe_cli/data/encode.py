@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.chat import Rendered, Span
+from roundpipe_cli.data.chat import Rendered, TokenSpan
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.faults import fault
 
@@ -62,7 +62,7 @@ def encode_batch(
     return encoded
 
 
-def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[TokenSpan]) -> npt.NDArray[np.bool_]:
     """Which tokens overlap a span. `offsets` [tokens, 2]: first character of each token and the one behind its last."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     if len(ends) > 1:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from roundpipe_cli.data.rows import RawRow, RowFault, describe, printable
+from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
 from roundpipe_cli.errors import RefusedError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
@@ -140,7 +140,7 @@ def _parse_json_line(line: bytes, number: int) -> RawRow:
 def _as_row(value: object, number: int) -> RawRow:
     if isinstance(value, dict):
         return RawRow(number, value)
-    return RawRow(number, {}, RowFault("the row is not an object", describe(value), 'an object: {"text": "..."}'))
+    return RawRow(number, {}, RowFault("the row is not an object", describe_value(value), 'an object: {"text": "..."}'))
 
 
 def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:

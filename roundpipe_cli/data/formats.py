@@ -12,8 +12,8 @@ from roundpipe_cli.data.messages import (
     Content,
     Conversation,
     Exchange,
+    MessageColumn,
     PlainText,
-    Turns,
     alpaca_exchange,
     check_says_something,
     checked_text,
@@ -123,10 +123,10 @@ class RowFormat:
 
     def _in_context(self, row: Mapping[str, object], exchange: Exchange) -> Exchange | Conversation:
         """The exchange behind the row's system prompt, tools and earlier exchanges, where it has any."""
-        conversation = self._with_columns(row, Turns(exchange.messages))
+        conversation = self._with_columns(row, MessageColumn(exchange.messages))
         return conversation if len(conversation.messages) > 2 or conversation.tools else exchange
 
-    def _with_columns(self, row: Mapping[str, object], turns: Turns) -> Conversation:
+    def _with_columns(self, row: Mapping[str, object], turns: MessageColumn) -> Conversation:
         turns = turns.behind(read_history(row.get(self.columns["history"]), self.columns["history"]))
         turns = with_system(turns, row.get(self.columns["system"]), self.columns["system"])
         return Conversation(turns.messages, self._tools(row), turns.untrained)

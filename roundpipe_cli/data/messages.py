@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from roundpipe_cli.data.rows import BadRowError, check_text, describe, printable, shown
+from roundpipe_cli.data.rows import BadRowError, check_text, describe_value, printable, shown
 
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, both text. With tools also `tool_calls`, `name` and `tool_call_id`; with thoughts
@@ -94,22 +94,24 @@ Content = Conversation | Exchange | PlainText
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class MessageColumn:
     """Messages as one column holds them."""
 
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
     """Turns of the assistant that the row says not to train."""
 
-    def behind(self, before: Turns) -> Turns:
+    def behind(self, before: MessageColumn) -> MessageColumn:
         """The turns of `before`, then these."""
         start = len(before.messages)
         moved = frozenset(index + start for index in self.untrained)
-        return Turns(before.messages + self.messages, before.untrained | moved)
+        return MessageColumn(before.messages + self.messages, before.untrained | moved)
 
-    def as_prompt(self) -> Turns:
+    def as_prompt(self) -> MessageColumn:
         """The same turns, none of them trained."""
-        return Turns(self.messages, frozenset(i for i, item in enumerate(self.messages) if item["role"] == "assistant"))
+        return MessageColumn(
+            self.messages, frozenset(i for i, item in enumerate(self.messages) if item["role"] == "assistant")
+        )
 
 
 def checked_text(value: object, field: str, *, filled: bool) -> str:
@@ -118,14 +120,14 @@ def checked_text(value: object, field: str, *, filled: bool) -> str:
         BadRowError: no text, text that no tokenizer should see, or blank although `filled` is asked for.
     """
     if not isinstance(value, str):
-        raise BadRowError(f"{field} is not text", found=describe(value), expected="a string")
+        raise BadRowError(f"{field} is not text", found=describe_value(value), expected="a string")
     if filled and not value.strip():
-        raise BadRowError(f"{field} is empty", found=describe(value), expected="a string with some text")
+        raise BadRowError(f"{field} is empty", found=describe_value(value), expected="a string with some text")
     check_text(value, field)
     return value
 
 
-def read_turns(value: object, column: str, role_key: str = "role") -> Turns:
+def read_turns(value: object, column: str, role_key: str = "role") -> MessageColumn:
     """The messages of a list, each with `role` and `content` (OpenAI's) or `from` and `value` (ShareGPT's).
 
     Args:
@@ -141,7 +143,7 @@ def read_turns(value: object, column: str, role_key: str = "role") -> Turns:
         if not _is_trained(item, message["role"], field) and message["role"] == "assistant":
             untrained.add(index)
         messages.append(message)
-    return Turns(tuple(messages), frozenset(untrained))
+    return MessageColumn(tuple(messages), frozenset(untrained))
 
 
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
@@ -176,7 +178,7 @@ def _is_trained(item: Mapping[str, object], role: str, field: str) -> bool:
         if value not in (0, 1):  # true and false too
             raise BadRowError(
                 f"{field}.{key}` says how much this turn counts, which is not offered",
-                found=f"{key}: {value}" if isinstance(value, (int, float)) else describe(value),
+                found=f"{key}: {value}" if isinstance(value, (int, float)) else describe_value(value),
                 expected="0 (not trained) or 1 (trained)",
             )
         if value == 1 and key in TRAIN_KEYS and role != "assistant":
@@ -192,12 +194,12 @@ def _is_trained(item: Mapping[str, object], role: str, field: str) -> bool:
 
 def _list_of_objects(value: object, column: str) -> Sequence[Mapping[str, object]]:
     if not isinstance(value, (list, tuple)):
-        raise BadRowError(f"`{column}` is not a list", found=describe(value), expected="a list of messages")
+        raise BadRowError(f"`{column}` is not a list", found=describe_value(value), expected="a list of messages")
     if not value:
         raise BadRowError(f"`{column}` is empty", found="a list of 0", expected="at least one message")
     for index, item in enumerate(value):
         if not isinstance(item, Mapping):
-            raise BadRowError(f"`{column}[{index}]` is not a message", found=describe(item), expected="an object")
+            raise BadRowError(f"`{column}[{index}]` is not a message", found=describe_value(item), expected="an object")
     return value
 
 
@@ -208,7 +210,7 @@ def _content(value: object, field: str) -> str:
     texts = []
     for part in value:
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            found = f"a part of type {shown(part.get('type'))}" if isinstance(part, Mapping) else describe(part)
+            found = f"a part of type {shown(part.get('type'))}" if isinstance(part, Mapping) else describe_value(part)
             raise BadRowError(f"{field} has a part that is not text", found=found, expected="text parts")
         for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
             if part.get(key) not in (None, 1):
@@ -227,12 +229,16 @@ def _tool_calls(value: object, field: str) -> list[dict[str, Any]]:
     for call in _checked_list(value, field):
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRowError(f"{field} has a call without a name", found=describe(call), expected="function.name")
+            raise BadRowError(
+                f"{field} has a call without a name", found=describe_value(call), expected="function.name"
+            )
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             arguments = _parsed(arguments, f"{field}: the arguments")
         if not isinstance(arguments, Mapping):
-            raise BadRowError(f"{field}: the arguments are no object", found=describe(arguments), expected="an object")
+            raise BadRowError(
+                f"{field}: the arguments are no object", found=describe_value(arguments), expected="an object"
+            )
         made = {"type": "function", "function": {"name": function["name"], "arguments": _plain(arguments, field)}}
         if isinstance(call.get("id"), str):
             made["id"] = call["id"]
@@ -264,7 +270,9 @@ def _parsed(text: str, field: str) -> object:
 
 def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
-        raise BadRowError(f"{field} is not a list of objects", found=describe(value), expected="a list of objects")
+        raise BadRowError(
+            f"{field} is not a list of objects", found=describe_value(value), expected="a list of objects"
+        )
     return value
 
 
@@ -277,7 +285,7 @@ def _plain(value: object, field: str) -> Any:
     if isinstance(value, str):
         check_text(value, field)
     elif value is not None and not isinstance(value, (bool, int, float)):
-        raise BadRowError(f"{field} holds something that is not JSON", found=describe(value))
+        raise BadRowError(f"{field} holds something that is not JSON", found=describe_value(value))
     return value
 
 
@@ -287,7 +295,7 @@ def holds_messages(value: object) -> bool:
     return isinstance(first, Mapping)
 
 
-def read_speech(value: object, column: str, role: str) -> Turns:
+def read_speech(value: object, column: str, role: str) -> MessageColumn:
     """What one side says: a text (a message of `role`), a message, or a list of messages.
 
     Raises:
@@ -297,10 +305,10 @@ def read_speech(value: object, column: str, role: str) -> Turns:
         value = [value]
     if holds_messages(value):
         return read_turns(value, column)
-    return Turns(({"role": role, "content": checked_text(value, f"`{column}`", filled=role == "assistant")},))
+    return MessageColumn(({"role": role, "content": checked_text(value, f"`{column}`", filled=role == "assistant")},))
 
 
-def read_history(value: object, column: str) -> Turns:
+def read_history(value: object, column: str) -> MessageColumn:
     """Earlier exchanges: a list of [question, answer], as LLaMA-Factory has them, or of messages.
 
     Raises:
@@ -309,21 +317,23 @@ def read_history(value: object, column: str) -> Turns:
     if holds_messages(value):
         return read_turns(value, column)
     if value is None or value == "":
-        return Turns(())
+        return MessageColumn(())
     if not isinstance(value, (list, tuple)):
-        raise BadRowError(f"`{column}` is not a list", found=describe(value), expected="a list of [question, answer]")
+        raise BadRowError(
+            f"`{column}` is not a list", found=describe_value(value), expected="a list of [question, answer]"
+        )
     messages: list[Message] = []
     for index, pair in enumerate(value):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRowError(
-                f"`{column}[{index}]` is no exchange", found=describe(pair), expected="[question, answer]"
+                f"`{column}[{index}]` is no exchange", found=describe_value(pair), expected="[question, answer]"
             )
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": checked_text(text, f"`{column}[{index}]`", filled=False)})
-    return Turns(tuple(messages))
+    return MessageColumn(tuple(messages))
 
 
-def with_system(turns: Turns, system: object, column: str) -> Turns:
+def with_system(turns: MessageColumn, system: object, column: str) -> MessageColumn:
     """The turns behind the system prompt of a column of its own; null and blank text are none.
 
     Raises:
@@ -334,7 +344,7 @@ def with_system(turns: Turns, system: object, column: str) -> Turns:
     text = checked_text(system, f"`{column}`", filled=False)
     first = turns.messages[0] if turns.messages else {}
     if first.get("role") not in ("system", "developer"):
-        return turns.behind(Turns(({"role": "system", "content": text},)))
+        return turns.behind(MessageColumn(({"role": "system", "content": text},)))
     if first["content"].strip() != text.strip():
         raise BadRowError(
             f"`{column}` and the first message are two system prompts", expected="one of them, or both the same"
@@ -342,7 +352,7 @@ def with_system(turns: Turns, system: object, column: str) -> Turns:
     return turns
 
 
-def check_says_something(turns: Turns, column: str) -> None:
+def check_says_something(turns: MessageColumn, column: str) -> None:
     """
     Raises:
         BadRowError: no message of the assistant has content.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from roundpipe_cli.data.messages import (
     Conversation,
     Exchange,
-    Turns,
+    MessageColumn,
     alpaca_exchange,
     check_says_something,
     checked_text,
@@ -103,9 +103,9 @@ def parse_pair(columns: Mapping[str, str], row: Mapping[str, object], answer: An
     num_shared = _num_shared(whole["chosen"], whole["rejected"])
     _check_answers(whole, num_shared, columns)
     turns = whole[answer]
-    before = Turns(turns.messages[:num_shared]).as_prompt()
+    before = MessageColumn(turns.messages[:num_shared]).as_prompt()
     untrained = frozenset(index for index in turns.untrained if index >= num_shared)
-    turns = Turns(turns.messages, before.untrained | untrained)
+    turns = MessageColumn(turns.messages, before.untrained | untrained)
     turns = turns.behind(read_history(_optional(columns, row, "history"), columns.get("history", "")).as_prompt())
     turns = with_system(turns, _optional(columns, row, "system"), columns.get("system", ""))
     tools = read_tools(_optional(columns, row, "tools"), columns.get("tools", ""))
@@ -145,7 +145,9 @@ def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object]) -> Excha
     return Exchange(text, text, "")
 
 
-def _context(columns: Mapping[str, str], row: Mapping[str, object], chosen: Turns, prompt: Exchange | None) -> Turns:
+def _context(
+    columns: Mapping[str, str], row: Mapping[str, object], chosen: MessageColumn, prompt: Exchange | None
+) -> MessageColumn:
     """What stands before both answers as they are; empty where they are whole conversations that repeat it.
 
     Raises:
@@ -154,7 +156,7 @@ def _context(columns: Mapping[str, str], row: Mapping[str, object], chosen: Turn
     parts = []
     text = prompt or _prompt_text(columns, row)
     if text is not None and text.user.strip():
-        parts.append(("instruction" if "instruction" in columns else "prompt", Turns(text.messages[:1])))
+        parts.append(("instruction" if "instruction" in columns else "prompt", MessageColumn(text.messages[:1])))
     for field in ("prompt", "messages"):
         value = _optional(columns, row, field)
         if holds_messages(value) and value:
@@ -162,7 +164,7 @@ def _context(columns: Mapping[str, str], row: Mapping[str, object], chosen: Turn
             parts.append((field, read_turns(value if isinstance(value, (list, tuple)) else [value], column)))
     parts = [(field, turns) for field, turns in parts if not _repeats(turns, chosen)]
     if not parts and any(message["role"] == "user" for message in chosen.messages):
-        return Turns(())
+        return MessageColumn(())
     if not parts:
         raise BadRowError(
             "the pair has no prompt", found=column_names(row), expected="a prompt, or answers as whole conversations"
@@ -183,7 +185,7 @@ def _context(columns: Mapping[str, str], row: Mapping[str, object], chosen: Turn
     return context
 
 
-def _repeats(prompt: Turns, turns: Turns) -> bool:
+def _repeats(prompt: MessageColumn, turns: MessageColumn) -> bool:
     """Whether `turns` already hold the prompt: they begin with it, or its only message is one of theirs."""
     wanted, had = prompt.messages, turns.messages
     if had[0]["role"] == "assistant":  # an answer alone
@@ -199,14 +201,14 @@ def _same(message: Mapping[str, object], other: Mapping[str, object]) -> bool:
     return str(message["content"]).strip() == str(other["content"]).strip()
 
 
-def _num_shared(chosen: Turns, rejected: Turns) -> int:
+def _num_shared(chosen: MessageColumn, rejected: MessageColumn) -> int:
     """Messages with which both begin; the last one of each is never among them."""
     most = min(len(chosen.messages), len(rejected.messages)) - 1
     pairs = zip(chosen.messages[:most], rejected.messages[:most], strict=True)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), most)
 
 
-def _check_answers(whole: Mapping[Answer, Turns], num_shared: int, columns: Mapping[str, str]) -> None:
+def _check_answers(whole: Mapping[Answer, MessageColumn], num_shared: int, columns: Mapping[str, str]) -> None:
     for side, turns in whole.items():
         answer = turns.messages[num_shared:]
         if num_shared == 0 or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import Tell, TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows, build_dataset
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.hold_out import part_of
 from roundpipe_cli.data.report import DataReport, SourceReport
 from roundpipe_cli.data.settings import Answer, DataSettings
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def build_pairs(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Tell
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Say
 ) -> tuple[TokenizedDataset, TokenizedRows]:
     """The chosen rows as a dataset, and the rejected rows beside them; row i of both is one pair.
 

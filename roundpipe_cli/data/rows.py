@@ -54,7 +54,7 @@ def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
     """The kind of a value in the words of JSON, never its text: `a number`, `a list of 3`."""
     if value is None:
         return "null"
@@ -73,7 +73,7 @@ def describe(value: object) -> str:
 
 def shown(value: object) -> str:
     """A short text of a row's structure, such as a role, as it is; anything else by its kind."""
-    return f"`{printable(value, 40)}`" if isinstance(value, str) else describe(value)
+    return f"`{printable(value, 40)}`" if isinstance(value, str) else describe_value(value)
 
 
 def column_names(columns: Mapping[str, object]) -> str:

@@ -25,8 +25,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.cache import cache_folder, new_folder, prune, sync
-from roundpipe_cli.data.block_sums import BlockSums, DamageError, Progress, checksum, num_blocks, verify_blocks
+from roundpipe_cli.cache import cache_folder, new_folder, prune_cache, sync
+from roundpipe_cli.data.block_sums import BlockSums, DamageError, ToldShare, checksum, num_blocks, verify_blocks
 from roundpipe_cli.data.chunks import ChunkResult
 from roundpipe_cli.data.report import SourceReport
 from roundpipe_cli.errors import ResourceError
@@ -149,11 +149,11 @@ class ShardWriter:
                 sync(self._folder / SHARD_NAME)
                 self._folder.rename(cache_folder(FOLDER) / self._key)  # fails where another run was faster
                 sync(cache_folder(FOLDER))
-                prune(cache_folder(FOLDER), SHARD_NAME)
+                prune_cache(cache_folder(FOLDER), SHARD_NAME)
         return shard
 
 
-def load_shard(key: str, vocabulary: int, progress: Progress) -> Shard | None:
+def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
     """The shard of that key, every byte of it compared with its checksums; None if it is not there.
 
     Args:

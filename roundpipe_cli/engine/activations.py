@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from roundpipe_cli.engine.backends.base import Event
+from roundpipe_cli.engine.backends.base import DeviceEvent
 from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.model.preference import Preference, Rewards
@@ -36,7 +36,7 @@ class Boundary:
     """A boundary tensor on the host."""
 
     tensor: torch.Tensor
-    event: Event
+    event: DeviceEvent
     """When it is there."""
     num_to_take: int
     """Readers that have not asked for it yet."""
@@ -49,7 +49,7 @@ class BoundaryStore:
         self._progress = progress
         self._stored: dict[BoundaryKey, Boundary] = {}
 
-    def put(self, key: BoundaryKey, tensor: torch.Tensor, event: Event, num_readers: int) -> None:
+    def put(self, key: BoundaryKey, tensor: torch.Tensor, event: DeviceEvent, num_readers: int) -> None:
         """Publish a boundary for `num_readers` readers."""
         if num_readers == 0:
             return
@@ -81,7 +81,7 @@ class BoundaryStore:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceChunk:
     """Place of a microbatch in the sequence that it is a chunk of."""
 
     index: int
@@ -121,7 +121,7 @@ class MicrobatchState:
     """Of preference pairs."""
     scores: HeadScores | None = None
     """Of a pass without backward."""
-    chunk: Chunk | None = None
+    chunk: SequenceChunk | None = None
     """None: a sequence of its own."""
     place: int = 0
     """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""

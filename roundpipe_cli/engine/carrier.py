@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.engine.activations import Boundary, BoundaryKey, BoundaryKind, BoundaryStore
-from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
@@ -159,7 +159,7 @@ class Carrier:
         self._held[op.id] = _Held(host, found[0])
         return [(host, found[0])]
 
-    def issued(self, op: Op, event: Event) -> None:
+    def issued(self, op: Op, event: DeviceEvent) -> None:
         """A transfer is on its way; what it brings to the host may be asked for."""
         held = self._held.get(op.id)
         if held is None:

@@ -23,13 +23,13 @@ from roundpipe_cli.engine.activations import BoundaryKey, BoundaryStore, Microba
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier, downloads_of
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, StepRun
-from roundpipe_cli.engine.dispatch.ledger import Links, links_of
+from roundpipe_cli.engine.dispatch.ledger import Dependencies, links_of
 from roundpipe_cli.engine.dispatch.pool import Pool
 from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, statistics_of
 from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.intra_op import set_own_threads
-from roundpipe_cli.engine.kept import Kept, kept_activations
+from roundpipe_cli.engine.kept import KeptActivations, kept_activations
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.sequences import chunk_states
@@ -39,7 +39,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.head import HeadScores, target_rows
-from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Action, Schedule
 from roundpipe_cli.schedule.lower import Program
@@ -62,7 +62,7 @@ class Lowered:
     """A schedule's program with what is made from it once."""
 
     program: Program
-    links: Links
+    links: Dependencies
     downloads: dict[BoundaryKey, int]
 
 
@@ -83,7 +83,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        split: Split,
+        split: ModelSplit,
         store: WeightStore,
         backends: Sequence[Backend],
         *,
@@ -437,7 +437,7 @@ class Engine:
         layers = {layer for stage in stages for layer in layer_range(stage)}
         return frozenset(layers - {0, self.num_layers - 1})
 
-    def _kept(self, program: Program) -> Kept:
+    def _kept(self, program: Program) -> KeptActivations:
         if program.schedule.sequence_chunks > 1:  # a graph would hold earlier chunks' keys and values too
             return frozenset()
         return kept_activations(program, {x for x in self._keep_layers if x >= self._first_trainable_layer})

@@ -18,7 +18,7 @@ from roundpipe_cli.model.layout import LayerLayout
 
 SQUARED_ELEMENTS = 1 << 24
 
-Parts = list[tuple[int, torch.Tensor]]
+GradientParts = list[tuple[int, torch.Tensor]]
 """(index of the parameter, a gradient of it), in the order in which they are to be added."""
 
 
@@ -43,7 +43,7 @@ class GradientFold:
         self._progress = progress
         self._next = 0
         self._folding = False
-        self._waiting: dict[int, Parts] = {}
+        self._waiting: dict[int, GradientParts] = {}
         flat.zero_()
 
     def is_turn(self, microbatch: int) -> bool:
@@ -51,7 +51,7 @@ class GradientFold:
         with self._progress.condition:
             return self._next == microbatch
 
-    def fold(self, microbatch: int, parts: Parts) -> bool:
+    def fold(self, microbatch: int, parts: GradientParts) -> bool:
         """Add one microbatch's gradients (none left if it was its turn), or keep them until it is their turn.
 
         Returns:
@@ -94,12 +94,12 @@ class Leaving:
     flat: torch.Tensor
 
     @staticmethod
-    def of(layer: int, place: int, parts: Parts) -> Leaving:
+    def of(layer: int, place: int, parts: GradientParts) -> Leaving:
         """The gradients as one tensor, which is one copy."""
         flat = torch.cat([gradient.reshape(-1) for _, gradient in parts])
         return Leaving(layer, place, tuple((index, gradient.shape) for index, gradient in parts), flat)
 
-    def parts_in(self, host: torch.Tensor) -> Parts:
+    def parts_in(self, host: torch.Tensor) -> GradientParts:
         """The same gradients in `host`, a copy of `flat`."""
         pieces = host.split([shape.numel() for _, shape in self.shapes])
         return [(index, piece.view(shape)) for (index, shape), piece in zip(self.shapes, pieces, strict=True)]

@@ -18,11 +18,11 @@ from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import Program
 
-Kept = frozenset[tuple[int, int]]
+KeptActivations = frozenset[tuple[int, int]]
 """(layer, microbatch) of the activations that stay."""
 
 
-def kept_activations(program: Program, layers: Collection[int]) -> Kept:
+def kept_activations(program: Program, layers: Collection[int]) -> KeptActivations:
     """Of `layers`, what can stay: forward and backward of the microbatch run on the same worker.
 
     What the stage with the head computes by itself is not recomputed anyway.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.backends.base import Backend, Event
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 
 NUM_REPEATS = 4
 
@@ -70,7 +70,7 @@ def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> Li
     return LinkSpeed(moved / up_s, moved / down_s)
 
 
-def _timed(copy: Callable[[], Event], backend: Backend, barrier: threading.Barrier) -> float:
+def _timed(copy: Callable[[], DeviceEvent], backend: Backend, barrier: threading.Barrier) -> float:
     """Seconds that `NUM_REPEATS` copies take, begun with those of all other devices."""
     copy()  # warms up
     backend.synchronize()

@@ -34,7 +34,7 @@ class StepInWork:
 
 
 @dataclass(frozen=True)
-class Look:
+class LiveNews:
     """News of a step in work; seconds from the step's start."""
 
     step: int
@@ -55,7 +55,7 @@ class Watcher:
         self._step: StepInWork | None = None
         self._num_seen: list[int] = []
 
-    def look(self, step: StepInWork | None) -> Look | None:
+    def look(self, step: StepInWork | None) -> LiveNews | None:
         """News of `step`, the engine's step in work; None where there is none."""
         if step is None:
             self._step = None
@@ -69,7 +69,7 @@ class Watcher:
             now = self._look_at(step, worker, done)
             if now is not None:
                 running.append(ActionTime(now.action, now.start_s, max(now_s, now.start_s)))
-        return Look(step.step, step.started_s, now_s, tuple(done), tuple(running))
+        return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running))
 
     def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
         """Add what one worker has finished to `done`; returns what it does now, without an end."""

@@ -29,7 +29,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
-from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
@@ -75,7 +75,7 @@ class ParityRefusedError(RefusedError):
     """The engine would train something else than the model. Exit code 2."""
 
 
-def prove(model: nn.Module, split: Split) -> Proof:
+def prove(model: nn.Module, split: ModelSplit) -> Proof:
     """Compare the engine with the model itself.
 
     Args:
@@ -99,7 +99,7 @@ class _PlainFailed(Exception):
     """The model itself cannot compute what it was given."""
 
 
-def _prove(reduced: Reduced, split: Split, weights: Mapping[str, torch.Tensor]) -> Proof:
+def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> Proof:
     dtype = next(p.dtype for p in reduced.model.parameters() if p.is_floating_point())
     exact = reduced.model if dtype == torch.float32 else copy.deepcopy(reduced.model).float()
     limit = position_limit(reduced.model)
@@ -126,7 +126,7 @@ def _prove(reduced: Reduced, split: Split, weights: Mapping[str, torch.Tensor]) 
     return Proof(errors[""], max(gradients, default=0.0), unproven, last_position=limit)
 
 
-def _check_16_bit(reduced: Reduced, exact: nn.Module, split: Split, weights: Mapping[str, torch.Tensor]) -> None:
+def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> None:
     """Compare in the model's own dtype; one of several tries must agree.
 
     Rounding sends a token to another expert now and then, in the engine or in the model itself, which moves gradients
@@ -214,7 +214,7 @@ def usual_pieces(vocab_size: int, attempt: int = 0) -> list[Piece]:
     return [_piece(vocab_size, 2, SHORT, 10 * attempt + 1), _piece(vocab_size, 1, LONG, 10 * attempt + 2)]
 
 
-def pieces_beyond(reduced: Reduced, split: Split, limit: int) -> list[Piece]:
+def pieces_beyond(reduced: Reduced, split: ModelSplit, limit: int) -> list[Piece]:
     """Microbatches with positions from `limit` on: one far beyond it, then one just beyond, for what it left behind.
 
     Where the model counts positions itself they are as long, or left out above `MAX_ROW_TOKENS`.
@@ -242,7 +242,11 @@ def _piece(vocab_size: int, rows: int, tokens: int, seed: int, end: int | None =
 
 
 def _run_plain(
-    model: nn.Module, split: Split, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, pieces: Sequence[Piece]
+    model: nn.Module,
+    split: ModelSplit,
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    pieces: Sequence[Piece],
 ) -> Outcome:
     try:
         outcome = PlainModel(model, split, weights, dtype).run(pieces, SEED, STEP)
@@ -260,7 +264,7 @@ def _finite(outcome: Outcome) -> Iterator[bool]:
 
 def _run_engine(
     model: nn.Module,
-    split: Split,
+    split: ModelSplit,
     weights: Mapping[str, torch.Tensor],
     pieces: Sequence[Piece],
     kept: Sequence[int],

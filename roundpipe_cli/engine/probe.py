@@ -9,15 +9,15 @@ from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
-from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 
 NUM_CHUNKS = 3
 """Of the tokens of a probe, where feed-forward parts are computed in chunks."""
 
 
-def find_unread(
-    model: nn.Module, split: Split, store: WeightStore, mlp_chunk_tokens: int | None = None
+def find_unread_products(
+    model: nn.Module, split: ModelSplit, store: WeightStore, mlp_chunk_tokens: int | None = None
 ) -> dict[int, tuple[str, ...]]:
     """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
 
@@ -35,7 +35,7 @@ def find_unread(
 
 def find_saved_bytes(
     model: nn.Module,
-    split: Split,
+    split: ModelSplit,
     store: WeightStore,
     *,
     in_chunks: bool = False,
@@ -60,7 +60,7 @@ def find_saved_bytes(
 
 
 def _on_the_host(
-    model: nn.Module, split: Split, store: WeightStore, mlp_chunk_tokens: int | None
+    model: nn.Module, split: ModelSplit, store: WeightStore, mlp_chunk_tokens: int | None
 ) -> tuple[WorkerModel, Callable[[int], None]]:
     """A worker on the processor, and what gives one of its blocks the host's weights."""
     worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), mlp_chunk_tokens)

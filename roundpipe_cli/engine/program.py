@@ -84,7 +84,7 @@ def device_folds(program: Program) -> frozenset[int]:
     return frozenset(layer for stage in schedule.backward_stages for layer in layer_range(stage)) - on_host
 
 
-def describe(op: Op, schedule: Schedule, step: int) -> str:
+def describe_op(op: Op, schedule: Schedule, step: int) -> str:
     """Where an error happened, for its message."""
     kind = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}[op.kind]
     first, last = stage_layers(schedule, op)

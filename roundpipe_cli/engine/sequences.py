@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from roundpipe_cli.engine.activations import BoundaryKind, Chunk, MicrobatchState
+from roundpipe_cli.engine.activations import BoundaryKind, MicrobatchState, SequenceChunk
 from roundpipe_cli.model.chunks import KeyValues
 
 KINDS = (BoundaryKind.KEYS, BoundaryKind.VALUES)
@@ -32,7 +32,7 @@ class BlockSequence:
     gradients: list[torch.Tensor] = field(default_factory=list)
     """float32, of the same shapes; none forward."""
 
-    def write(self, chunk: Chunk, own: KeyValues) -> list[torch.Tensor]:
+    def write(self, chunk: SequenceChunk, own: KeyValues) -> list[torch.Tensor]:
         """Add a chunk's keys and values [B, K, T, D]; returns their pieces [T, B, K, D] of the buffers."""
         pieces = [tensor.detach().permute(2, 0, 1, 3) for tensor in own]
         if not self.buffers:
@@ -49,20 +49,20 @@ class BlockSequence:
         for buffer, piece in zip(self.buffers, pieces, strict=True):
             buffer[start : start + len(piece)] = piece
 
-    def before(self, chunk: Chunk) -> KeyValues | None:
+    def before(self, chunk: SequenceChunk) -> KeyValues | None:
         """Keys and values of the chunks before, [B, K, tokens, D]; None for the first chunk."""
         if chunk.start == 0:
             return None
         keys, values = (buffer[: chunk.start].permute(1, 2, 0, 3) for buffer in self.buffers)
         return keys, values
 
-    def add_gradients(self, chunk: Chunk, gradients: list[torch.Tensor | None]) -> None:
+    def add_gradients(self, chunk: SequenceChunk, gradients: list[torch.Tensor | None]) -> None:
         """Add what a chunk's backward made for `before`."""
         for total, gradient in zip(self.gradients, gradients, strict=True):
             if gradient is not None:
                 total[: chunk.start].add_(gradient.permute(2, 0, 1, 3))
 
-    def waiting(self, chunk: Chunk, own: KeyValues) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def waiting(self, chunk: SequenceChunk, own: KeyValues) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A chunk's own keys and values, each with the gradient that later chunks have made for it."""
         if chunk.is_last:
             return []
@@ -124,8 +124,8 @@ def chunk_states(
     return states
 
 
-def chunks_of_sequence(num_tokens: int, num_chunks: int) -> list[Chunk]:
+def chunks_of_sequence(num_tokens: int, num_chunks: int) -> list[SequenceChunk]:
     """Chunks of about equal length; there are at least as many tokens as chunks."""
     bounds = [num_tokens * index // num_chunks for index in range(num_chunks + 1)]
     pieces = enumerate(pairwise(bounds))
-    return [Chunk(index, num_chunks, start, end, num_tokens) for index, (start, end) in pieces]
+    return [SequenceChunk(index, num_chunks, start, end, num_tokens) for index, (start, end) in pieces]

@@ -23,8 +23,8 @@ from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, Boundary
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.progress import Progress
-from roundpipe_cli.engine.gradients import GradientFold, Leaving, Parts, square_sum
-from roundpipe_cli.engine.kept import Kept, weights_found_again
+from roundpipe_cli.engine.gradients import GradientFold, GradientParts, Leaving, square_sum
+from roundpipe_cli.engine.kept import KeptActivations, weights_found_again
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.engine.sequences import KINDS, BlockSequence, Sequences
 from roundpipe_cli.faults import fault
@@ -71,7 +71,7 @@ class StepContext:
     label_smoothing: float
     """Of the training loss."""
     recompute_each_layer: bool
-    kept: Kept
+    kept: KeptActivations
     """Activations that stay on their worker from the forward to the backward."""
     layer_bytes: Sequence[int]
     """Of each layer's weights."""
@@ -480,10 +480,10 @@ class StageRunner:
         self._fold(context, graph.layer, state, parts)
         return graph.leaf.grad
 
-    def _taker(self, context: StepContext, layer: int, state: MicrobatchState) -> tuple[Take, Parts]:
+    def _taker(self, context: StepContext, layer: int, state: MicrobatchState) -> tuple[Take, GradientParts]:
         """Adds gradients to the layer's sum as backward makes them; or lists them, if it is not their turn yet."""
         fold = context.folds[layer]
-        parts: Parts = []
+        parts: GradientParts = []
         on_host, leaves = layer not in context.device_folds, self._leaves(context, layer)
         sums = [] if on_host else self.accumulators.get(layer, [])
         if fold is not None and on_host and not leaves and fold.is_turn(context.fold_place(layer, state.index)):
@@ -499,7 +499,7 @@ class StageRunner:
 
         return take, parts
 
-    def _fold(self, context: StepContext, layer: int, state: MicrobatchState, parts: Parts) -> None:
+    def _fold(self, context: StepContext, layer: int, state: MicrobatchState, parts: GradientParts) -> None:
         """After a layer's backward: what was listed is added on the host, or waits for its turn or its download."""
         if context.folds[layer] is None or layer in context.device_folds:
             return
@@ -516,7 +516,7 @@ class StageRunner:
         is_head = layer == len(context.folds) - 1
         return not (self.backend.aliases_host or is_head or layer in context.device_folds)
 
-    def fold(self, context: StepContext, layer: int, place: int, parts: Parts) -> None:
+    def fold(self, context: StepContext, layer: int, place: int, parts: GradientParts) -> None:
         """On the host: the microbatch of this place is added to the layer's sum, or waits in line."""
         fold = context.folds[layer]
         assert fold is not None

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
-from roundpipe_cli.model.nf4 import dequantize
+from roundpipe_cli.model.packed_weights import dequantize
 from roundpipe_cli.model.quantized_files import PackedWeight
 
 NO_VERSION = -1

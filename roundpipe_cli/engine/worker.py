@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.dispatch.dispatch import Chunk
+from roundpipe_cli.engine.dispatch.dispatch import TransferChunk
 from roundpipe_cli.engine.gradients import GradientFold, Leaving, square_sum
-from roundpipe_cli.engine.program import backward_ops, describe, layer_range, stage_layers
+from roundpipe_cli.engine.program import backward_ops, describe_op, layer_range, stage_layers
 from roundpipe_cli.engine.stage import StageRunner, StepContext
 from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
@@ -218,7 +218,7 @@ class Worker:
             assert self._context is not None
             self.runner.layer = stage_layers(self._context.program.schedule, op)[0]
 
-    def run(self, op: Op, ready: Sequence[Event], late: Sequence[Event]) -> Event:
+    def run(self, op: Op, ready: Sequence[DeviceEvent], late: Sequence[DeviceEvent]) -> DeviceEvent:
         context, backend = self._context, self.backend
         assert context is not None and self._carrier is not None
         for event in (*ready, *late):
@@ -281,7 +281,7 @@ class Worker:
         layer = self.runner.layer if layers[0] <= self.runner.layer <= layers[1] else layers[0]
         what = "weights for " if weights else ""
         return (
-            f"worker {self.index} ({self.backend.device}), {what}{describe(op, schedule, context.step)}, "
+            f"worker {self.index} ({self.backend.device}), {what}{describe_op(op, schedule, context.step)}, "
             f"layer {self._layer_names[layer]}"
         )
 
@@ -290,16 +290,16 @@ class Worker:
     def lane_thread(self) -> AbstractContextManager[None]:
         return self.backend.copy_thread()
 
-    def arrival(self, dep: Op, op: Op, event: Event) -> Event:
+    def arrival(self, dep: Op, op: Op, event: DeviceEvent) -> DeviceEvent:
         return event
 
-    def happens_in_s(self, event: Event) -> float:
+    def happens_in_s(self, event: DeviceEvent) -> float:
         return self.backend.happens_in_s(event)
 
-    def happened_at_s(self, event: Event, now_s: float) -> float:
+    def happened_at_s(self, event: DeviceEvent, now_s: float) -> float:
         return now_s
 
-    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Chunk]:
+    def prepare(self, op: Op, after: Sequence[DeviceEvent]) -> Sequence[TransferChunk]:
         context, carrier = self._context, self._carrier
         assert context is not None and carrier is not None
         if op.payload == WEIGHTS:
@@ -310,10 +310,10 @@ class Worker:
             pairs = list(carrier.prepare(op))
         return chunks_of(pairs, self._chunk_bytes)
 
-    def copy(self, op: Op, chunk: Chunk) -> Event:
+    def copy(self, op: Op, chunk: TransferChunk) -> DeviceEvent:
         return self.backend.copy_up(chunk.content) if op.lane == UP else self.backend.copy_down(chunk.content)
 
-    def issued(self, op: Op, event: Event) -> None:
+    def issued(self, op: Op, event: DeviceEvent) -> None:
         assert self._carrier is not None
         self._carrier.issued(op, event)
 
@@ -443,21 +443,21 @@ class Worker:
         self.runner.parameters[layer] = [parameters[place.name] for place in layout.trainable]
 
 
-def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[Chunk]:
+def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[TransferChunk]:
     """Copies cut, and put together, to chunks of at most `chunk_bytes`; a tensor with gaps is a chunk of its own."""
-    chunks: list[Chunk] = []
+    chunks: list[TransferChunk] = []
     pieces: list[Pair] = []
     filled = 0
 
     def close() -> None:
         nonlocal pieces, filled
         if pieces:
-            chunks.append(Chunk(filled, pieces))
+            chunks.append(TransferChunk(filled, pieces))
         pieces, filled = [], 0
 
     for target, source in pairs:
         if not (target.is_contiguous() and source.is_contiguous()):
-            chunks.append(Chunk(source.nbytes, [(target, source)]))
+            chunks.append(TransferChunk(source.nbytes, [(target, source)]))
             continue
         target, source = target.view(-1), source.view(-1)
         start = 0

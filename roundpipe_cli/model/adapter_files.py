@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.weights_io import is_adapter, open_shard
 
 ADAPTER_CONFIG = "adapter_config.json"

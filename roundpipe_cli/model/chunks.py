@@ -23,7 +23,7 @@ from torch import nn
 
 from roundpipe_cli.model.architectures import chunk_refusal
 from roundpipe_cli.model.packing import scaled_positions, stateful_modules
-from roundpipe_cli.model.split import CACHE, BlockCall, Recorder, Split, install_stubs, materialised_copy
+from roundpipe_cli.model.split import CACHE, BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [B, K, tokens, D] each; the widths of the two may differ."""
@@ -84,7 +84,7 @@ class ChunkCache:
         raise chunk_refusal(block, f"a block that hands keys and values to its cache {len(self.own)} times", "once")
 
 
-def check_chunks(model: nn.Module, split: Split, *, max_seq_length: int) -> None:
+def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length: int) -> None:
     """Prove that a chunk of `model`'s sequence (parameters on the meta device or real) gets its rows of every argument.
 
     Raises:
@@ -98,7 +98,7 @@ def check_chunks(model: nn.Module, split: Split, *, max_seq_length: int) -> None
     backbone = probe.get_submodule(split.backbone_path)
     if "past_key_values" not in inspect.signature(backbone.forward).parameters:
         raise chunk_refusal(split.backbone_path, f"{type(backbone).__name__} takes no past_key_values", "a cache")
-    recorder = Recorder(split.num_blocks, split.result_length)
+    recorder = CallRecorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     ids = torch.ones(2, PROBE_TOKENS, dtype=torch.long)
     with torch.no_grad():

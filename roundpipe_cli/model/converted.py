@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli import __version__
-from roundpipe_cli.cache import cache_folder, new_folder, prune, sync
+from roundpipe_cli.cache import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files
@@ -107,7 +107,7 @@ def _keep(folder: Path, loaded: Any, name: str, load: Load, describe: Describe) 
             sync(path)
         temporary.rename(folder)  # fails where another run was faster
         sync(folder.parent)
-        prune(folder.parent, DIGESTS_NAME)
+        prune_cache(folder.parent, DIGESTS_NAME)
     except (OSError, ValueError, NotImplementedError, RefusedError):  # a full disk; a kind that is not saved
         pass
     finally:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
 MAX_PADDING, MAX_ROWS = 8, 2**17
 """Rows of a batched product: for each (token, expert) pair, and in all. Above, experts are looped over."""

@@ -64,7 +64,7 @@ class NoProducts(TorchDispatchMode):
         return args[0].new_full(shape(*args), self._fill)
 
 
-class LeftOut:
+class UnreadProducts:
     """The modules of one block whose products can be left out. Belongs to one thread."""
 
     def __init__(self, block: nn.Module, names: Sequence[str], fill: float = 0.0) -> None:
@@ -184,7 +184,7 @@ class BlockProbe:
             note(name, parameter.grad)
             parameter.grad = None  # a large model's block has gigabytes of them
 
-        wrapped = LeftOut(self._block, tuple(left_out), math.nan)
+        wrapped = UnreadProducts(self._block, tuple(left_out), math.nan)
         with ExitStack() as hooks:
             hooks.callback(wrapped.unwrap)
             for name, parameter in self._block.named_parameters():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.model.nf4 import PackedParameter, packed_bytes, quantize
+from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize
 
 ALIGNMENT_BYTES = 64
 TRAINABLE_ALIGNMENT_ELEMENTS = 32
@@ -40,7 +40,7 @@ class ParameterPlace:
     element_offset: int = 0
     """Trainable parameters: first element in the layer's flat trainable tensor."""
     packed_bits: int = 0
-    """4 or 8: it lies here packed (`model/nf4.py`) and `dtype` is that in which it is used. 0: it lies here whole."""
+    """4 or 8: it lies here packed (`model/packed_weights.py`) and `dtype` is that in which it is used. 0: whole."""
 
     @property
     def num_elements(self) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
 ADAPTER = "default"
 

@@ -147,7 +147,9 @@ def find_mlp(block: nn.Module) -> str | None:
     return next((name for name in NAMES if name in names), None)
 
 
-def check_chunks(block: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def check_feed_forward_chunks(
+    block: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Try a block whose feed-forward part goes in chunks against the same without.
 
     Args:

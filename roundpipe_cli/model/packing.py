@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.architectures import check_mask_bytes, packing_refusal, scaled_by_length
-from roundpipe_cli.model.split import BlockCall, Recorder, Split, install_stubs, materialised_copy
+from roundpipe_cli.model.split import BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
 
 PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
 STATEFUL = re.compile(r"Mamba|SSM|Recurrent|R(wkv|WKV)|DeltaNet|LinearAttention|Lightning|Retention|ShortConv|LSTM")
 """Classes of blocks, in transformers' names."""
 
 
-def check_packing(model: nn.Module, split: Split, *, max_seq_length: int, micro_batch_size: int) -> None:
+def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, micro_batch_size: int) -> None:
     """Prove that `model` (parameters on the meta device or real) keeps packed rows apart.
 
     Raises:
@@ -43,7 +43,7 @@ def check_packing(model: nn.Module, split: Split, *, max_seq_length: int, micro_
         _check_masks(index, call)
 
 
-def stateful_modules(model: nn.Module, split: Split) -> Iterator[tuple[str, str]]:
+def stateful_modules(model: nn.Module, split: ModelSplit) -> Iterator[tuple[str, str]]:
     """(where, class) of modules within blocks that carry more from token to token than attention does."""
     for index, block in enumerate(model.get_submodule(split.blocks_path).children()):
         for name, module in block.named_modules():
@@ -62,13 +62,13 @@ def scaled_positions(model: nn.Module, max_seq_length: int) -> Iterator[tuple[st
             yield name, found
 
 
-def _probe_calls(model: nn.Module, split: Split) -> list[BlockCall]:
+def _probe_calls(model: nn.Module, split: ModelSplit) -> list[BlockCall]:
     """How the blocks are called for two equal packed sequences."""
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         raise packing_refusal(split.backbone_path, f"{type(backbone).__name__} takes no position ids")
-    recorder = Recorder(split.num_blocks, split.result_length)
+    recorder = CallRecorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
     with torch.no_grad():

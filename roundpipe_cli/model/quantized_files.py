@@ -9,7 +9,7 @@ files as its codes and, beside it, what undoes them:
     w.quant_map                         what a code stands for
     w.quant_state.bitsandbytes__nf4     JSON: shape, dtype, weights to a scale
 
-The codes are those of `nf4.py`, so nothing is quantised twice: a packed weight is the same to the bit.
+The codes are those of `packed_weights.py`, so nothing is quantised twice: a packed weight is the same to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ import torch
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.architectures import WHAT_WORKS, is_stored_in_4bit, quantization_settings
-from roundpipe_cli.model.nf4 import WEIGHTS_PER_SCALE, dequantize, import_bitsandbytes, packed_bytes, put_packed
+from roundpipe_cli.model.packed_weights import (
+    WEIGHTS_PER_SCALE,
+    dequantize,
+    import_bitsandbytes,
+    packed_bytes,
+    put_packed,
+)
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
 
@@ -60,7 +66,7 @@ class PackedWeight:
     dtype: torch.dtype
 
     def write(self, packed: torch.Tensor) -> None:
-        """Into uint8 [packed_bytes], as `nf4.quantize` lays it out."""
+        """Into uint8 [packed_bytes], as `packed_weights.quantize` lays it out."""
         put_packed(self.codes, self.scales, self.shape.numel(), packed)
 
     def dequantized(self) -> torch.Tensor:

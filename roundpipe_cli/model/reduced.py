@@ -20,7 +20,7 @@ from torch import nn
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.last_projection import block_kind
-from roundpipe_cli.model.split import BlockCall, Recorder, Split, install_stubs, materialised_copy
+from roundpipe_cli.model.split import BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""
@@ -81,7 +81,7 @@ class Reduced:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def reduce_model(model: nn.Module, split: Split) -> Reduced:
+def reduce_model(model: nn.Module, split: ModelSplit) -> Reduced:
     """Cut `model` (parameters on the meta device), which is left as it is."""
     blocks = list(model.get_submodule(split.blocks_path).children())
     kept = list(range(len(blocks)))
@@ -134,9 +134,9 @@ def _narrow_feed_forward(config: Any) -> Any:
     return small
 
 
-def _calls(model: nn.Module, split: Split) -> list[BlockCall]:
+def _calls(model: nn.Module, split: ModelSplit) -> list[BlockCall]:
     probe = materialised_copy(model, split.blocks_path)
-    recorder = Recorder(split.num_blocks, split.result_length)
+    recorder = CallRecorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     with torch.no_grad():
         probe.train(False)(input_ids=torch.arange(1, 6)[None], use_cache=False)
@@ -212,7 +212,9 @@ class Outcome:
 class PlainModel:
     """The model's own forward and backward, in train mode, without anything of the engine's."""
 
-    def __init__(self, model: nn.Module, split: Split, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, split: ModelSplit, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> None:
         """
         Args:
             model: parameters on the meta device; not kept.

@@ -87,7 +87,7 @@ class SplitRefusedError(RefusedError):
 
 
 @dataclass(frozen=True)
-class Split:
+class ModelSplit:
     """How one model comes apart. Paths are dotted module names within the causal language model."""
 
     blocks_path: str
@@ -107,7 +107,7 @@ class Split:
 
 
 @dataclass
-class Recorder:
+class CallRecorder:
     """What the stubs of one forward noted."""
 
     num_blocks: int
@@ -175,7 +175,7 @@ class _WrongResultShape(Exception):
 class RecordingBlock(nn.Module):
     """Stands in for one block: notes how it was called and passes the hidden states on."""
 
-    def __init__(self, block: nn.Module, index: int, recorder: Recorder) -> None:
+    def __init__(self, block: nn.Module, index: int, recorder: CallRecorder) -> None:
         super().__init__()
         self.__dict__["_stands_for"] = block  # not a submodule: attributes are looked up, weights are not held
         self._index = index
@@ -195,7 +195,7 @@ class BeforeBlocks(nn.Module):
     """Stands in, on the host, for a module of the tail: works as it does before the blocks, and passes the hidden
     states on after them. Some models (nanochat) use their last norm before the first block too."""
 
-    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, module: nn.Module, recorder: CallRecorder) -> None:
         super().__init__()
         has_weights = any(True for _ in module.parameters())  # such a one does not run before the blocks
         self._module = None if has_weights else copy.deepcopy(module)
@@ -217,7 +217,7 @@ def replace_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return old
 
 
-def install_stubs(model: nn.Module, blocks_path: str, recorder: Recorder) -> list[nn.Module]:
+def install_stubs(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> list[nn.Module]:
     """Replace the blocks of `model` by recording stubs; returns the blocks."""
     blocks = list(model.get_submodule(blocks_path).children())
     stubs = nn.ModuleList(RecordingBlock(block, index, recorder) for index, block in enumerate(blocks))
@@ -242,7 +242,7 @@ def find_blocks(model: nn.Module) -> str:
     return best_path
 
 
-def split_model(model: nn.Module) -> Split:
+def split_model(model: nn.Module) -> ModelSplit:
     """Find out how `model` (parameters on the meta device or real) comes apart, and prove it.
 
     Runs the model's forward on five tokens with stubs for blocks and made-up weights for the rest.
@@ -255,7 +255,7 @@ def split_model(model: nn.Module) -> Split:
     _refuse_shared_parameters(model, blocks_path)
     _refuse_layer_drop(model)
     for result_length in (0, 1, 2, 3, 4):
-        recorder = Recorder(num_blocks, result_length)
+        recorder = CallRecorder(num_blocks, result_length)
         try:
             return _probe(model, blocks_path, recorder)
         except (_WrongResultShape, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -303,7 +303,7 @@ class _Trace:
     backbone_output: Any = None
 
 
-def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
+def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelSplit:
     probe = materialised_copy(model, blocks_path)
     install_stubs(probe, blocks_path, recorder)
     config: Any = probe.config
@@ -335,7 +335,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: Recorder) -> Split:
     _refuse_weights_at_both_ends(probe, tail_paths, trace)
     embedding = probe.get_input_embeddings()  # type: ignore[operator]
     embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
-    return Split(
+    return ModelSplit(
         blocks_path,
         recorder.num_blocks,
         backbone_path,
@@ -370,7 +370,7 @@ def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
 
 
 def _install_trace(
-    probe: nn.Module, blocks_path: str, recorder: Recorder, trace: _Trace
+    probe: nn.Module, blocks_path: str, recorder: CallRecorder, trace: _Trace
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
     depth = 0
     after_depth: int | None = None

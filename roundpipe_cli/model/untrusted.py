@@ -281,7 +281,7 @@ def check_header(path: Path) -> None:
     _sound_headers.add(known)
 
 
-def tensor_bytes(path: Path) -> int:
+def file_tensor_bytes(path: Path) -> int:
     """Of all tensors in a safetensors file that was checked."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")

@@ -30,7 +30,7 @@ from roundpipe_cli.model.quantized_files import (
     stored_in_4bit,
 )
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import check_file, check_header, find_shards, tensor_bytes
+from roundpipe_cli.model.untrusted import check_file, check_header, file_tensor_bytes, find_shards
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
@@ -93,7 +93,7 @@ def load_weights(
 
 def _refuse_too_small(source: ModelSource, shapes: Mapping[str, torch.Size]) -> None:
     """Files that could not hold the weights even in 4 bit: cheaper to tell than by loading all they have."""
-    found = sum(map(tensor_bytes, find_shards(source.folder)))
+    found = sum(map(file_tensor_bytes, find_shards(source.folder)))
     needed = sum(shape.numel() for shape in shapes.values()) // 2
     if found < needed:
         raise RefusedError(
@@ -174,11 +174,11 @@ def find_places(folder: Path, model: nn.Module, names: set[str]) -> dict[str, tu
     return _match(shards, model, names)
 
 
-Parts = Mapping[str, tuple[Path, str]]
+WeightParts = Mapping[str, tuple[Path, str]]
 """Suffix -> (file, name in the file) of what lies beside a weight in 4 bit."""
 
 
-def packed_parts(source: ModelSource, places: Mapping[str, tuple[Path, str]]) -> dict[str, Parts]:
+def packed_parts(source: ModelSource, places: Mapping[str, tuple[Path, str]]) -> dict[str, WeightParts]:
     """Of the weights that lie in the files in bitsandbytes' 4 bit: base name -> what lies beside them.
 
     Raises:
@@ -203,7 +203,7 @@ def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
     return frozenset(names[name] for name in packed_parts(source, places or {}) if name in names)
 
 
-def read_packed_weight(place: tuple[Path, str], parts: Parts) -> PackedWeight:
+def read_packed_weight(place: tuple[Path, str], parts: WeightParts) -> PackedWeight:
     """One weight in 4 bit, from the files.
 
     Raises:

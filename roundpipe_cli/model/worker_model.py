@@ -18,17 +18,17 @@ from torch import nn
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise, layer_seed
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.last_projection import LeftOut, by_kind, find_unread
+from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
-from roundpipe_cli.model.mlp_chunks import MlpChunks, check_chunks, find_mlp
+from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
 from roundpipe_cli.model.module_state import ModuleState
-from roundpipe_cli.model.nf4 import PackedParameter, PackedPlace, whole_weights
+from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import (
     BeforeBlocks,
     BlockCall,
-    Recorder,
-    Split,
+    CallRecorder,
+    ModelSplit,
     install_stubs,
     replace_module,
 )
@@ -144,7 +144,7 @@ class WorkerModel:
     def __init__(
         self,
         model: nn.Module,
-        split: Split,
+        split: ModelSplit,
         host_views: Mapping[str, torch.Tensor],
         trainable: frozenset[str],
         device: torch.device,
@@ -168,7 +168,7 @@ class WorkerModel:
         own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
         causal.train()
         isolate_expert_adapters(causal)
-        self._recorder = Recorder(split.num_blocks, split.result_length)
+        self._recorder = CallRecorder(split.num_blocks, split.result_length)
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
         for path in split.tail_paths:
             replace_module(causal, path, BeforeBlocks(causal.get_submodule(path), self._recorder))
@@ -186,7 +186,7 @@ class WorkerModel:
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._state = ModuleState(self._backbone)
-        self._left_out: dict[int, LeftOut] = {}
+        self._left_out: dict[int, UnreadProducts] = {}
         self._blocks_draw = False
         self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
 
@@ -217,7 +217,7 @@ class WorkerModel:
                             module._buffers[name] = buffer.to(self.device)
 
     def _bind_embed(
-        self, split: Split, host_views: Mapping[str, torch.Tensor], trainable: frozenset[str]
+        self, split: ModelSplit, host_views: Mapping[str, torch.Tensor], trainable: frozenset[str]
     ) -> GatheringEmbedding:
         path = split.embedding_path[len(split.backbone_path) + 1 :]
         embedding = self._backbone.get_submodule(path)
@@ -389,14 +389,14 @@ class WorkerModel:
         def check(index: int) -> None:
             bind(index)
             run = functools.partial(self.run_block, index, prologue.calls[index])
-            check_chunks(self.blocks[index], prologue.hidden, run)
+            check_feed_forward_chunks(self.blocks[index], prologue.hidden, run)
 
         by_kind(self.blocks, prologue.calls, check)
         self.set_mode(training=training, adapters=adapters)
 
     def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:
         """From now on `run_block` leaves these modules' products out where nobody reads the block's output."""
-        self._left_out = {index: LeftOut(self.blocks[index], names) for index, names in unread.items() if names}
+        self._left_out = {index: UnreadProducts(self.blocks[index], names) for index, names in unread.items() if names}
 
     def run_block(
         self,
@@ -465,7 +465,7 @@ def _bindings(modules: Sequence[nn.Module], names: Mapping[int, str]) -> Iterato
                     yield module, attribute, names[id(parameter)]
 
 
-def layer_parameters(model: nn.Module, split: Split) -> list[list[tuple[str, nn.Parameter]]]:
+def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str, nn.Parameter]]]:
     """The parameters of each layer, `embed` first and `head` last. A parameter that both share belongs to the head."""
     names = {id(p): name for name, p in model.named_parameters()}
     blocks = [

@@ -19,7 +19,7 @@ from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import Chain, build_schedule
+from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, makespan_s
@@ -44,7 +44,7 @@ class _KeptStages:
     options: Options
 
 
-class Cutter:
+class AdaptivePlanner:
     """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Cutter:
         self._weights_stay = weights_stay and num_workers > 1 and not chained
         self._most_per_round = microbatches_per_round
         self._shared_bytes = shared_bytes
-        self._chains: dict[int, tuple[Chain, float] | None] = {}
+        self._chains: dict[int, tuple[StepChain, float] | None] = {}
         """By microbatches of a step; with the seconds that one takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
         self._doubted = known is not None
@@ -110,7 +110,7 @@ class Cutter:
         """Of full and short steps, as they have been cut lately."""
         return tuple(self._schedules.values())
 
-    def chain(self, num_microbatches: int) -> Chain | None:
+    def chain(self, num_microbatches: int) -> StepChain | None:
         """Schedules of steps that follow each other without a barrier; None where steps have to end first.
 
         That is so until stages are settled, where workers differ in speed, and where it would not be faster.
@@ -118,7 +118,7 @@ class Cutter:
         found = self._timed_chain(num_microbatches)
         return None if found is None else found[0]
 
-    def _timed_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
+    def _timed_chain(self, num_microbatches: int) -> tuple[StepChain, float] | None:
         """With the seconds of a step."""
         if not (self._chained and self.is_settled and self._kept is None):
             return None
@@ -127,7 +127,7 @@ class Cutter:
             self._chains[num_microbatches] = self._make_chain(num_microbatches) if suits else None
         return self._chains[num_microbatches]
 
-    def _make_chain(self, num_microbatches: int) -> tuple[Chain, float] | None:
+    def _make_chain(self, num_microbatches: int) -> tuple[StepChain, float] | None:
         """With the seconds of a step. Its stages are others: with no barrier to wait at, they need not end short."""
         step, costs = self.schedule(num_microbatches), with_updates(self.costs)
         cut = StageCut(step.forward_stages, step.backward_stages, step.microbatches_per_round)
@@ -152,7 +152,7 @@ class Cutter:
             for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS)
         )
         step_s = (whole_s - half_s) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
-        return (Chain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
+        return (StepChain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
         """What the simulator says of a full step by the measured costs; None before they are measured."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest
+from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest_shape
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
@@ -266,7 +266,7 @@ def _leaves_open(case: SimulationCase) -> bool:
 def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
     counts = case.num_workers, case.num_microbatches, case.sequence_chunks
     shapes = chunk_shapes(case.costs, *counts, case.options)
-    found = fastest(
+    found = fastest_shape(
         shapes,
         lambda shape: keeps is None or keeps(StageCut(*shape)),
         lambda shape: run("roundpipe", StageCut(*shape), replace(case, num_steps=1)).makespan_s,

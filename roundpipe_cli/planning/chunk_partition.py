@@ -53,7 +53,9 @@ def chunk_shapes(
     return [shape for _, shape in sorted(timed)]
 
 
-def fastest(shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s: Callable[[Shape], float]) -> Shape:
+def fastest_shape(
+    shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s: Callable[[Shape], float]
+) -> Shape:
     """The fastest in the simulator of the first few that keep their limits; the one of least memory if none does."""
     kept = [shape for shape in shapes if keeps(shape)][:NUM_SIMULATED]
     if not kept:

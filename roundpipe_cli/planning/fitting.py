@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from roundpipe_cli.costs.analytic import TrainingSettings
 from roundpipe_cli.costs.models import Architecture, shipped_architecture
-from roundpipe_cli.planning.question import Question, settings_of
+from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
 
 
-def fitting_recipe(question: Question) -> ShippedRecipe | None:
+def fitting_recipe(question: PlanRequest) -> ShippedRecipe | None:
     """The shipped recipe that fits the question's machine: of the same model and method if there is one, then of the
     same model, then of the next smaller model of the same family, then of the next smaller one of any."""
     candidates = sorted(_candidates(question.architecture), key=lambda one: _distance(question, one))
@@ -22,10 +22,10 @@ def fitting_recipe(question: Question) -> ShippedRecipe | None:
     return None
 
 
-Candidate = tuple[ShippedRecipe, Architecture, TrainingSettings]
+RecipeCandidate = tuple[ShippedRecipe, Architecture, TrainingSettings]
 
 
-def _candidates(wanted: Architecture) -> Iterator[Candidate]:
+def _candidates(wanted: Architecture) -> Iterator[RecipeCandidate]:
     for shipped in shipped_recipes():
         recipe = load_recipe(shipped.path).recipe
         architecture = shipped_architecture(recipe.model)
@@ -33,7 +33,7 @@ def _candidates(wanted: Architecture) -> Iterator[Candidate]:
             yield shipped, architecture, settings_of(recipe)
 
 
-def _distance(question: Question, candidate: Candidate) -> tuple[bool, bool, int, bool, float]:
+def _distance(question: PlanRequest, candidate: RecipeCandidate) -> tuple[bool, bool, int, bool, float]:
     """Smaller is nearer to what was asked."""
     recipe, architecture, settings = candidate
     wanted = question.architecture

@@ -9,9 +9,9 @@ from typing import Literal
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
-from roundpipe_cli.planning.search.evaluate import Chain, Links, chain_of, steady_chain, worker_speeds
+from roundpipe_cli.planning.search.evaluate import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
 from roundpipe_cli.planning.search.explain import explain
-from roundpipe_cli.planning.search.run import Candidate, Effort, Search
+from roundpipe_cli.planning.search.run import Candidate, Search, SearchEffort
 from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds
 from roundpipe_cli.planning.stages import (
     StageLimits,
@@ -26,11 +26,11 @@ Accounting = Literal["default", "published"]
 
 MIN_ROUNDS = 40
 """Chained rounds by which a plan for staleness 1 is judged at least."""
-BRISK = Effort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
+BRISK = SearchEffort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
-STEADY = Effort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
+STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
 """For chained steps, of which every score takes many rounds."""
-QUICK = Effort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
+QUICK = SearchEffort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
 """For alternatives that seldom win: other round sizes, fewer workers."""
 DEEP_LAYERS = 48
 """Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
@@ -39,7 +39,7 @@ NEAR = 1.004
 
 
 @dataclass(frozen=True)
-class Partition:
+class PlannedCut:
     """Which layers form a stage, and what the planner expects of it."""
 
     forward_stages: tuple[StageRange, ...]
@@ -68,7 +68,7 @@ class _Task:
     staleness: int
     num_steps: int
     limits: StageLimits | None
-    effort: Effort
+    effort: SearchEffort
     per_round: int | None = None
 
     @property
@@ -88,7 +88,7 @@ class _Task:
             self.sums,
             speeds=[speeds[worker] for worker in self.workers],
             hop_s=costs.hop_s if hop_s is None else hop_s,
-            links=Links(costs.link_bytes_per_s, costs.slots) if self.default and moves and links else None,
+            links=LinkCosts(costs.link_bytes_per_s, costs.slots) if self.default and moves and links else None,
             limits=self.limits,
             memory=memory,
         )
@@ -104,13 +104,13 @@ class _Task:
     def _waits(self) -> bool:
         return self.default and self.costs.has_updates
 
-    def chain(self) -> Chain:
+    def chain(self) -> RoundChain:
         """What the plan's times are those of."""
         staleness, num_steps = self.staleness, self.num_steps
         waits = self._waits
         return chain_of(self.num_microbatches, self.round_size, staleness=staleness, num_steps=num_steps, waits=waits)
 
-    def judged(self) -> Chain:
+    def judged(self) -> RoundChain:
         """By what plans are compared: the same, or more rounds where it has too few to tell a steady state."""
         chain = self.chain()
         if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
@@ -141,8 +141,8 @@ def plan_partition(
     staleness: Literal[0, 1] = 0,
     num_steps: int = 1,
     limits: StageLimits | None = None,
-    effort: Effort | None = None,
-) -> Partition:
+    effort: SearchEffort | None = None,
+) -> PlannedCut:
     """The partition with the least time per step.
 
     Args:
@@ -177,10 +177,10 @@ def plan_partition(
     return _to_partition(plan)
 
 
-def _usual_effort(accounting: str, staleness: int, num_steps: int) -> Effort:
+def _usual_effort(accounting: str, staleness: int, num_steps: int) -> SearchEffort:
     if accounting == "default":
         return BRISK
-    return STEADY if staleness and num_steps > 1 else Effort()
+    return STEADY if staleness and num_steps > 1 else SearchEffort()
 
 
 def _best_workers(task: _Task) -> _Plan:
@@ -247,7 +247,7 @@ def _search(task: _Task, beat_s: float) -> _Plan:
     return _Plan(task, search.run(), search.least_s)
 
 
-def _to_partition(plan: _Plan) -> Partition:
+def _to_partition(plan: _Plan) -> PlannedCut:
     task, best = plan.task, plan.found[0]
     chain = task.chain()
     makespan_s, step_s = task.scorer().measure(best.sizes, best.num_forward, chain)
@@ -256,7 +256,7 @@ def _to_partition(plan: _Plan) -> Partition:
         makespan_s, step_s = makespan_s + updates_s, step_s + updates_s
     elif chain.from_round:
         step_s = max(step_s, updates_s)
-    return Partition(
+    return PlannedCut(
         forward_stages=forward_ranges(best.sizes[: best.num_forward]),
         backward_stages=backward_ranges(best.sizes[best.num_forward :], task.sums.num_layers),
         microbatches_per_round=task.round_size,

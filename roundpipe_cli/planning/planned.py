@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.question import Question, ask
+from roundpipe_cli.planning.cache_size import with_all_weights, with_auto_cache
+from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.verdict import Verdict, judge
-from roundpipe_cli.planning.weight_cache import with_all_weights, with_auto_cache
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.actions import Schedule
 
@@ -22,7 +22,7 @@ def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool) -> 
     if not question.hardware.is_here:
         return {}
 
-    def verdict_on(question: Question) -> Verdict:
+    def verdict_on(question: PlanRequest) -> Verdict:
         cut = schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round
         return judge(question.architecture, question.settings, question.hardware, question.analytic, *cut)
 

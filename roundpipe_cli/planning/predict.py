@@ -14,16 +14,23 @@ from roundpipe_cli.costs.machine import host_memory, num_machines
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
+from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.forward import forward_stages
-from roundpipe_cli.planning.question import Question, ask, choose_tier
+from roundpipe_cli.planning.question import PlanRequest, ask, choose_tier
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_left_out, without_small_cards
-from roundpipe_cli.planning.verdict import Verdict, coarsest_stages, even_stages, judge, judge_coarsest, stage_limits
-from roundpipe_cli.planning.weight_cache import has_room, with_all_weights, with_auto_cache
+from roundpipe_cli.planning.verdict import (
+    Verdict,
+    coarsest_stages,
+    judge,
+    judge_coarsest,
+    stage_limits,
+    stages_of_blocks,
+)
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
@@ -55,7 +62,7 @@ class LinkBytes:
 class Plan:
     """The answer."""
 
-    question: Question
+    question: PlanRequest
     forward_stages: tuple[StageRange, ...]
     backward_stages: tuple[StageRange, ...]
     microbatches_per_round: int
@@ -147,7 +154,7 @@ def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> P
     return best
 
 
-def _least_s(question: Question) -> float:
+def _least_s(question: PlanRequest) -> float:
     """No step is faster: workers that never wait, and nothing is computed twice."""
     costs, settings = question.analytic.costs, question.settings
     once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
@@ -155,7 +162,7 @@ def _least_s(question: Question) -> float:
     return once_s / sum(costs.worker_speed or (1.0,) * question.num_workers) + host_s
 
 
-def _plan(question: Question) -> Plan:
+def _plan(question: PlanRequest) -> Plan:
     """The plan for all devices of the question's machine."""
     whole = with_all_weights(question)
     cut = _cut(question)
@@ -194,7 +201,7 @@ def _plan(question: Question) -> Plan:
     )
 
 
-def _resident(question: Question | None, streamed_s: float) -> tuple[Question, StageCut, Verdict, _Step] | None:
+def _resident(question: PlanRequest | None, streamed_s: float) -> tuple[PlanRequest, StageCut, Verdict, _Step] | None:
     """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
     if question is None:
         return None
@@ -210,7 +217,7 @@ def _resident(question: Question | None, streamed_s: float) -> tuple[Question, S
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
 
 
-def stage_case(question: Question) -> SimulationCase:
+def stage_case(question: PlanRequest) -> SimulationCase:
     """What `choose` is asked for this recipe and machine, by `plan` and `bench`."""
     overlaps, recipe = _overlaps_steps(question), question.loaded.recipe
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
@@ -224,7 +231,7 @@ def stage_case(question: Question) -> SimulationCase:
     )
 
 
-def _cut(question: Question) -> StageCut:
+def _cut(question: PlanRequest) -> StageCut:
     """The recipe's own stages where it has them, the planner's otherwise."""
     pipeline, settings = question.loaded.recipe.pipeline, question.settings
     given = given_cut(pipeline, question.num_workers)
@@ -248,12 +255,12 @@ def _cut(question: Question) -> StageCut:
     return cut if _judged(question, cut).fits else _coarser(question, cut)
 
 
-def _coarsest(question: Question, why: str) -> StageCut:
+def _coarsest(question: PlanRequest, why: str) -> StageCut:
     stages = coarsest_stages(question.architecture, question.settings, question.hardware, question.analytic)
     return StageCut(tuple(stages[0]), tuple(stages[1]), question.num_workers, explanation=(why,))
 
 
-def _judged(question: Question, cut: StageCut) -> Verdict:
+def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     schedule = question.loaded.recipe.pipeline.schedule
     return judge(
         question.architecture,
@@ -266,7 +273,7 @@ def _judged(question: Question, cut: StageCut) -> Verdict:
     )
 
 
-def _coarser(question: Question, cut: StageCut) -> StageCut:
+def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
     """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
     costs, settings = question.analytic.costs, question.settings
     count = len(costs.layers)
@@ -277,14 +284,14 @@ def _coarser(question: Question, cut: StageCut) -> StageCut:
     why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep"
     cuts = []
     for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
-        forward, backward = even_stages(count, blocks)
+        forward, backward = stages_of_blocks(count, blocks)
         for per_round in sorted({question.num_workers, enough}):
             cuts.append(StageCut(tuple(forward), tuple(backward), per_round, explanation=(why,)))
     fitting = [one for one in cuts if _judged(question, one).fits]
     return min(fitting, key=lambda one: _simulate_step(question, one, "roundpipe").step_s, default=cut)
 
 
-def _per_round(question: Question, cut: StageCut) -> int:
+def _per_round(question: PlanRequest, cut: StageCut) -> int:
     """Microbatches of a round; of schedules that have no rounds, all of a step's."""
     usual = question.num_workers if question.loaded.recipe.pipeline.schedule == "roundpipe" else 0
     return cut.microbatches_per_round or usual or question.settings.num_microbatches
@@ -298,14 +305,14 @@ class _Step:
     timeline: Timeline
 
 
-def _overlaps_steps(question: Question) -> bool:
+def _overlaps_steps(question: PlanRequest) -> bool:
     """Whether no step waits for all of the one before."""
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
     may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
     return may and question.num_workers > 1 and question.analytic.costs.equal_workers
 
 
-def _simulate_step(question: Question, cut: StageCut, schedule_name: str) -> _Step:
+def _simulate_step(question: PlanRequest, cut: StageCut, schedule_name: str) -> _Step:
     """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
     wanted = question.settings.num_microbatches
     rounds = max(1, _per_round(question, cut)) if schedule_name == "roundpipe" else 1
@@ -327,7 +334,7 @@ def _simulate_step(question: Question, cut: StageCut, schedule_name: str) -> _St
     return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
 
 
-def _reference_s(question: Question, cut: StageCut) -> float:
+def _reference_s(question: PlanRequest, cut: StageCut) -> float:
     """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
     if question.loaded.recipe.objective != "dpo":
         return 0.0
@@ -343,7 +350,7 @@ def _reference_s(question: Question, cut: StageCut) -> float:
     return (forward_s + host_s) * wanted / once
 
 
-def _what_binds(question: Question, step: _Step, host_s: float) -> str:
+def _what_binds(question: PlanRequest, step: _Step, host_s: float) -> str:
     """Where the time of a step goes: workers' arithmetic, links, interpreter."""
     workers, costs = question.num_workers, question.analytic.costs
     compute_s = step.step_s * (1 - step.bubble_ratio)
@@ -366,7 +373,7 @@ class _Simulated:
     links: LinkBytes
 
 
-def _costs_for_links(question: Question) -> CostModel:
+def _costs_for_links(question: PlanRequest) -> CostModel:
     """Of the layers, with only what is trained of those in the weight cache to upload."""
     costs, settings = question.analytic.costs, question.settings
     if not settings.weight_cache_bytes:
@@ -375,7 +382,7 @@ def _costs_for_links(question: Question) -> CostModel:
 
 
 def _simulated(
-    question: Question, cut: StageCut, schedule_name: str, num_microbatches: int, *, num_steps: int
+    question: PlanRequest, cut: StageCut, schedule_name: str, num_microbatches: int, *, num_steps: int
 ) -> _Simulated:
     costs, staleness = _costs_for_links(question), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
@@ -415,7 +422,7 @@ def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
     )
 
 
-def _assumptions(question: Question, cut: StageCut) -> tuple[str, ...]:
+def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
     """What was measured, what given and what assumed, one line each."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [

@@ -27,7 +27,7 @@ MAX_PARAMETERS_ON_CPU = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanRequest:
     """What is to be planned: a recipe's model and settings on a machine."""
 
     loaded: LoadedRecipe
@@ -68,7 +68,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     )
 
 
-def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> Question:
+def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> PlanRequest:
     """Find the model's figures and the machine.
 
     Args:
@@ -105,7 +105,7 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
     analytic = analytic_costs(architecture, settings, machine)
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return Question(loaded, architecture, settings, machine, analytic)
+    return PlanRequest(loaded, architecture, settings, machine, analytic)
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.stages import StageLimits
-from roundpipe_cli.planning.verdict import even_stages
+from roundpipe_cli.planning.verdict import stages_of_blocks
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -45,8 +45,8 @@ def quick_cut(
 
     cuts = [
         (
-            tuple(even_stages(len(costs.layers), forward)[0]),
-            tuple(even_stages(len(costs.layers), backward)[1]),
+            tuple(stages_of_blocks(len(costs.layers), forward)[0]),
+            tuple(stages_of_blocks(len(costs.layers), backward)[1]),
             per_round,
         )
         for forward, backward in _sizes(costs, limits, num_workers)

@@ -137,10 +137,10 @@ def cheapest_changes(
     return tuple(sorted(changes, key=lambda change: change.rank)[:NUM_CHANGES])
 
 
-Step = tuple[Change, Callable[[TrainingSettings], TrainingSettings]]
+SolveStep = tuple[Change, Callable[[TrainingSettings], TrainingSettings]]
 
 
-def _candidates(architecture: Architecture, settings: TrainingSettings) -> Iterator[Step]:
+def _candidates(architecture: Architecture, settings: TrainingSettings) -> Iterator[SolveStep]:
     """Changes of the recipe that save memory, each with its price."""
     rows, count = int(settings.micro_batch_size), settings.num_sequences
     for smaller in sorted({rows // part for part in range(2, 17)} | {1}, reverse=True):
@@ -197,7 +197,7 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
         )
 
 
-def _fewer_rows(rows: int, count: int, rank: float) -> Step:
+def _fewer_rows(rows: int, count: int, rank: float) -> SolveStep:
     return (
         Change(
             (f"micro_batch_size={rows}", f"gradient_accumulation_steps={count}"),

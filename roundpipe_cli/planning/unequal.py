@@ -9,12 +9,12 @@ from itertools import groupby
 
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.hardware import Device
-from roundpipe_cli.planning.question import Question
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.schedule.timeline import Timeline, busy_s
 from roundpipe_cli.units import format_bytes
 
 
-def without_small_cards(question: Question) -> Iterator[Question]:
+def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
     """The same question for the GPUs of more memory only, once for each memory size that the others fall short of.
 
     Stages are sized for the smallest device, since every stage may run on every worker; without the small ones they may
@@ -32,7 +32,7 @@ def without_small_cards(question: Question) -> Iterator[Question]:
         yield replace(question, hardware=hardware, analytic=analytic)
 
 
-def describe_left_out(question: Question, fewer: Question, *, fits: bool) -> str:
+def describe_left_out(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:
     """Which devices stay idle and why.
 
     Args:
@@ -47,7 +47,7 @@ def describe_left_out(question: Question, fewer: Question, *, fits: bool) -> str
     return f"{names} left out: {why}; write pipeline.devices: [{listed}]"
 
 
-def who_does_what(question: Question, timeline: Timeline) -> list[str]:
+def who_does_what(question: PlanRequest, timeline: Timeline) -> list[str]:
     """One line for each kind of device: its speed and its part of the work; none where all are alike."""
     devices = question.hardware.devices
     speeds = question.analytic.costs.worker_speed or (1.0,) * len(devices)

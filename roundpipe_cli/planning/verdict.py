@@ -11,7 +11,7 @@ from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     Need,
-    Part,
+    NeedPart,
     device_need,
     disk_need,
     fixed_device_need,
@@ -56,7 +56,7 @@ def judge(
     host = host_need(costs, architecture, settings, hardware, stages, microbatches_per_round)
     cpu_workers = sum(one.is_cpu for one in hardware.devices)
     if cpu_workers:
-        host = Need((*host.parts, Part(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
+        host = Need((*host.parts, NeedPart(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
     disk = disk_need(architecture, settings)
     reasons = [_device_reason(device, one) for one in _smallest_device(hardware)]
     reasons.append(_reason("host memory", host, usable_host_bytes(hardware), hardware.host_memory_bytes))
@@ -85,13 +85,13 @@ def coarsest_stages(
     low, high = 1, num_layers - 1
     while low < high:  # device memory grows with the blocks of a stage
         blocks = (low + high + 1) // 2
-        forward, backward = even_stages(num_layers, blocks)
+        forward, backward = stages_of_blocks(num_layers, blocks)
         need = device_need(analytic.costs, architecture, settings, hardware, forward, backward)
         if need.total_bytes <= budget:
             low = blocks
         else:
             high = blocks - 1
-    return even_stages(num_layers, low)
+    return stages_of_blocks(num_layers, low)
 
 
 def worker_budget_bytes(
@@ -131,7 +131,7 @@ def _finest_host_bytes(
     return host_need(analytic.costs, architecture, settings, hardware, (count, count), per_round).total_bytes
 
 
-def even_stages(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
+def stages_of_blocks(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
     """Forward stages without the head, and backward stages with the head alone first; the embedding (layer 0) goes
     with the first block."""
     head = num_layers - 1

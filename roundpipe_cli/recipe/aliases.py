@@ -11,7 +11,7 @@ from typing import Any
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for what this tool does anyway, or for nothing."""
 
-Conversion = Callable[[Any], Writes]
+AliasConversion = Callable[[Any], Writes]
 """May raise ValueError with a sentence: this value has no counterpart here."""
 
 _NAMES = {
@@ -57,11 +57,11 @@ _NOTES = {
 }
 
 
-def _renamed(target: str) -> Conversion:
+def _renamed(target: str) -> AliasConversion:
     return lambda value: {target: value}
 
 
-def _precision(dtype: str) -> Conversion:
+def _precision(dtype: str) -> AliasConversion:
     def convert(value: Any) -> Writes:
         if value is True or value in ("auto", "full"):
             return {"dtype": dtype}
@@ -72,7 +72,7 @@ def _precision(dtype: str) -> Conversion:
     return convert
 
 
-def _one_of(choices: dict[Any, Writes]) -> Conversion:
+def _one_of(choices: dict[Any, Writes]) -> AliasConversion:
     """A fixed table of values; anything else has no counterpart."""
 
     def convert(value: Any) -> Writes:
@@ -116,7 +116,7 @@ _ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}
 _FULL_OR_LORA: dict[Any, Writes] = {"lora": {"method": "lora"}, "full": {"method": "full"}}
 _QLORA: dict[Any, Writes] = {"qlora": {"method": "lora", "load_in_4bit": True}}
 
-ALIASES: dict[str, Conversion] = {
+ALIASES: dict[str, AliasConversion] = {
     **{name: _renamed(target) for target, names in _NAMES.items() for name in names.split()},
     "bf16": _precision("bfloat16"),
     "fp16": _precision("float16"),

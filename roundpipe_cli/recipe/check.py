@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from roundpipe_cli.errors import Problem, closest, one_edit_apart
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, show
+from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, shown_value
 
 MAX_SHOWN = 30
 """Problems shown one by one; the rest are counted."""
@@ -156,21 +156,21 @@ def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     return _refuse(value, hint, path, findings) if result is REFUSED else result
 
 
-def describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """What a key expects, in words: `an integer of at least 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        text = describe(arguments[0])
+        text = describe_type(arguments[0])
         for constraint in arguments[1:]:
             text = constraint.describe(text)
         return text
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(member) for member in arguments)
+        return " or ".join(describe_type(member) for member in arguments)
     if origin is Literal:
         words = [str(choice) for choice in arguments]
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
-        return f"a list (each item {describe(arguments[0])})"
+        return f"a list (each item {describe_type(arguments[0])})"
     if origin is Mapping:
         return f"a mapping with keys among {', '.join(get_args(arguments[0]))}"
     if is_dataclass(hint):
@@ -224,7 +224,9 @@ def _check_mapping(value: dict[str, Any], hint: Any, path: KeyPath, findings: Fi
         if key in known:
             result[key] = check(item, value_hint, here, findings)
         else:
-            findings.add(here, f"unknown key {format_key(here)}", expected=describe(key_hint), hint=_mean(key, known))
+            findings.add(
+                here, f"unknown key {format_key(here)}", expected=describe_type(key_hint), hint=_mean(key, known)
+            )
     return REFUSED if len(result) < len(value) or REFUSED in result.values() else result
 
 
@@ -240,7 +242,7 @@ def _check_section(value: dict[str, Any], schema: type, path: KeyPath, findings:
         findings.add(
             here,
             f"the key {format_key(here)} is missing",
-            expected=describe(hints[key]),
+            expected=describe_type(hints[key]),
             hint=f"add a line such as `{example or 'path: data/train.jsonl'}`",
         )
     return REFUSED if missing or any(item is REFUSED for item in arguments.values()) else schema(**arguments)
@@ -250,8 +252,8 @@ def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     findings.add(
         path,
         f"{format_key(path) or 'the recipe'} has a value that is not accepted",
-        found=show(value),
-        expected=describe(hint),
+        found=shown_value(value),
+        expected=describe_type(hint),
         hint=_advice(value, hint),
     )
     return REFUSED
@@ -259,15 +261,15 @@ def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
 
 def _advice(value: Any, hint: Any) -> str | None:
     """A hint for the traps of YAML and of the field."""
-    wanted = describe(hint)
+    wanted = describe_type(hint)
     section, is_list = section_of(hint)
     if value is None:
         return "delete the line to get the default"
     if section is not None and is_list:
         item = value if isinstance(value, str) else "data/train.jsonl"
-        return f"write a list of mappings: [{{path: {show(item).strip(chr(39))}}}]"
+        return f"write a list of mappings: [{{path: {shown_value(item).strip(chr(39))}}}]"
     if section is not None and "path" in hints_of(section):
-        return f"write {{path: {show(value).strip(chr(39))}}}"
+        return f"write {{path: {shown_value(value).strip(chr(39))}}}"
     if isinstance(value, str):
         if "true or false" in wanted and value.lower() in ("yes", "no", "on", "off", "y", "n", "true", "false"):
             return f"write {'true' if value.lower() in ('yes', 'on', 'y', 'true') else 'false'}, without quotes"

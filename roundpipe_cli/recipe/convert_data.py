@@ -9,7 +9,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import CHAT_ROLES, DATASET_TYPES, FIELD_COLUMNS, SHAREGPT_ROLES
-from roundpipe_cli.recipe.strict_yaml import show
+from roundpipe_cli.recipe.strict_yaml import shown_value
 
 Entry = dict[str, Any]
 
@@ -57,7 +57,7 @@ def axolotl_datasets(items: Any, key: str, name: str, result: Conversion) -> lis
     for index, item in enumerate(items if isinstance(items, list) else [items]):
         where = f"{key}[{index}]"
         if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-            raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=show(item))
+            raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
         entries += _axolotl_entries(dict(item), where, name, result)
     return entries
 
@@ -156,7 +156,7 @@ def check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
         raise RefusedError(
             f"messages of the {meant} with such a role cannot be read",
             where=where,
-            found=show(spelling),
+            found=shown_value(spelling),
             expected=", ".join(name for name, role in known.items() if role == meant),
             hint="rename the roles in the file of the rows",
         )
@@ -177,7 +177,9 @@ def _file_paths(path: str, files: Any, where: str) -> list[str]:
         return [path]
     names = files if isinstance(files, list) else [files]
     if not all(isinstance(file, str) for file in names):
-        raise RefusedError("files by split cannot be read", where=where, found=show(files), expected="a list of files")
+        raise RefusedError(
+            "files by split cannot be read", where=where, found=shown_value(files), expected="a list of files"
+        )
     if path in _LOADERS:
         return [str(file) for file in names]
     return [f"{path}/{file}" for file in names]
@@ -196,7 +198,7 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
         for index, item in enumerate(items if isinstance(items, list) else []):
             where = f"dataset_mixture.datasets[{index}]"
             if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-                raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=show(item))
+                raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
             entries += _trl_entries(dict(item), where, name, result)
     elif isinstance(data.get("dataset_name"), str):
         entry = {"path": data["dataset_name"]}

@@ -12,7 +12,7 @@ from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_data import Entry, check_role, message_type
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import FACTORY_COLUMNS
-from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, show
+from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
 _TABLE = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
@@ -222,4 +222,4 @@ class _Dataset:
         value: Any = self._known
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return RefusedError(what, where=self._where, found=f"{key}: {show(value)}", expected=expected)
+        return RefusedError(what, where=self._where, found=f"{key}: {shown_value(value)}", expected=expected)

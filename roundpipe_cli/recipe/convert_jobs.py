@@ -13,7 +13,7 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_tables import Tool
-from roundpipe_cli.recipe.strict_yaml import show
+from roundpipe_cli.recipe.strict_yaml import shown_value
 
 _MULTIMODAL = "training on images, video or sound"
 _PREFERENCES = "training on preferences"
@@ -169,4 +169,4 @@ def _without_training(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str
 
 
 def _line(key: str, value: Any) -> str:
-    return f"{key}: {show(value)}"
+    return f"{key}: {shown_value(value)}"

@@ -13,7 +13,7 @@ from roundpipe_cli.recipe.convert_tables import Tool
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class UnusedLine:
     """A line of the file that the recipe does not have."""
 
     key: str
@@ -30,7 +30,7 @@ class Conversion:
     """Nested, as it is written."""
     changes: list[str] = field(default_factory=list)
     """What the recipe trains differently from the file, a clause each; they stand in the recipe's first line."""
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[UnusedLine] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
     """Keys that change nothing here."""
     notes: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Conversion:
 
     def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
         """List a line as left out; `change` says what training does instead, where that is not the same."""
-        self.left_out.append(LeftOut(key, value, reason))
+        self.left_out.append(UnusedLine(key, value, reason))
         if change is not None:
             self.change(key, change)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from roundpipe_cli.recipe.aliases import Writes
 from roundpipe_cli.recipe.convert_tables import NEAR_OPTIMIZERS, OTHER_TEMPLATES
-from roundpipe_cli.recipe.strict_yaml import show
+from roundpipe_cli.recipe.strict_yaml import shown_value
 
 Data = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ class Partly(dict[str, Any]):
         self.change = change
 
 
-Rule = Callable[[Any, Data], Writes]
+ConversionRule = Callable[[Any, Data], Writes]
 """(value, the whole file) -> dotted recipe key to value; nothing where the line changes nothing."""
 
 
@@ -223,7 +223,7 @@ def _bf16(value: Any, data: Data) -> Writes:
     return {} if value == "auto" and data.get("fp16") is True else {"dtype": "bfloat16"}
 
 
-def _whole_dtype(name: str) -> Rule:
+def _whole_dtype(name: str) -> ConversionRule:
     return lambda value, data: {"dtype": name} if value is True else {}
 
 
@@ -281,10 +281,10 @@ def _shares(value: Any, data: Data) -> Writes:
 def _mix(value: Any, data: Data) -> Writes:
     if value == "concat":
         return {}
-    raise LeaveOutError("rows are mixed by datasets[].weight", f"rows are not mixed by {show(value)}")
+    raise LeaveOutError("rows are mixed by datasets[].weight", f"rows are not mixed by {shown_value(value)}")
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, ConversionRule] = {
     "excess_length_strategy": _long_rows,
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 
-from roundpipe_cli.recipe.check import describe, hints_of, section_of
-from roundpipe_cli.recipe.schema import Recipe, plain
+from roundpipe_cli.recipe.check import describe_type, hints_of, section_of
+from roundpipe_cli.recipe.schema import Recipe, with_lists
 
 DERIVED = {"output_dir": "outputs/<name of the recipe file>"}
 """Keys without a default in the schema that are nevertheless optional: `load.py` derives them."""
@@ -56,7 +56,7 @@ def _keys(schema: type, prefix: str) -> Iterator[RecipeKey]:
 
 def _type_of(hint: object, section: type | None, is_list: bool) -> str:
     if section is None:
-        return describe(hint).replace("text that is not empty", "text")
+        return describe_type(hint).replace("text that is not empty", "text")
     return "a list of mappings with the keys below" if is_list else "a mapping with the keys below"
 
 
@@ -64,7 +64,7 @@ def _as_yaml(value: object) -> str:
     """A default as a recipe would write it: YAML reads 1e-08 as text, 1.0e-08 as a number."""
     if isinstance(value, str):
         return value
-    return re.sub(r"^(\d+)e", r"\1.0e", json.dumps(plain(value)))
+    return re.sub(r"^(\d+)e", r"\1.0e", json.dumps(with_lists(value)))
 
 
 def field_docstrings(schema: type) -> dict[str, str]:

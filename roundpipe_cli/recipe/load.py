@@ -17,7 +17,7 @@ from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references
-from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain, plain_data
+from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.shipped import find_recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes, parse_scalar
 from roundpipe_cli.recipe.supported import find_unsupported
@@ -153,9 +153,9 @@ def _fill_defaults(data: dict[str, Any], stem: str) -> None:
             inner = data.setdefault(field.name, {})
             if isinstance(inner, dict):
                 for name, default in asdict(section()).items():
-                    inner.setdefault(name, plain(default))
+                    inner.setdefault(name, with_lists(default))
         elif field.default is not MISSING:
-            data.setdefault(field.name, plain(field.default))
+            data.setdefault(field.name, with_lists(field.default))
 
 
 def _unused(recipe: Recipe) -> list[str]:

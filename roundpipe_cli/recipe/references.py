@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from roundpipe_cli.recipe.check import Findings
-from roundpipe_cli.recipe.strict_yaml import KeyPath, format_key, show
+from roundpipe_cli.recipe.strict_yaml import KeyPath, format_key, shown_value
 
 MAX_CHARACTERS = 65_536
 """Longest text after its references are replaced."""
@@ -58,7 +58,7 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
             findings.add(
                 path,
                 f"{format_key(path)} holds a reference that is refused",
-                found=show(value[opening:]),
+                found=shown_value(value[opening:]),
                 expected="${key} with another key of the recipe, for instance ${output_dir} or ${lora.r}",
                 hint="environment variables and resolvers are never read; for a literal `${` write `\\${`",
             )
@@ -114,7 +114,7 @@ def _measure(
     """Size of the text at `path` after replacing; a finding where it cannot be replaced. Nothing is expanded."""
     value = look_up(data, path)
     if path in sizes or not isinstance(value, str):
-        return sizes.get(path, _Size(len(show(value)), 0))
+        return sizes.get(path, _Size(len(shown_value(value)), 0))
     length, chain = len(value), 0
     for opening in _openings(value):
         match = _REFERENCE.match(value, opening)
@@ -131,7 +131,7 @@ def _measure(
         if target in findings.refused:
             findings.refused.add(path)
         elif problem is not None and path not in findings.refused:
-            findings.add(path, f"{format_key(path)}: the reference {match[0]} {problem}", found=show(value))
+            findings.add(path, f"{format_key(path)}: the reference {match[0]} {problem}", found=shown_value(value))
         if path in findings.refused:
             break
     sizes[path] = _Size(length, chain)

@@ -61,7 +61,7 @@ class NotEmpty:
 
 
 @dataclass(frozen=True)
-class StageRange:
+class InclusiveRange:
     """`[first, last]`, both inclusive; `[a, a - 1]` is an empty stage."""
 
     def accepts(self, value: Any) -> bool:
@@ -73,8 +73,8 @@ class StageRange:
 
 Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
-Device = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
-Stages = Annotated[tuple[Annotated[tuple[int, ...], StageRange()], ...], NotEmpty()]
+DeviceName = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
+Stages = Annotated[tuple[Annotated[tuple[int, ...], InclusiveRange()], ...], NotEmpty()]
 Column = Literal[
     "text",
     "prompt",
@@ -173,7 +173,7 @@ class DatasetConfig:
 class PipelineConfig:
     """How the model is cut and who computes what. Changes speed and memory, never the loss."""
 
-    devices: Literal["auto", "emulated"] | Annotated[tuple[Device, ...], NotEmpty()] = "auto"
+    devices: Literal["auto", "emulated"] | Annotated[tuple[DeviceName, ...], NotEmpty()] = "auto"
     """One worker for each entry: [cuda:0, cuda:1] or [cpu, cpu]; a device may be listed twice. `auto` is all GPUs, or
     [cpu, cpu] where there is none. `emulated` runs the real dispatcher without mathematics (bench only)."""
     schedule: Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"] = "roundpipe"
@@ -425,13 +425,13 @@ class Recipe:
         return pipeline.optimizer_staleness == 1 and in_turn and whole_stages and not (caches or needs_outcome)
 
 
-def plain(value: Any) -> Any:
+def with_lists(value: Any) -> Any:
     """`value` with lists for tuples, at every depth."""
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: with_lists(item) for key, item in value.items()}
+    return [with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def plain_data(recipe: Recipe) -> dict[str, Any]:
     """Every key and value of a recipe as dictionaries, lists and scalars."""
-    return {key: plain(value) for key, value in asdict(recipe).items()}
+    return {key: with_lists(value) for key, value in asdict(recipe).items()}

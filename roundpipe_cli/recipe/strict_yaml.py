@@ -93,7 +93,7 @@ def format_key(path: KeyPath) -> str:
     return "".join(parts)
 
 
-def show(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as the user might have written it, cut to 100 characters, control characters escaped."""
     if value is None or isinstance(value, bool):
         text = "null" if value is None else str(value).lower()
@@ -208,17 +208,17 @@ class _Builder:
             raise self._refuse(event, "a list or mapping is used as a key", "a key is plain text")
         key = parse_scalar(event.value) if event.implicit[0] else event.value
         if not isinstance(key, str):
-            raise self._refuse(event, f"the key {show(event.value)} is not text", "a key is plain text")
+            raise self._refuse(event, f"the key {shown_value(event.value)} is not text", "a key is plain text")
         return key
 
     def _check_event(self, event: Any, path: KeyPath) -> None:
         self.num_nodes += 1
         if isinstance(event, yaml.AliasEvent):
-            raise self._refuse(event, f"the alias {show(event.anchor)} is refused", "values written out")
+            raise self._refuse(event, f"the alias {shown_value(event.anchor)} is refused", "values written out")
         if event.anchor is not None:
-            raise self._refuse(event, f"the anchor {show(event.anchor)} is refused", "values written out")
+            raise self._refuse(event, f"the anchor {shown_value(event.anchor)} is refused", "values written out")
         if event.tag is not None:
-            raise self._refuse(event, f"the tag {show(event.tag)} is refused", "plain values without `!`")
+            raise self._refuse(event, f"the tag {shown_value(event.tag)} is refused", "plain values without `!`")
         if len(path) > MAX_DEPTH:
             raise self._refuse(event, f"the nesting is deeper than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels")
         if self.num_nodes > MAX_NODES:
@@ -293,7 +293,7 @@ def _explain(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> 
     """(what, found) of a syntax error, in one sentence."""
     lines = text.splitlines()
     content = lines[line - 1] if line <= len(lines) else ""
-    found = show(content.strip()) if content.strip() else None
+    found = shown_value(content.strip()) if content.strip() else None
     if "\t" in content[:column] and not content[: column - 1].strip():
         return "a tab is used for indentation where YAML wants spaces", found
     what = f"this is not valid YAML: {error.problem or 'the text cannot be parsed'}"

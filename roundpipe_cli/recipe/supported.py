@@ -12,7 +12,7 @@ from typing import Any
 from roundpipe_cli.errors import Problem
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.recipe.strict_yaml import KeyPath, format_key, show
+from roundpipe_cli.recipe.strict_yaml import KeyPath, format_key, shown_value
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def find_unsupported(data: dict[str, Any], findings: Findings) -> None:
         for path, value in _values(data, entry.key.replace("[]", ".[]").split("."), ()):
             asks = value in entry.refused if entry.refused else value != entry.off
             if asks and path not in findings.refused:
-                written = entry.off if isinstance(entry.off, str) else show(entry.off)
+                written = entry.off if isinstance(entry.off, str) else shown_value(entry.off)
                 findings.add(
                     path,
                     f"not yet supported: {entry.feature}",
-                    found=show(value),
+                    found=shown_value(value),
                     expected=f"{format_key(path)}: {written}",
                     hint=f"delete the line, or write `{path[-1]}: {written}`",
                 )

@@ -13,7 +13,7 @@ from roundpipe_cli.errors import Problem, RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, Writes, is_off, note, value_alias
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
-from roundpipe_cli.recipe.strict_yaml import MAX_DEPTH, KeyPath, Place, format_key, parse_text, show
+from roundpipe_cli.recipe.strict_yaml import MAX_DEPTH, KeyPath, Place, format_key, parse_text, shown_value
 
 _PATH = re.compile(r"[^.\[\]=\s]+(\.[^.\[\]=\s]+|\[\d{1,5}\])*")
 _LINE_OF_OVERRIDES = 10**8
@@ -40,7 +40,7 @@ def apply_overrides(
     config = OmegaConf.create(data)
     assert isinstance(config, DictConfig)
     for number, text in enumerate(overrides):
-        place = Place(f"override {show(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
+        place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
         try:
             path, value = parse_override(text, place.origin)
         except RecipeError as error:
@@ -98,11 +98,11 @@ def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) 
     try:
         writes = ALIASES[alias](value)
     except ValueError as error:
-        findings.add(path, f"{alias} has a value without counterpart here", found=show(value), hint=str(error))
+        findings.add(path, f"{alias} has a value without counterpart here", found=shown_value(value), hint=str(error))
         return {}
     origin = findings.place(path).origin
     if not writes:
-        notices.append(f"{origin}: {alias}: {show(value)} changes nothing here and is left out")
+        notices.append(f"{origin}: {alias}: {shown_value(value)} changes nothing here and is left out")
     else:
         meant = " and ".join(writes)
         notices.append(f"{origin}: {alias} is read as {meant}{note(alias)}")
@@ -112,9 +112,11 @@ def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) 
 def _no_counterpart(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> None:
     name = dotted(path)
     if is_off(value):
-        notices.append(f"{findings.place(path).origin}: {name}: {show(value)} changes nothing here and is left out")
+        notices.append(
+            f"{findings.place(path).origin}: {name}: {shown_value(value)} changes nothing here and is left out"
+        )
     else:
-        findings.add(path, f"unknown key {name}", found=show(value), hint=NO_COUNTERPART[name])
+        findings.add(path, f"unknown key {name}", found=shown_value(value), hint=NO_COUNTERPART[name])
 
 
 def _move(
@@ -134,7 +136,7 @@ def _move(
         findings.add(
             source,
             f"{format_key(source)} and {_written(target, findings)} are both given, and mean the same",
-            found=f"{show(value)} and {show(section[last])}",
+            found=f"{shown_value(value)} and {shown_value(section[last])}",
             expected="one of them",
             hint=f"keep {format_key(target)}",
         )
@@ -155,7 +157,9 @@ def _translate_values(value: Any, path: KeyPath, findings: Findings, notices: li
     """`value` with other trainers' spellings of values replaced."""
     known, meant = value_alias(dotted(path), value) if path else (False, value)
     if known:
-        notices.append(f"{findings.place(path).origin}: {format_key(path)}: {show(value)} is read as {show(meant)}")
+        notices.append(
+            f"{findings.place(path).origin}: {format_key(path)}: {shown_value(value)} is read as {shown_value(meant)}"
+        )
         return meant
     if isinstance(value, dict):
         for key in value:
@@ -207,6 +211,6 @@ def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, findings
         findings.add(
             path,
             f"{format_key(path)} cannot be set: the recipe has no such item",
-            found=f"{format_key(section) or 'the recipe'} is {show(look_up(plain, section))}",
+            found=f"{format_key(section) or 'the recipe'} is {shown_value(look_up(plain, section))}",
             hint="an index names an item that the file has; to set a whole list write key=[...]",
         )

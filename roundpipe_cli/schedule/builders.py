@@ -16,7 +16,7 @@ from dataclasses import replace
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
-from roundpipe_cli.schedule.dealing import Dealer, Options, Row, backward_order, backward_run, forward_run
+from roundpipe_cli.schedule.dealing import Dealer, Options, WorkerRow, backward_order, backward_run, forward_run
 from roundpipe_cli.schedule.durations import equal_costs, stage_times
 from roundpipe_cli.schedule.validate import check_chunks, check_stages
 
@@ -139,7 +139,7 @@ def _dealer(
     return Dealer(num_workers, times, costs.hop_s, options, sequence_chunks)
 
 
-class Chain:
+class StepChain:
     """Steps of roundpipe that follow each other without a barrier, as with staleness 1, one schedule at a time.
 
     Each begins on the worker that is free first when the steps before are done, so all workers get their share of
@@ -172,7 +172,7 @@ class Chain:
         return self._known.setdefault(actions, replace(step, actions=actions))
 
 
-def _actions(rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
+def _actions(rows: Sequence[WorkerRow]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(Action(*item, worker) for item in row) for worker, row in enumerate(rows))
 
 
@@ -190,7 +190,7 @@ def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microba
     Args:
         stages: layer ranges in execution order, every layer, the head included.
     """
-    rows: list[Row] = [[] for _ in range(num_workers)]
+    rows: list[WorkerRow] = [[] for _ in range(num_workers)]
     stays = len(stages) <= 2
     size = 1 if stays else num_microbatches if len(stages) % num_workers == 0 else num_workers
     for turn, start in enumerate(range(0, num_microbatches, size)):
@@ -216,7 +216,7 @@ def every_stage(schedule: Schedule) -> tuple[StageRange, ...]:
     return tuple(stage for stage in stages if stage[0] <= stage[1])
 
 
-def _in_chunk_order(row: Row, num_microbatches: int, sequence_chunks: int) -> Row:
+def _in_chunk_order(row: WorkerRow, num_microbatches: int, sequence_chunks: int) -> WorkerRow:
     """The same row with each backward stage's microbatches in the order that chunks need; forwards all come before."""
     stages = dict.fromkeys(stage for kind, stage, _ in row if kind is Kind.BACKWARD)
     order = backward_order(range(num_microbatches), sequence_chunks)
@@ -224,7 +224,7 @@ def _in_chunk_order(row: Row, num_microbatches: int, sequence_chunks: int) -> Ro
     return [item for item in row if item[0] is Kind.FORWARD] + backward
 
 
-def _chain(row: Row, num_microbatches: int, num_steps: int) -> Row:
+def _chain(row: WorkerRow, num_microbatches: int, num_steps: int) -> WorkerRow:
     return [
         (kind, stage, microbatch + step * num_microbatches)
         for step in range(num_steps)
@@ -232,13 +232,13 @@ def _chain(row: Row, num_microbatches: int, num_steps: int) -> Row:
     ]
 
 
-def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
+def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
     """All forwards in microbatch order, then all backwards in microbatch order."""
     microbatches = range(num_microbatches)
     return forward_run(worker, microbatches) + backward_run(num_stages - 1 - worker, microbatches)
 
 
-def _1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
+def _1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
     """The order of PyTorch's `Schedule1F1B`: warm up, then one backward and one forward in turn, then drain."""
     num_warmup = min(num_microbatches, num_workers - worker)
     mirrored = num_stages - 1 - worker
@@ -249,10 +249,10 @@ def _1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: 
     return row
 
 
-def _looped_bfs_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
+def _looped_bfs_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
     """Breadth first (arXiv 2211.05953): each local stage for all microbatches; then all that in reverse."""
     local_stages = range(worker, num_stages, num_workers)
-    row: Row = []
+    row: WorkerRow = []
     for stage in local_stages:
         row += forward_run(stage, range(num_microbatches))
     for stage in reversed(local_stages):
@@ -260,7 +260,7 @@ def _looped_bfs_row(worker: int, num_workers: int, num_stages: int, num_microbat
     return row
 
 
-def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> Row:
+def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
     """The order of PyTorch's `ScheduleInterleaved1F1B` (arXiv 2104.04473).
 
     Microbatches go in groups, about as large as there are workers; PyTorch wants groups of equal size, here the last
@@ -273,7 +273,7 @@ def _interleaved_1f1b_row(worker: int, num_workers: int, num_stages: int, num_mi
     backwards = [(stage, microbatch) for group in groups for stage in reversed(local_stages) for microbatch in group]
     num_warmup = (len(local_stages) - 1) * len(groups[0]) + 2 * (num_workers - 1 - worker)
     num_warmup = min(num_warmup, len(forwards))
-    row: Row = []
+    row: WorkerRow = []
     for stage, microbatch in forwards[:num_warmup]:
         row += forward_run(stage, [microbatch])
     for position, (stage, microbatch) in enumerate(backwards):
@@ -294,7 +294,7 @@ def interleaved_groups(num_microbatches: int, num_workers: int) -> list[range]:
     return groups
 
 
-_BOUND_ROWS: dict[str, Callable[[int, int, int, int], Row]] = {
+_BOUND_ROWS: dict[str, Callable[[int, int, int, int], WorkerRow]] = {
     "gpipe": _gpipe_row,
     "1f1b": _1f1b_row,
     "looped_bfs": _looped_bfs_row,
@@ -302,7 +302,9 @@ _BOUND_ROWS: dict[str, Callable[[int, int, int, int], Row]] = {
 }
 
 
-def _roundpipe_rows(dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, staleness: int) -> list[Row]:
+def _roundpipe_rows(
+    dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, staleness: int
+) -> list[WorkerRow]:
     """Rounds of at most `per_round` microbatches; each starts on the worker that is free first."""
     for step in range(num_steps):
         if staleness == 0:

@@ -25,7 +25,7 @@ from typing import Literal
 from roundpipe_cli.schedule.actions import Kind, in_backward_order
 from roundpipe_cli.schedule.durations import StageTimes
 
-Row = list[tuple[Kind, int, int]]
+WorkerRow = list[tuple[Kind, int, int]]
 """(kind, stage, microbatch) of one worker, in order. Backward stages count from the head."""
 
 _Arrival = tuple[float, int] | None
@@ -59,7 +59,7 @@ def options_of(
     return Options(1 if head_workers == "auto" else head_workers, replicas, dispatch == "earliest_free")
 
 
-def backward_run(stage: int, microbatches: Iterable[int]) -> Row:
+def backward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
     """Each backward directly preceded by its recompute."""
     return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
 
@@ -71,7 +71,7 @@ def backward_order(microbatches: Sequence[int], sequence_chunks: int) -> Sequenc
     return [in_backward_order(microbatch, sequence_chunks) for microbatch in microbatches]
 
 
-def forward_run(stage: int, microbatches: Iterable[int]) -> Row:
+def forward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
     """The forwards of one stage, in order."""
     return [(Kind.FORWARD, stage, microbatch) for microbatch in microbatches]
 
@@ -88,7 +88,7 @@ class Dealer:
     ) -> None:
         self.sequence_chunks = sequence_chunks
         """See `Schedule`; a round holds whole sequences."""
-        self.rows: list[Row] = [[] for _ in range(num_workers)]
+        self.rows: list[WorkerRow] = [[] for _ in range(num_workers)]
         self.free_s = [0.0] * num_workers
         """End of each worker's last action."""
         self.step_ends_s = [0.0, 0.0]

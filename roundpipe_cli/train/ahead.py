@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, StepUnderWay
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.schedule.timeline import busy_s
 from roundpipe_cli.train.batches import log_rows
 from roundpipe_cli.train.setup import Setup
@@ -32,22 +32,22 @@ class Begun:
 
 
 class StepsAhead:
-    """Begins steps, where the cutter has a chain of them."""
+    """Begins steps, where the planner has a chain of them."""
 
     def __init__(
         self,
         setup: Setup,
-        cutter: Cutter,
+        planner: AdaptivePlanner,
         sampler: BatchSampler,
         make_microbatches: Callable[[int, list[RowBatch]], tuple[list[Microbatch], int]],
     ) -> None:
         """
         Args:
-            cutter: says whether steps overlap, and of each how its stages are dealt out.
+            planner: says whether steps overlap, and of each how its stages are dealt out.
             sampler: whose position is that of the newest step begun.
             make_microbatches: of a step (from 0), with the number of tokens.
         """
-        self._setup, self._cutter, self._sampler, self._make = setup, cutter, sampler, make_microbatches
+        self._setup, self._planner, self._sampler, self._make = setup, planner, sampler, make_microbatches
         self.next: Begun | None = None
         """Begun while the one before was under way."""
         self._ended_s = 0.0
@@ -66,7 +66,7 @@ class StepsAhead:
 
     def _begin(self, engine: Engine, step: int) -> Begun | None:
         num_microbatches = self._setup.recipe.gradient_accumulation_steps
-        chain = self._cutter.chain(num_microbatches)
+        chain = self._planner.chain(num_microbatches)
         if chain is None:
             return None
         position = self._sampler.position

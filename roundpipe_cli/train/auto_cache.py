@@ -22,15 +22,15 @@ from roundpipe_cli.costs.memory import (
 )
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.events import Notice
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import MIN_GAIN
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.train.setup import Setup, Tell
+from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.units import format_bytes
 
 
@@ -39,7 +39,7 @@ class AutoCache:
 
     def __init__(
         self,
-        cutter: Cutter,
+        planner: AdaptivePlanner,
         devices: Sequence[str],
         tell: Tell,
         *,
@@ -52,7 +52,7 @@ class AutoCache:
             is_open: whether there is anything to decide.
             trained_bytes: of a trained weight; None: stages stay as they are, even if all weights fit.
         """
-        self._cutter, self._tell, self._trained_bytes = cutter, tell, trained_bytes
+        self._planner, self._tell, self._trained_bytes = planner, tell, trained_bytes
         self._shares = [devices.count(name) for name in devices]
         self._is_open = is_open
         self._most = 0
@@ -68,25 +68,25 @@ class AutoCache:
         return self._is_open
 
     def observe(self, engine: Engine, result: StepResult) -> None:
-        """Learn from a finished step, before the cutter does. A short one at an epoch's end has stages of its own."""
-        memory_bytes = self._cutter.costs.device_memory_bytes
+        """Learn from a finished step, before the planner does. A short one at an epoch's end has stages of its own."""
+        memory_bytes = self._planner.costs.device_memory_bytes
         if not self._is_open or memory_bytes is None:
             return
         count = 1 + max(item.action.microbatch for item in result.actions)
         self._most = max(self._most, count)
-        if count < self._most or not self._cutter.is_settled:
+        if count < self._most or not self._planner.is_settled:
             return
         self._is_open = False
-        schedule = self._cutter.schedule(count)
+        schedule = self._planner.schedule(count)
         taken = max(peak // share for peak, share in zip(result.device_peak_bytes, self._shares, strict=True))
-        costs = self._cutter.costs
+        costs = self._planner.costs
         modelled = modelled_bytes(costs, schedule.forward_stages, schedule.backward_stages)
         if self._hold_all(engine, schedule, max(0, taken - modelled)):
             return
         layers, needed = costs.layers, max(taken, modelled)
         self.num_bytes = spare_for_cache(memory_bytes, needed, layers, share=DEVICE_SHARE)
         if self.num_bytes:
-            self._cutter.keep_stages(schedule)
+            self._planner.keep_stages(schedule)
             engine.grant_weight_cache(self.num_bytes)
             whole = sum(layer.param_bytes for layer in layers)
             kept = "all" if self.num_bytes >= whole else format_bytes(self.num_bytes)
@@ -100,7 +100,7 @@ class AutoCache:
             streamed: with the stages of devices that do not.
             unexplained_bytes: what a step with those took beyond the memory model.
         """
-        usual = self._cutter.costs
+        usual = self._planner.costs
         if self._trained_bytes is None or usual.layers[0].name != "embed":
             return False
         cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
@@ -117,7 +117,7 @@ class AutoCache:
         if makespan_s(simulate(schedule, costs)) >= (1 - MIN_GAIN) * makespan_s(simulate(streamed, usual)):
             return False
         self.num_bytes, self.holds_all = cache_bytes, True
-        self._cutter.keep_stages(schedule, costs, DEALING)
+        self._planner.keep_stages(schedule, costs, DEALING)
         engine.grant_weight_cache(cache_bytes)
         text = f"weight cache (auto): all {format_bytes(cache_bytes)} of weights stay on each GPU"
         self._tell(Notice(f"{text}, and each microbatch on one; pipeline.weight_cache=0 uploads them every time"))
@@ -128,7 +128,7 @@ class AutoCache:
         self._is_open = self.holds_all
         if self.holds_all:
             self.keep_usual_stages()
-            self._cutter.release_stages()
+            self._planner.release_stages()
         if self.num_bytes:
             self.num_bytes = 0
             engine.grant_weight_cache(0)
@@ -150,7 +150,7 @@ def modelled_bytes(
     return costs.slots * slot + max(activations, default=0) + 4 * boundary
 
 
-def make_auto_cache(setup: Setup, cutter: Cutter, tell: Tell) -> AutoCache:
+def make_auto_cache(setup: Setup, planner: AdaptivePlanner, tell: Tell) -> AutoCache:
     """Of a run: open where the recipe leaves it to us, weights are frozen and devices have memory of their own; not
     with sequences in chunks, whose keys and values the memory model does not count."""
     pipeline = setup.recipe.pipeline
@@ -158,4 +158,4 @@ def make_auto_cache(setup: Setup, cutter: Cutter, tell: Tell) -> AutoCache:
     is_open = is_open and pipeline.num_chunks == 1
     may_hold_all = setup.recipe.may_hold_all_weights and num_machines() == 1  # no step can be run again on several
     item_bytes = setup.store.layouts[0].trainable_dtype.itemsize if may_hold_all else None
-    return AutoCache(cutter, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes)
+    return AutoCache(planner, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes)

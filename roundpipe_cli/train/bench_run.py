@@ -10,7 +10,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.events import StepFinished, run_clock
+from roundpipe_cli.events import Say, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import Result, run
@@ -18,14 +18,12 @@ from roundpipe_cli.planning.profile import measured_costs, measured_speeds, prof
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
-from roundpipe_cli.train.build import make_cutter, make_engine, page_locked
+from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_timeline
-from roundpipe_cli.train.setup import Setup, Tell, prepare
+from roundpipe_cli.train.setup import Setup, prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Relative, between the losses of two schedules."""
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -105,7 +103,7 @@ def compare_for_real(
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches, teller)
-        case = make_cutter(setup).case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
+        case = make_planner(setup).case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
         bound = replace(case, options=Options())
         measured = []
         for name in names:
@@ -174,7 +172,7 @@ def profile(
         steps.append(result.timeline)
         if teller is not None:
             teller.ran(result)
-    rough = make_cutter(setup).rough
+    rough = make_planner(setup).rough
     speeds = measured_speeds(rough, steps[1:], engine.num_workers) if engine.num_workers > 1 else None
     return measured_costs(replace(rough, worker_speed=speeds), steps[1:])
 

@@ -1,4 +1,4 @@
-"""From a prepared model to its engine and its cutter, for training and for `bench --run` alike."""
+"""From a prepared model to its engine and its planner, for training and for `bench --run` alike."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.costs.memory import CONTEXT_BYTES, backward_workspace_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.probe import find_saved_bytes, find_unread
+from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, rough_costs
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.events import Notice
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
-from roundpipe_cli.train.setup import Setup, Tell, active_parameters, experts_per_token, packed_bits
+from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token, packed_bits
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
@@ -46,7 +46,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
     skip = recipe.pipeline.skip_last_projection
     chunks = recipe.mlp_chunk_tokens
-    unread = find_unread(setup.model, setup.split, setup.store, chunks) if skip or chunks else {}
+    unread = find_unread_products(setup.model, setup.split, setup.store, chunks) if skip or chunks else {}
     return Engine(
         setup.model,
         setup.split,
@@ -86,8 +86,8 @@ def _inputs_bytes(setup: Setup) -> int:
     return len(setup.store.layouts) * tokens * int(width)
 
 
-def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
-    """The cutter of a run, with rough costs until the first steps have been timed. `chained`: see `Cutter`."""
+def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
+    """The planner of a run, with rough costs until the first steps were timed. `chained`: see `AdaptivePlanner`."""
     recipe = setup.recipe
     layouts = setup.store.layouts
     on_gpu = setup.devices[0] != "cpu"
@@ -116,7 +116,7 @@ def make_cutter(setup: Setup, *, chained: bool = False) -> Cutter:
         activation_bytes=memory_parts.activation_bytes,
     )
     room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
-    return Cutter(
+    return AdaptivePlanner(
         costs,
         len(setup.devices),
         recipe.pipeline,

@@ -27,10 +27,10 @@ from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
-from roundpipe_cli.events import EvaluationFinished, Notice
+from roundpipe_cli.events import EvaluationFinished, Notice, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.head import HeadScores
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
@@ -41,7 +41,7 @@ from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, 
 from roundpipe_cli.train.checkpoint.store import peek
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
-from roundpipe_cli.train.setup import Setup, Tell
+from roundpipe_cli.train.setup import Setup
 
 
 class InterruptedScoring(Exception):
@@ -51,8 +51,8 @@ class InterruptedScoring(Exception):
 class Scorer:
     """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
 
-    def __init__(self, setup: Setup, engine: Engine, cutter: Cutter, stopping: Callable[[], bool]) -> None:
-        self._setup, self._engine, self._cutter, self._stopping = setup, engine, cutter, stopping
+    def __init__(self, setup: Setup, engine: Engine, planner: AdaptivePlanner, stopping: Callable[[], bool]) -> None:
+        self._setup, self._engine, self._planner, self._stopping = setup, engine, planner, stopping
         self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
 
     def scores(
@@ -71,12 +71,12 @@ class Scorer:
             yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        step = self._cutter.schedule(self._setup.recipe.gradient_accumulation_steps)
+        step = self._planner.schedule(self._setup.recipe.gradient_accumulation_steps)
         own, workers = every_stage(step), self._engine.num_workers
         key = own, num_microbatches
         if key not in self._schedules:
             stages = forward_stages(
-                self._cutter.costs, own, step.backward_stages, num_workers=workers, num_microbatches=num_microbatches
+                self._planner.costs, own, step.backward_stages, num_workers=workers, num_microbatches=num_microbatches
             )
             self._schedules[key] = build_forward(stages, num_workers=workers, num_microbatches=num_microbatches)
         return self._schedules[key]

@@ -26,7 +26,7 @@ from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
-from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, run_clock
+from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.schedule.actions import Schedule
@@ -35,7 +35,7 @@ from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
-from roundpipe_cli.train.build import make_cutter, make_engine, page_locked
+from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME, OutputDir, RunState
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
@@ -54,7 +54,7 @@ from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.checkpoint.store import Checkpoint, load_newest
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
-from roundpipe_cli.train.monitor.telemetry import Recorder, Telemetry, run_started, step_timeline
+from roundpipe_cli.train.monitor.telemetry import EventRecorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.monitor.trackers import Trackers
 from roundpipe_cli.train.nodes.group import Nodes, Sharing, nodes_of
 from roundpipe_cli.train.nodes.shard import Shards, make_shards
@@ -65,7 +65,7 @@ from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.result.finish import write_report, write_trace
 from roundpipe_cli.train.result.report import make_report
-from roundpipe_cli.train.setup import Setup, Tell, prepare
+from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.watchdog import watching
 
@@ -81,7 +81,7 @@ TRACED_STEPS = 3
 PAUSE_LOOK_S = 0.1
 
 
-def finetune(
+def run_finetune(
     loaded: LoadedRecipe,
     *,
     resume: bool,
@@ -192,16 +192,16 @@ class Trainer:
         """Of the data, behind the last finished step."""
         self._loss_scale = LossScale.of(recipe.dtype)
         overlaps = self._nodes.count == 1 and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
-        self._cutter = make_cutter(setup, chained=overlaps)
-        self._ahead = StepsAhead(setup, self._cutter, self.sampler, self._microbatches)
-        self._auto_cache = make_auto_cache(setup, self._cutter, tell)
+        self._planner = make_planner(setup, chained=overlaps)
+        self._ahead = StepsAhead(setup, self._planner, self.sampler, self._microbatches)
+        self._auto_cache = make_auto_cache(setup, self._planner, tell)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self._auto_cache.is_open
         self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
             needs_norm or may_compute_again or self._nodes.count > 1
         )
         """Whether a layer is updated as soon as its gradient is complete."""
-        self._cutter.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
+        self._planner.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
         self._earlier_s = 0.0
         self._saved_step = 0
         self._rows: list[StepFinished] = []
@@ -218,7 +218,7 @@ class Trainer:
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
         told = self.recipe if self._nodes.is_first else replace(self.recipe, report_to=())
         with (
-            Recorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
+            EventRecorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
         ):
             self._tell = trackers
@@ -230,9 +230,9 @@ class Trainer:
         engine = make_engine(setup)
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
-        self._references = Scorer(setup, engine, self._cutter, lambda: False)
+        self._references = Scorer(setup, engine, self._planner, lambda: False)
         alone = self._nodes.count == 1
-        scorer = Scorer(setup, engine, self._cutter, lambda: alone and self._signals.requested is not None)
+        scorer = Scorer(setup, engine, self._planner, lambda: alone and self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
         evaluator.agree = self._nodes.from_first
         evaluator.start(evaluation)
@@ -280,11 +280,11 @@ class Trainer:
     def _predicted(self) -> dict[str, float]:
         """What was known of a full step before it was measured."""
         num_microbatches = self.recipe.gradient_accumulation_steps
-        figures = dict(self._cutter.predicted(num_microbatches) or {})
+        figures = dict(self._planner.predicted(num_microbatches) or {})
         if figures and self._rows:
             figures["tokens_per_s"] = statistics.median(row.tokens for row in self._rows) / figures["step_s"]
         planned, holds_all = self._planned, self._auto_cache.holds_all
-        needs = [] if planned is None else [planned(schedule, holds_all) for schedule in self._cutter.schedules]
+        needs = [] if planned is None else [planned(schedule, holds_all) for schedule in self._planner.schedules]
         for need in needs:  # what the step that needs most does: a short one is cut in its own way
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
@@ -353,8 +353,8 @@ class Trainer:
             self._position = self.sampler.position
         self._updater.wait()  # at staleness 1 for the update that ran beside this step
         self._auto_cache.observe(engine, result)
-        if not self._cutter.is_settled:
-            self._cutter.observe(result.timeline)
+        if not self._planner.is_settled:
+            self._planner.observe(result.timeline)
         pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
         self._pipeline_s.append(pipeline_s)
         self._tell(step_timeline(result, step + 1, self._clock))
@@ -438,7 +438,7 @@ class Trainer:
             on_gradient = sharing.complete
         result = engine.run_step(
             microbatches,
-            self._cutter.schedule(len(microbatches)),
+            self._planner.schedule(len(microbatches)),
             step=step,
             loss_scale=self._loss_scale.value,
             version=self.setup.store.step_version(step),

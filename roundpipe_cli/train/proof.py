@@ -21,9 +21,9 @@ from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.parity import MAX_PARAMETERS, Proof, prove
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
-from roundpipe_cli.model.split import Split
+from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
@@ -31,11 +31,11 @@ FORMAT = 1
 """Goes up when a proof means something else than before."""
 LIBRARIES = ("torch", "transformers", "peft")
 
-Build = Callable[[Any], tuple[nn.Module, Split]]
+Build = Callable[[Any], tuple[nn.Module, ModelSplit]]
 """From a configuration to a skeleton, made trainable as the recipe says."""
 
 
-def prove_once(model: nn.Module, split: Split, recipe: Recipe, build: Build, tell: Callable[[Event], None]) -> Proof:
+def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build, tell: Tell) -> Proof:
     """Prove that the engine trains `model` as its own code does, unless that is known.
 
     Args:
@@ -75,7 +75,7 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
         )
 
 
-def _prove(model: nn.Module, split: Split, build: Build) -> Proof:
+def _prove(model: nn.Module, split: ModelSplit, build: Build) -> Proof:
     """Of the model itself, or of the first narrower one that works."""
     if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
         for smaller, its_split in _narrower(model.config, build):
@@ -85,7 +85,7 @@ def _prove(model: nn.Module, split: Split, build: Build) -> Proof:
     return prove(model, split)
 
 
-def _narrower(config: Any, build: Build) -> Iterator[tuple[nn.Module, Split]]:
+def _narrower(config: Any, build: Build) -> Iterator[tuple[nn.Module, ModelSplit]]:
     with suppress(Exception):  # whatever a configuration that nobody meant leads to
         for smaller in shrunk_configs(config):
             try:

@@ -21,10 +21,10 @@ from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.durable import disk_error, require_free_bytes
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.events import Notice, Phase, Say, Tell
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, read_adapter_tensors
 from roundpipe_cli.model.architectures import check_stored_in_4bit
-from roundpipe_cli.model.chunks import check_chunks
+from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.layout import LayerLayout, make_layout
@@ -36,11 +36,11 @@ from roundpipe_cli.model.lora import (
     initial_values,
     refuse_adapters_outside_blocks,
 )
-from roundpipe_cli.model.nf4 import check_packed, quantizable_names, require_bitsandbytes
+from roundpipe_cli.model.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
-from roundpipe_cli.model.split import Split, split_model
+from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import load_weights, packed_names
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
@@ -57,8 +57,6 @@ MAX_MEMORY_SHARE = 0.8
 """Of the free host memory, for weights; `weights: auto` maps more of them from a file."""
 MAX_CPU_PARAMETERS = 2_000_000_000
 """Above this a model is not trained on the processor unless the recipe names the devices."""
-
-Tell = Callable[[Event], None]
 
 
 @dataclass
@@ -78,7 +76,7 @@ class Setup:
     """The skeleton; adapters included."""
     peft_model: Any
     """PEFT's model around it, or None for full fine-tuning."""
-    split: Split
+    split: ModelSplit
     store: WeightStore
     base_files: BaseFiles
     """What a whole result keeps of the base model's files."""
@@ -106,7 +104,7 @@ def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
 
 
 def read_rows(
-    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Callable[[str], None]
+    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say
 ) -> tuple[TokenizedDataset, TokenizedRows | None]:
     """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them.
 
@@ -172,7 +170,7 @@ def prepare(
     if recipe.packing:
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
     if recipe.pipeline.num_chunks > 1:
-        check_chunks(model, split, max_seq_length=recipe.max_seq_length)
+        check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
     tell(Phase("tokenising the data"))
     tokenizer = load_tokenizer(source)
     dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
@@ -190,7 +188,7 @@ def prepare(
     start = _start_folder(loaded)
     peft_model = _make_trainable(model, split, recipe, source, dtype, start)
 
-    def build_trainable(other: Any) -> tuple[nn.Module, Split]:
+    def build_trainable(other: Any) -> tuple[nn.Module, ModelSplit]:
         smaller = build_skeleton(other, dtype)
         its_split = split_model(smaller)
         _make_trainable(smaller, its_split, recipe, source, dtype, start)
@@ -327,7 +325,7 @@ def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, .
 
 
 def _make_trainable(
-    model: nn.Module, split: Split, recipe: Recipe, source: ModelSource, dtype: torch.dtype, start: Path | None
+    model: nn.Module, split: ModelSplit, recipe: Recipe, source: ModelSource, dtype: torch.dtype, start: Path | None
 ) -> Any:
     noisy: Any = model.get_input_embeddings()  # type: ignore[operator]
     setattr(noisy, NOISE_ATTRIBUTE, recipe.neftune_noise_alpha)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from roundpipe_cli.errors import StoppedError
+from roundpipe_cli.events import Say
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -28,7 +28,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.announce: Callable[[str], None] | None = None
+        self.announce: Say | None = None
         """Told that a signal was noted; called inside the signal's handler, so it must not use buffers."""
         self._requested: signal.Signals | None = None
         self._guarded = False

@@ -14,7 +14,7 @@ import pytest
 
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
-from roundpipe_cli.cli.init_choice import choose
+from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
@@ -77,12 +77,12 @@ def test_init_asks_on_a_terminal_only(tmp_path: Path) -> None:
 def test_init_fits_the_machine_or_says_why_not() -> None:
     path = Path("recipe.yaml")
     with pytest.raises(RefusedError, match="does not fit") as refused:
-        choose("Qwen/Qwen3-32B", "2x3090,host_memory_gib=64", path)
+        choose_settings("Qwen/Qwen3-32B", "2x3090,host_memory_gib=64", path)
     assert "recipes/qwen3/14b_lora_2x24gb.yaml" in str(refused.value)
-    small = choose("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
+    small = choose_settings("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
     assert small.dtype == "float16" and small.max_seq_length * small.micro_batch_size < 4096
-    assert choose("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
-    eight = choose("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
+    assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
+    eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
     assert eight.num_microbatches == 32 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
 
 

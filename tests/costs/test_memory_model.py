@@ -19,7 +19,7 @@ from roundpipe_cli.costs.memory import device_need, disk_need, host_need, rounds
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
-from roundpipe_cli.planning.verdict import even_stages, judge, judge_coarsest, stage_limits
+from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits, stages_of_blocks
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options
@@ -142,21 +142,21 @@ def most_kept(schedule: Schedule, timeline: Timeline) -> float:
 def test_device_bytes_are_slots_activations_head_boundaries_and_workspace() -> None:
     architecture, settings, hardware = ask(QWEN, "8x4090", method="full")
     costs = analytic_costs(architecture, settings, hardware).costs
-    forward, backward = even_stages(66, 2)
+    forward, backward = stages_of_blocks(66, 2)
     need = device_need(costs, architecture, settings, hardware, forward, backward)
     stage = sum(layer.param_bytes + layer.grad_bytes for layer in costs.layers[1:3])
     assert part(need, "slots") == 2 * stage
     assert need.parts[1].num_bytes == 2 * costs.layers[1].activation_bytes
     assert part(need, "boundary") == 4 * 2048 * 5120 * 2
     assert part(need, "head chunk") == costs.layers[-1].activation_bytes >= 1024 * 151936 * 12
-    smaller = device_need(costs, architecture, settings, hardware, *even_stages(66, 1))
+    smaller = device_need(costs, architecture, settings, hardware, *stages_of_blocks(66, 1))
     assert smaller.total_bytes < need.total_bytes
 
 
 def test_recompute_by_layer_keeps_one_layer_and_the_inputs_of_the_rest() -> None:
     architecture, settings, hardware = ask(QWEN, "8x4090", micro_batch_size=4)
     by_layer = replace(settings, recompute="layer")
-    stages = even_stages(66, 4)
+    stages = stages_of_blocks(66, 4)
     whole, layered, nothing = (
         device_need(analytic_costs(architecture, one, hardware).costs, architecture, one, hardware, *stages).total_bytes
         for one in (settings, by_layer, replace(settings, recompute="none"))
@@ -189,7 +189,7 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
     settings = TrainingSettings(max_seq_length=512)
     hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
     analytic = analytic_costs(architecture, settings, hardware)
-    verdict = judge(architecture, settings, hardware, analytic, *even_stages(32, 5), 2)
+    verdict = judge(architecture, settings, hardware, analytic, *stages_of_blocks(32, 5), 2)
     assert part(verdict.device, "slots") < 50e6, "adapters' gradients only"
     assert part(verdict.host, "2 CPU workers") == 2 * verdict.device.total_bytes
     assert verdict.fits

@@ -27,7 +27,7 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.train.monitor import telemetry
-from roundpipe_cli.train.monitor.telemetry import Recorder, read_lines
+from roundpipe_cli.train.monitor.telemetry import EventRecorder, read_lines
 from tests.support.e2e import launch, make_model, make_workspace, metrics, run
 
 SPAN = Span(1, "compute", "F", 2, 3, 0.125, 0.25)
@@ -79,7 +79,7 @@ class Clock:
 
 def record(folder: Path, events: list[Event], *, first_step: int = 0, step_s: float = 5.0) -> list[dict[str, Any]]:
     clock = Clock()
-    with Recorder(folder, first_step, clock, lambda event: None) as recorder:
+    with EventRecorder(folder, first_step, clock, lambda event: None) as recorder:
         for event in events:
             recorder(event)
             clock.now_s += step_s
@@ -116,7 +116,7 @@ def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Event] = []
-    with Recorder(tmp_path, 0, Clock(), told.append) as recorder:
+    with EventRecorder(tmp_path, 0, Clock(), told.append) as recorder:
         recorder(Notice("before"))
         monkeypatch.setattr(telemetry.os, "write", lambda *arguments: 3)
         recorder(Notice("lost"))

@@ -14,7 +14,7 @@ from rich.console import Console
 from roundpipe_cli.dashboard.chart import chart
 from roundpipe_cli.dashboard.lane import lane, slices, window_s
 from roundpipe_cli.dashboard.live import ansi
-from roundpipe_cli.dashboard.state import MAX_POINTS, Curve, RunState, fold, fold_all
+from roundpipe_cli.dashboard.state import MAX_POINTS, Curve, DashboardState, fold, fold_all
 from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
 from roundpipe_cli.dashboard.views import screen
 from roundpipe_cli.events import (
@@ -60,7 +60,7 @@ def test_golden(name: str) -> None:
 def test_every_size_is_filled_exactly(width: int) -> None:
     events = recorded_run(8, num_done=3)
     for height in (1, 5, 10, 16, 24, 31, 80):
-        for state in (RunState(), fold_all(events[:2]), fold_all(events)):
+        for state in (DashboardState(), fold_all(events[:2]), fold_all(events)):
             lines = screen(state, events[-1][0], width, height, COLOUR, KEYS)
             assert [line.cell_len for line in lines] == [width] * height
 

@@ -14,7 +14,7 @@ import pytest
 from roundpipe_cli.dashboard.comparison import comparison
 from roundpipe_cli.dashboard.html import page, report_page
 from roundpipe_cli.dashboard.replay import Life, RunFiles
-from roundpipe_cli.dashboard.state import RunState, fold_all
+from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
 from tests.support.recorded import recorded_run
@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "out"
 
 
-def steps(state: RunState) -> int:
+def steps(state: DashboardState) -> int:
     return state.step.step if state.step else 0
 
 

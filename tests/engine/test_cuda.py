@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.backends.base import Event, Pair
+from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.sink_attention import sink_attention
@@ -76,13 +76,13 @@ def late_in(late: str) -> type[cuda.CudaBackend]:
     """A backend of which one stream is slow."""
 
     class Late(cuda.CudaBackend):
-        def copy_up(self, pairs: Sequence[Pair]) -> Event:
+        def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
             if late == "up":
                 with torch.cuda.stream(self._up):
                     torch.cuda._sleep(2_000_000)  # cycles: a millisecond
             return super().copy_up(pairs)
 
-        def copy_down(self, pairs: Sequence[Pair]) -> Event:
+        def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
             if late == "down":
                 with torch.cuda.stream(self._down):
                     torch.cuda._sleep(2_000_000)

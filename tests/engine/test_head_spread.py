@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.predict import make_plan
@@ -62,18 +62,18 @@ def test_otherwise_one_worker_has_it(question: SimulationCase) -> None:
     assert choose("roundpipe", question).dealing is None
 
 
-def cutter(**pipeline: Any) -> Cutter:
+def planner(**pipeline: Any) -> AdaptivePlanner:
     """Of a run that knows what its layers cost."""
     cache = ProfileCache({"test": "head"})
     cache.save(costs())
-    return Cutter(costs(), WORKERS, PipelineConfig(**pipeline), cache)
+    return AdaptivePlanner(costs(), WORKERS, PipelineConfig(**pipeline), cache)
 
 
 def test_a_run_shares_it_out_unless_its_recipe_says_otherwise() -> None:
-    assert head_workers(cutter().schedule(MICROBATCHES)) == WORKERS
-    assert head_workers(cutter(head_workers=2).schedule(MICROBATCHES)) == 2
-    assert head_workers(cutter(head_workers=1).schedule(MICROBATCHES)) == 1
-    assert head_workers(cutter(sequence_chunks=16).schedule(1)) == WORKERS
+    assert head_workers(planner().schedule(MICROBATCHES)) == WORKERS
+    assert head_workers(planner(head_workers=2).schedule(MICROBATCHES)) == 2
+    assert head_workers(planner(head_workers=1).schedule(MICROBATCHES)) == 1
+    assert head_workers(planner(sequence_chunks=16).schedule(1)) == WORKERS
 
 
 def test_plan_says_so() -> None:

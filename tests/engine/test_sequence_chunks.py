@@ -14,7 +14,7 @@ from torch import nn
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.chunks import check_chunks
+from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.choose import choose
@@ -187,13 +187,13 @@ def test_dropout_is_the_same_in_forward_and_recompute(recompute: str) -> None:
 def test_models_that_need_the_whole_sequence_are_refused(model_type: str, changes: Any, found: str) -> None:
     skeleton = build_skeleton(tiny_config(model_type, **changes), torch.float32)
     with pytest.raises(RefusedError, match=found):
-        check_chunks(skeleton, split_model(skeleton), max_seq_length=4096)
+        check_sequence_chunks(skeleton, split_model(skeleton), max_seq_length=4096)
 
 
 def test_attention_in_chunks_is_proved_for_every_block() -> None:
     for model_type in ("llama", "gemma3_text", "gpt2", "bloom"):
         skeleton = build_skeleton(tiny_config(model_type), torch.float32)
-        check_chunks(skeleton, split_model(skeleton), max_seq_length=64)
+        check_sequence_chunks(skeleton, split_model(skeleton), max_seq_length=64)
 
 
 def test_order_of_chunks_in_a_schedule() -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.probe import find_unread
+from roundpipe_cli.engine.probe import find_unread_products
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 SIZES = [(2, 9), (1, 7), (2, 5)]
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("model_type", sorted(UNREAD))
 def test_what_may_be_left_out(model_type: str) -> None:
     rig = make_rig(model_type, "full")
-    found = find_unread(rig.skeleton, rig.split, rig.store)
+    found = find_unread_products(rig.skeleton, rig.split, rig.store)
     assert list(found) == list(range(rig.split.num_blocks))
     assert sorted(set(found.values())) == UNREAD[model_type]
 
@@ -49,14 +49,14 @@ def test_what_may_be_left_out(model_type: str) -> None:
 def test_with_adapters_both_products_are_left_out() -> None:
     rig = make_rig("llama", "lora", lora_dropout=0.1)
     expected = ("mlp.down_proj.base_layer", "mlp.down_proj.lora_B.default")
-    assert set(find_unread(rig.skeleton, rig.split, rig.store).values()) == {expected}
+    assert set(find_unread_products(rig.skeleton, rig.split, rig.store).values()) == {expected}
 
 
 def test_nothing_is_left_out_of_weights_that_are_not_finite() -> None:
     """The proof compares gradients bit by bit; NaN everywhere would prove anything."""
     rig = make_rig("llama", "full")
     rig.store.views["model.layers.0.mlp.up_proj.weight"].fill_(float("nan"))
-    assert set(find_unread(rig.skeleton, rig.split, rig.store).values()) == {()}
+    assert set(find_unread_products(rig.skeleton, rig.split, rig.store).values()) == {()}
 
 
 def step_bits(rig: Rig, num_workers: int, unread: Any = None, **options: Any) -> tuple[object, ...]:
@@ -74,7 +74,7 @@ def step_bits(rig: Rig, num_workers: int, unread: Any = None, **options: Any) ->
 def test_no_bit_changes(name: str) -> None:
     model_type, method, options = CASES[name]
     rig = make_rig(model_type, method, **options)
-    unread = find_unread(rig.skeleton, rig.split, rig.store)
+    unread = find_unread_products(rig.skeleton, rig.split, rig.store)
     assert any(unread.values())
     expected = step_bits(rig, 1)
     assert step_bits(rig, 1, unread) == expected
@@ -110,7 +110,7 @@ class _CountingBackend(CpuBackend):
 def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
     """Stages of one and of two blocks: their ends only, or every block where its input is read again."""
     rig = make_rig("llama", "lora")
-    unread = find_unread(rig.skeleton, rig.split, rig.store)
+    unread = find_unread_products(rig.skeleton, rig.split, rig.store)
     last = rig.num_layers - 1
     schedule = schedule_for(rig, 1, len(SIZES), backward=[(last, last), (2, last - 1), (0, 1)])
     nums = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.engine.probe import find_unread
+from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients, set_weights
@@ -37,7 +37,7 @@ def coarse(rig: Rig, num_workers: int) -> Schedule:
 
 
 def unread_of(rig: Rig) -> dict[int, tuple[str, ...]]:
-    return find_unread(rig.skeleton, rig.split, rig.store, CHUNK)
+    return find_unread_products(rig.skeleton, rig.split, rig.store, CHUNK)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -18,9 +18,9 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.load import build_skeleton, switch_off
 from roundpipe_cli.model.lora import add_lora
-from roundpipe_cli.model.nf4 import check_packed, quantizable_names
+from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
-from roundpipe_cli.model.split import Split, SplitRefusedError, split_model
+from roundpipe_cli.model.split import ModelSplit, SplitRefusedError, split_model
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.setup import prepare
@@ -31,13 +31,13 @@ from tests.support.tiny import make_rig, plain_step, random_microbatches, schedu
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
 
 
-def skeleton_of(config: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Split]:
+def skeleton_of(config: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, ModelSplit]:
     model = build_skeleton(config, dtype)
     return model, split_model(model)
 
 
 @pytest.fixture(scope="module")
-def llama() -> tuple[nn.Module, Split]:
+def llama() -> tuple[nn.Module, ModelSplit]:
     return skeleton_of(tiny_config("llama"))
 
 
@@ -213,7 +213,7 @@ class Scaled(nn.Module):
         return hidden
 
 
-def with_scaled_blocks(kind: str) -> tuple[nn.Module, Split]:
+def with_scaled_blocks(kind: str) -> tuple[nn.Module, ModelSplit]:
     model, split = skeleton_of(tiny_config("llama", num_hidden_layers=2))
     for block in model.get_submodule(split.blocks_path).children():
         block.mlp = nn.Sequential(block.mlp, Scaled(kind))  # type: ignore[assignment,arg-type]
@@ -305,7 +305,7 @@ def no_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_proofs")
-def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, Split]) -> None:
+def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, ModelSplit]) -> None:
     model, split = llama
     told: list[Event] = []
 
@@ -325,7 +325,7 @@ def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, Spli
 
 
 @pytest.mark.usefixtures("no_proofs")
-def test_what_was_not_proven_is_told(llama: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_proven_is_told(llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "LIMIT_PARAMETERS", 10)
     told: list[Event] = []
     recipe: Any = SimpleNamespace(method="full")
@@ -337,7 +337,7 @@ def test_what_was_not_proven_is_told(llama: tuple[nn.Module, Split], monkeypatch
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
-    llama: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "proofs").write_text("")  # a file where the folder would be
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))

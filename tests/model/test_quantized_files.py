@@ -17,7 +17,7 @@ from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.quantized_files import STATE
 from roundpipe_cli.model.weights_io import base_name
 from roundpipe_cli.recipe.load import load_recipe

@@ -14,7 +14,7 @@ from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
@@ -199,11 +199,11 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
     rig, shared = make_rig("llama", "lora", num_hidden_layers=12), 50_000
     sizes = []
     for memory in (800_000, 1_600_000, 3_200_000, 10_000_000):
-        cutter = Cutter(gpu_costs(rig, memory), 1, PipelineConfig(), shared_bytes=shared)
-        cutter.measured = True
-        schedule = cutter.schedule(4)
-        needed = modelled_bytes(cutter.costs, schedule.forward_stages, schedule.backward_stages)
-        needed -= 4 * cutter.costs.layers[1].boundary_bytes  # which are among the shared ones
+        planner = AdaptivePlanner(gpu_costs(rig, memory), 1, PipelineConfig(), shared_bytes=shared)
+        planner.measured = True
+        schedule = planner.schedule(4)
+        needed = modelled_bytes(planner.costs, schedule.forward_stages, schedule.backward_stages)
+        needed -= 4 * planner.costs.layers[1].boundary_bytes  # which are among the shared ones
         assert needed + shared <= DEVICE_SHARE * memory
         sizes.append(schedule.backward_stages[0][1] - schedule.backward_stages[0][0])
     assert sizes == sorted(sizes) and sizes[0] < sizes[2] < sizes[-1], sizes

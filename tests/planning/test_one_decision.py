@@ -8,11 +8,11 @@ import pytest
 
 from roundpipe_cli.cli.bench import _question
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.predict import make_plan, stage_case
-from roundpipe_cli.planning.question import Question, ask
+from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.schedule.builders import SCHEDULES
 
@@ -21,13 +21,13 @@ MACHINES = ("8x4090", "2x3090", "4x5090,host_memory_gib=256")
 WORDS = ["gradient_accumulation_steps=16", "pipeline.weight_cache=0"]
 
 
-def cutter_of(question: Question) -> Cutter:
-    """A run's cutter before anything is measured, on devices described in words."""
+def planner_of(question: PlanRequest) -> AdaptivePlanner:
+    """A run's planner before anything is measured, on devices described in words."""
     recipe, limits = question.loaded.recipe, stage_case(question).limits
     assert limits is not None
     memory = min(device.memory_bytes for device in question.hardware.devices)
     needs = question.analytic.costs, question.architecture, question.settings, question.hardware
-    return Cutter(
+    return AdaptivePlanner(
         replace(question.analytic.costs, device_memory_bytes=memory),
         question.num_workers,
         recipe.pipeline,
@@ -52,7 +52,7 @@ def test_the_three_commands_ask_the_same(name: str, machine: str) -> None:
     question = ask(loaded(name, "roundpipe"), machine)
     planned = stage_case(question)
     assert asked_by_bench(name, [*WORDS, "pipeline.schedule=roundpipe"], machine) == planned
-    trained = cutter_of(question).case(16)
+    trained = planner_of(question).case(16)
     memory = trained.costs.device_memory_bytes
     assert replace(trained, costs=replace(trained.costs, device_memory_bytes=None)) == replace(
         planned, costs=replace(planned.costs, device_memory_bytes=None)
@@ -68,9 +68,9 @@ def test_the_three_commands_get_equal_stages(schedule: str) -> None:
     plan, question = make_plan(recipe, machine), ask(recipe, machine)
     case = asked_by_bench(name, [*WORDS, f"pipeline.schedule={schedule}"], machine)
     benched = choose(schedule, case, effort="quick")
-    cutter = cutter_of(question)
-    cutter.measured = True  # as if these costs had been
-    trained = cutter.schedule(16)
+    planner = planner_of(question)
+    planner.measured = True  # as if these costs had been
+    trained = planner.schedule(16)
     expected = plan.forward_stages, plan.backward_stages
     assert (benched.forward_stages, benched.backward_stages) == expected
     assert (trained.forward_stages, trained.backward_stages) == expected

@@ -9,14 +9,14 @@ import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.planning.partition import Partition, plan_partition
-from roundpipe_cli.planning.search.run import Effort
+from roundpipe_cli.planning.partition import PlannedCut, plan_partition
+from roundpipe_cli.planning.search.run import SearchEffort
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
-SMALL = Effort(cell_work=3e6, pattern_cells=30, local_work=1e6)
+SMALL = SearchEffort(cell_work=3e6, pattern_cells=30, local_work=1e6)
 
 
 def model(num_blocks: int, *, head: float = 2.0, hop: float = 0.1, embed: float | None = None) -> CostModel:
@@ -34,7 +34,7 @@ def with_bytes(costs: CostModel, *, boundary: int = 0) -> CostModel:
     return replace(costs, layers=layers, link_bytes_per_s=100.0)
 
 
-def check_cover(plan: Partition, num_layers: int) -> None:
+def check_cover(plan: PlannedCut, num_layers: int) -> None:
     forward = [layer for first, last in plan.forward_stages for layer in range(first, last + 1)]
     backward = [layer for first, last in reversed(plan.backward_stages) for layer in range(first, last + 1)]
     assert backward == list(range(num_layers))

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.plan import costs_for_recipe, plan_document, plan_text
+from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.planning.predict import check_fits, make_plan, solve_recipe
+from roundpipe_cli.planning.predict import check_fits, costs_for_recipe, make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_length import steps_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe

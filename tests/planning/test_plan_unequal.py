@@ -78,9 +78,9 @@ def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
 
 def test_a_run_that_only_the_larger_cards_hold_says_so(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     from roundpipe_cli.planning import predict
-    from roundpipe_cli.planning.question import Question, ask
+    from roundpipe_cli.planning.question import PlanRequest, ask
 
-    def here(loaded: LoadedRecipe, hardware: str | None = None, *, here: bool = False) -> Question:
+    def here(loaded: LoadedRecipe, hardware: str | None = None, *, here: bool = False) -> PlanRequest:
         question = ask(loaded, "3090+custom:memory_gib=2:acc32_tflops=70")
         return replace(question, hardware=replace(question.hardware, is_here=True))
 

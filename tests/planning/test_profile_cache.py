@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.adaptive import PROFILE_STEPS, Cutter
+from roundpipe_cli.planning.adaptive import PROFILE_STEPS, AdaptivePlanner
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.simulate import simulate
@@ -27,11 +27,11 @@ def costs(block_s: float) -> CostModel:
     return CostModel("layers", (embed, *blocks, head), link_bytes_per_s=1e15)
 
 
-def cutter(cache: ProfileCache) -> Cutter:
-    return Cutter(costs(1.0), WORKERS, PipelineConfig(), cache)
+def planner(cache: ProfileCache) -> AdaptivePlanner:
+    return AdaptivePlanner(costs(1.0), WORKERS, PipelineConfig(), cache)
 
 
-def step(chosen: Cutter, machine: CostModel) -> int:
+def step(chosen: AdaptivePlanner, machine: CostModel) -> int:
     """One step as this machine would time it; returns how many forward stages it had."""
     schedule = chosen.schedule(MICROBATCHES)
     timeline = simulate(schedule, machine)
@@ -42,21 +42,21 @@ def step(chosen: Cutter, machine: CostModel) -> int:
 
 def test_the_second_run_plans_at_once_and_keeps_what_is_true() -> None:
     cache, machine = ProfileCache({"model": "a"}), costs(0.01)
-    first = cutter(cache)
+    first = planner(cache)
     stages = [step(first, machine) for _ in range(PROFILE_STEPS + 1)]
     assert stages[:PROFILE_STEPS] == [BLOCKS] * PROFILE_STEPS and stages[-1] < BLOCKS
-    second = cutter(ProfileCache({"model": "a"}))
+    second = planner(ProfileCache({"model": "a"}))
     assert second.measured and [step(second, machine) for _ in range(6)] == [stages[-1]] * 6
     assert [layer.backward_s for layer in second.costs.layers] == pytest.approx(
         [layer.backward_s for layer in machine.layers]
     )
-    assert not cutter(ProfileCache({"model": "b"})).measured
+    assert not planner(ProfileCache({"model": "b"})).measured
 
 
 def test_times_that_are_wrong_are_measured_again() -> None:
     cache = ProfileCache({"model": "a"})
     cache.save(costs(0.01))
-    run, slow = cutter(ProfileCache({"model": "a"})), costs(0.1)
+    run, slow = planner(ProfileCache({"model": "a"})), costs(0.1)
     stages = [step(run, slow) for _ in range(2 * PROFILE_STEPS + 3)]
     assert BLOCKS in stages and stages[-1] < BLOCKS  # doubted, measured, planned anew
     assert json.loads(cache.path.read_text())["layers"][1][0] == pytest.approx(0.1)
@@ -67,7 +67,7 @@ def test_a_damaged_file_counts_as_none(text: str) -> None:
     cache = ProfileCache({"model": "a"})
     cache.path.parent.mkdir(parents=True)
     cache.path.write_text(text)
-    assert cache.load(costs(1.0)) is None and not cutter(cache).measured
+    assert cache.load(costs(1.0)) is None and not planner(cache).measured
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.planned import planned_bytes
 from roundpipe_cli.planning.predict import Plan, make_plan
@@ -125,16 +125,16 @@ class Run:
 
     def __init__(self, rig: Rig, memory_bytes: int, trained_bytes: int | None, num_workers: int = 2) -> None:
         self.told: list[Event] = []
-        self.cutter = Cutter(gpu_costs(rig, memory_bytes), num_workers, PipelineConfig())
+        self.planner = AdaptivePlanner(gpu_costs(rig, memory_bytes), num_workers, PipelineConfig())
         names = [f"gpu {index}" for index in range(num_workers)]
-        self.cache = AutoCache(self.cutter, names, self.told.append, is_open=True, trained_bytes=trained_bytes)
+        self.cache = AutoCache(self.planner, names, self.told.append, is_open=True, trained_bytes=trained_bytes)
         self.rig, self.peak, self.upload_bytes = rig, 0, 0
 
     def step(self, engine: Engine, sizes: list[tuple[int, int]] = SIZES) -> str:
         """Loss and gradients, which must not change."""
-        result = engine.run_step(random_microbatches(sizes), self.cutter.schedule(len(sizes)), step=0)
+        result = engine.run_step(random_microbatches(sizes), self.planner.schedule(len(sizes)), step=0)
         self.cache.observe(engine, result)
-        self.cutter.observe(result.timeline)
+        self.planner.observe(result.timeline)
         self.peak, self.upload_bytes = max(result.device_peak_bytes), result.upload_bytes
         return result.loss.hex() + b"".join(gradient.numpy().tobytes() for gradient in self.rig.store.gradients).hex()
 
@@ -154,7 +154,7 @@ def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int
         expected, short = run.step(engine), run.step(engine, SIZES[:1])
         run.settle(engine)
         assert run.cache.holds_all and run.cache.num_bytes > 0
-        assert run.cutter.schedule(len(SIZES)).backward_stages == ((0, head),)
+        assert run.planner.schedule(len(SIZES)).backward_stages == ((0, head),)
         assert run.step(engine) == expected  # which uploads the weights
         assert run.step(engine) == expected
         trained = sum(layout.trainable_num_bytes for layout in rig.store.layouts[1:])
@@ -162,9 +162,9 @@ def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int
         assert run.upload_bytes <= num_workers * trained + hidden
         assert run.step(engine, SIZES[:1]) == short
         assert all(worker._slots[0].weights.nbytes == 0 for worker in engine._workers)
-        assert run.cutter.predicted(len(SIZES)) is not None
+        assert run.planner.predicted(len(SIZES)) is not None
         run.cache.give_up(engine)
-        assert not run.cache.holds_all and run.cutter.schedule(len(SIZES)).backward_stages != ((0, head),)
+        assert not run.cache.holds_all and run.planner.schedule(len(SIZES)).backward_stages != ((0, head),)
         assert all(not worker.cache.num_bytes for worker in engine._workers) and not run.cache.num_bytes
         assert run.step(engine) == expected and run.step(engine, SIZES[:1]) == short
         assert run.cache.num_bytes > 0 and not run.cache.holds_all, "a cache beside the usual stages may come yet"
@@ -178,7 +178,7 @@ def test_an_evaluation_that_comes_first_needs_no_slots_either(rig: Rig) -> None:
     run = Run(rig, 10**9, 4)
     with rig.engine(2, copy=True, seed=3) as engine:
         run.settle(engine)
-        schedule = build_forward(every_stage(run.cutter.schedule(4)), num_workers=2, num_microbatches=4)
+        schedule = build_forward(every_stage(run.planner.schedule(4)), num_workers=2, num_microbatches=4)
         engine.score(random_microbatches(SIZES[:4]), schedule, step=0)
         assert all(slot.weights.nbytes == 0 for worker in engine._workers for slot in worker._slots)
     assert [len(row) for row in schedule.actions] == [2, 2], "each worker has its microbatches"
@@ -217,7 +217,7 @@ def test_stages_are_as_small_as_the_memory(rig: Rig) -> None:
         if not run.cache.holds_all:
             found.add(0)
             continue
-        schedule = run.cutter.schedule(len(SIZES))
+        schedule = run.planner.schedule(len(SIZES))
         with rig.engine(2, copy=True, count_bytes=True, seed=3, weight_cache_bytes=run.cache.num_bytes) as engine:
             run.step(engine)  # an engine of its own: the count of what the first one had allocated never falls
         assert run.peak <= DEVICE_SHARE * memory

@@ -10,7 +10,7 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, Cutter
+from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner
 from roundpipe_cli.planning.choose import choose, choose_dealing
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.profile_cache import ProfileCache
@@ -41,8 +41,8 @@ class Machine:
         """Step -> by what its worker 1 is slowed down."""
         self.steps = 0
 
-    def step(self, cutter: Cutter) -> StepResult:
-        timeline = simulate(cutter.schedule(MICROBATCHES), self.costs)
+    def step(self, planner: AdaptivePlanner) -> StepResult:
+        timeline = simulate(planner.schedule(MICROBATCHES), self.costs)
         slow = self.slow_steps.get(self.steps, 1.0)
         self.steps += 1
         actions = []
@@ -56,34 +56,34 @@ class Machine:
         return StepResult(0.0, 1, 0.0, makespan_s(timeline), tuple(actions), workers, 0, (0,) * workers)
 
 
-def trained(machine: Machine, pipeline: PipelineConfig | None = None) -> Cutter:
+def trained(machine: Machine, pipeline: PipelineConfig | None = None) -> AdaptivePlanner:
     """What a run has learnt of a machine in its first steps."""
     rough = replace(costs(), layers=tuple(replace(layer, recompute_s=None) for layer in costs().layers))
     speeds = machine.costs.worker_speed
     assert speeds is not None
-    cutter = Cutter(rough, len(speeds), pipeline or PipelineConfig())
-    while not cutter.measured:
-        cutter.observe(machine.step(cutter).timeline)
+    planner = AdaptivePlanner(rough, len(speeds), pipeline or PipelineConfig())
+    while not planner.measured:
+        planner.observe(machine.step(planner).timeline)
     assert machine.steps <= PROFILE_STEPS + CONFIRM_STEPS
-    return cutter
+    return planner
 
 
-def shares(cutter: Cutter) -> list[float]:
+def shares(planner: AdaptivePlanner) -> list[float]:
     """Each worker's part of the computing, in seconds of the fastest."""
-    speeds = cutter.costs.worker_speed
+    speeds = planner.costs.worker_speed
     assert speeds is not None
-    busy = busy_s(simulate(cutter.schedule(MICROBATCHES), cutter.costs))
+    busy = busy_s(simulate(planner.schedule(MICROBATCHES), planner.costs))
     work = [seconds * speed for seconds, speed in zip(busy, speeds, strict=True)]
     return [part / sum(work) for part in work]
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 0.5), (0.5, 1.0, 1.0), (1.0, 0.8, 0.4, 1.0)])
 def test_the_first_steps_show_who_is_slower_and_stages_are_dealt_accordingly(speeds: tuple[float, ...]) -> None:
-    cutter = trained(Machine(speeds, noise=0.03, seed=len(speeds)))
-    found = cutter.costs.worker_speed
+    planner = trained(Machine(speeds, noise=0.03, seed=len(speeds)))
+    found = planner.costs.worker_speed
     assert found == pytest.approx(speeds, rel=0.05)
-    assert [layer.backward_s for layer in cutter.costs.layers[1:-1]] == pytest.approx([0.02] * BLOCKS, rel=0.05)
-    assert shares(cutter) == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.05)
+    assert [layer.backward_s for layer in planner.costs.layers[1:-1]] == pytest.approx([0.02] * BLOCKS, rel=0.05)
+    assert shares(planner) == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.05)
 
 
 def test_the_recipe_may_have_it_otherwise() -> None:
@@ -103,8 +103,8 @@ def test_noise_makes_no_worker_slower(noise: float) -> None:
         workers = 2 + seed % 3
         machine = Machine((1.0,) * workers, noise, seed)
         machine.slow_steps = {1: 1.5} if seed % 2 else {0: 2.0}  # something else ran in one of the steps
-        cutter = trained(machine)
-        assert cutter.costs.worker_speed is None
+        planner = trained(machine)
+        assert planner.costs.worker_speed is None
 
 
 def test_a_small_difference_is_none_and_alike_workers_are_equal() -> None:
@@ -114,11 +114,11 @@ def test_a_small_difference_is_none_and_alike_workers_are_equal() -> None:
 
 
 def test_the_next_run_knows_the_speeds_from_the_start() -> None:
-    cache, cutter = ProfileCache({"machine": "unequal"}), trained(Machine((1.0, 0.5)))
-    cache.save(cutter.costs)
-    again = Cutter(cutter.rough, 2, PipelineConfig(), ProfileCache({"machine": "unequal"}))
-    assert again.measured and again.costs.worker_speed == cutter.costs.worker_speed
-    assert again.schedule(MICROBATCHES) == cutter.schedule(MICROBATCHES)
+    cache, planner = ProfileCache({"machine": "unequal"}), trained(Machine((1.0, 0.5)))
+    cache.save(planner.costs)
+    again = AdaptivePlanner(planner.rough, 2, PipelineConfig(), ProfileCache({"machine": "unequal"}))
+    assert again.measured and again.costs.worker_speed == planner.costs.worker_speed
+    assert again.schedule(MICROBATCHES) == planner.schedule(MICROBATCHES)
 
 
 def of_the_bound(question: SimulationCase) -> float:
@@ -138,9 +138,9 @@ def test_four_fast_and_two_half_speed_workers_come_near_the_bound() -> None:
 
 def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
     """Against the fast one alone with a plan of its own, which needs no recompute: whole microbatches, two to one."""
-    cutter = trained(Machine((1.0, 0.5), noise=0.02))
-    both_s = makespan_s(simulate(cutter.schedule(MICROBATCHES), cutter.costs))
-    alone = SimulationCase(replace(cutter.costs, worker_speed=None), 1, MICROBATCHES)
+    planner = trained(Machine((1.0, 0.5), noise=0.02))
+    both_s = makespan_s(simulate(planner.schedule(MICROBATCHES), planner.costs))
+    alone = SimulationCase(replace(planner.costs, worker_speed=None), 1, MICROBATCHES)
     alone_s = run("roundpipe", choose("roundpipe", alone), alone).step_s
     assert alone_s / both_s >= 0.97 * 1.5
 
@@ -183,10 +183,10 @@ def test_the_last_microbatches_do_not_wait_for_a_slow_worker() -> None:
 def test_stages_dealt_earliest_free_keep_the_devices_limits(limit: int) -> None:
     machine = Machine((1.0, 0.5))
     rough = replace(costs(), device_memory_bytes=limit)
-    cutter = Cutter(rough, 2, PipelineConfig())
-    while not cutter.measured:
-        cutter.observe(machine.step(cutter).timeline)
-    schedule = cutter.schedule(MICROBATCHES)
-    assert cutter.costs.worker_speed == pytest.approx((1.0, 0.5))
+    planner = AdaptivePlanner(rough, 2, PipelineConfig())
+    while not planner.measured:
+        planner.observe(machine.step(planner).timeline)
+    schedule = planner.schedule(MICROBATCHES)
+    assert planner.costs.worker_speed == pytest.approx((1.0, 0.5))
     for first, last in (*schedule.forward_stages, *schedule.backward_stages):
-        assert sum(layer.param_bytes for layer in cutter.costs.layers[first : last + 1]) <= 0.85 * limit / 2
+        assert sum(layer.param_bytes for layer in planner.costs.layers[first : last + 1]) <= 0.85 * limit / 2

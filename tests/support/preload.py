@@ -14,7 +14,9 @@ MODULES = (
 )
 """Those that a release of a library lacks are left to the runs."""
 
-importlib.import_module("roundpipe_cli.model.nf4").import_bitsandbytes()  # before PEFT does, and without a hub kernel
+importlib.import_module(
+    "roundpipe_cli.model.packed_weights"
+).import_bitsandbytes()  # before PEFT does, and without a hub kernel
 for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from copy import copy
 from typing import Any
 
-from roundpipe_cli.engine.dispatch.ledger import Ledger, Links, links_of
+from roundpipe_cli.engine.dispatch.ledger import Dependencies, Ledger, links_of
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, NUM_STAGING, WEIGHT_GRADIENT, WEIGHTS, Op, Program
@@ -27,7 +27,7 @@ class Facts:
 
     def __init__(self, program: Program, num_chunks: int, options: TransferOptions) -> None:
         self.program, self.num_chunks, self.options = program, num_chunks, options
-        self.links: Links = links_of(program)
+        self.links: Dependencies = links_of(program)
         self.updated = {op.stage for op in program.ops if op.lane == HOST and op.stage >= 0}
         self.buffers = 1 + program.staleness
         self.per_step = program.schedule.num_microbatches

@@ -21,8 +21,8 @@ from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import add_lora, initial_values
-from roundpipe_cli.model.nf4 import dequantize, quantizable_names
-from roundpipe_cli.model.split import Split, split_model
+from roundpipe_cli.model.packed_weights import dequantize, quantizable_names
+from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
@@ -135,7 +135,7 @@ class Rig:
     """A tiny model both ways: as the engine has it and as a plain module with the same weights."""
 
     skeleton: nn.Module
-    split: Split
+    split: ModelSplit
     store: WeightStore
     plain: nn.Module
     peft_model: Any = None

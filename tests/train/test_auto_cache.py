@@ -12,7 +12,7 @@ from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES, DEVICE_SHARE, spar
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Event, Notice
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -77,15 +77,15 @@ def run(
 ) -> tuple[list[str], list[StepResult], AutoCache]:
     """Steps as a training run makes them; devices that copy weights and count their bytes stand for GPUs."""
     told: list[Event] = []
-    cutter = Cutter(gpu_costs(rig, memory_bytes), 2, GIVEN)
-    cache = AutoCache(cutter, ("gpu 0", "gpu 1"), told.append, is_open=is_open)
+    planner = AdaptivePlanner(gpu_costs(rig, memory_bytes), 2, GIVEN)
+    cache = AutoCache(planner, ("gpu 0", "gpu 1"), told.append, is_open=is_open)
     bits, results = [], []
     with rig.engine(2, copy=True, count_bytes=count, seed=3) as engine:
         for step in range(STEPS):
             sizes = SIZES[:1] if step == STEPS - 1 else SIZES  # the last step of an epoch is short
-            result = engine.run_step(random_microbatches(sizes), cutter.schedule(len(sizes)), step=step)
+            result = engine.run_step(random_microbatches(sizes), planner.schedule(len(sizes)), step=step)
             cache.observe(engine, result)
-            cutter.observe(result.timeline)
+            planner.observe(result.timeline)
             gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients)
             bits.append(result.loss.hex() + gradients.hex())
             results.append(result)
@@ -112,23 +112,23 @@ def test_a_run_takes_it_once_its_stages_are_settled(rig: Rig) -> None:
 
 def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
     """Not in the profile's steps, nor after a short step; from then on a short step has the same stages."""
-    cutter = Cutter(gpu_costs(rig, 10**9), 2, PipelineConfig())
-    cache = AutoCache(cutter, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
+    planner = AdaptivePlanner(gpu_costs(rig, 10**9), 2, PipelineConfig())
+    cache = AutoCache(planner, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
 
     def step(engine: Engine, sizes: list[tuple[int, int]]) -> None:
-        result = engine.run_step(random_microbatches(sizes), cutter.schedule(len(sizes)), step=0)
+        result = engine.run_step(random_microbatches(sizes), planner.schedule(len(sizes)), step=0)
         cache.observe(engine, result)
-        cutter.observe(result.timeline)
+        planner.observe(result.timeline)
 
     with rig.engine(2, copy=True) as engine:
-        while not cutter.is_settled:
+        while not planner.is_settled:
             step(engine, SIZES)
             assert cache.num_bytes == 0
         step(engine, SIZES[:1])
         assert cache.num_bytes == 0
         step(engine, SIZES)
         assert cache.num_bytes > 0
-        usual, short = cutter.schedule(len(SIZES)), cutter.schedule(1)
+        usual, short = planner.schedule(len(SIZES)), planner.schedule(1)
         assert (short.forward_stages, short.backward_stages) == (usual.forward_stages, usual.backward_stages)
         step(engine, SIZES[:1])
 
@@ -145,19 +145,19 @@ def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:
 
 def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:
     expected, _, _ = run(rig, 10**9, is_open=False)
-    cutter = Cutter(gpu_costs(rig, 10**9), 2, GIVEN)
-    cache = AutoCache(cutter, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
+    planner = AdaptivePlanner(gpu_costs(rig, 10**9), 2, GIVEN)
+    cache = AutoCache(planner, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
     uploads = []
     with rig.engine(2, copy=True, seed=3) as engine:
         for step in range(STEPS - 1):
-            result = engine.run_step(random_microbatches(SIZES), cutter.schedule(len(SIZES)), step=step)
+            result = engine.run_step(random_microbatches(SIZES), planner.schedule(len(SIZES)), step=step)
             cache.observe(engine, result)
-            cutter.observe(result.timeline)
+            planner.observe(result.timeline)
         assert cache.num_bytes
         for give_up in (False, True):
             if give_up:
                 cache.give_up(engine)
-            result = engine.run_step(random_microbatches(SIZES), cutter.schedule(len(SIZES)), step=STEPS - 2)
+            result = engine.run_step(random_microbatches(SIZES), planner.schedule(len(SIZES)), step=STEPS - 2)
             uploads.append(result.upload_bytes)
             gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients)
             assert result.loss.hex() + gradients.hex() == expected[STEPS - 2]

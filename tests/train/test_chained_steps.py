@@ -25,14 +25,14 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError, StoppedError
 from roundpipe_cli.events import Event, Paused, StepFinished
-from roundpipe_cli.planning.adaptive import Cutter
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import Chain, build_schedule
+from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.train.loop import finetune as finetune_here
+from roundpipe_cli.train.loop import run_finetune as finetune_here
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
@@ -76,7 +76,7 @@ def test_a_chain_deals_as_chained_steps_do(num_workers: int, num_microbatches: i
             staleness=1,
         )
 
-    whole, chain = build(num_steps), Chain(build(1), costs)
+    whole, chain = build(num_steps), StepChain(build(1), costs)
     schedules = [chain.next() for _ in range(num_steps)]
     joined: list[list[tuple[Any, ...]]] = [[] for _ in range(num_workers)]
     for step, schedule in enumerate(schedules):
@@ -88,7 +88,7 @@ def test_a_chain_deals_as_chained_steps_do(num_workers: int, num_microbatches: i
 
 def test_a_chain_comes_round() -> None:
     """Schedules come again, so that a long run lowers few of them, and work is shared out evenly over steps."""
-    chain = Chain(
+    chain = StepChain(
         build_schedule(
             "roundpipe",
             forward_stages=((0, 2), (3, 3)),
@@ -121,7 +121,7 @@ def in_turn(rig: Rig, engine: Engine, num_steps: int) -> list[Any]:
 def overlapped(rig: Rig, engine: Engine, num_steps: int) -> tuple[list[Any], list[StepResult]]:
     """Each step given to the workers before the one before has ended."""
     microbatches = random_microbatches(SIZES)
-    chain = Chain(schedule_for(rig, engine.num_workers, len(SIZES)), equal(rig))
+    chain = StepChain(schedule_for(rig, engine.num_workers, len(SIZES)), equal(rig))
     found, results = [], []
     under_way = [engine.start_step(microbatches, chain.next(), step=0, version=0)]
     for step in range(num_steps):
@@ -187,10 +187,10 @@ def test_an_engine_left_with_steps_under_way_ends(ask: Ask) -> None:
 
 
 def test_who_chains() -> None:
-    def chain(costs: CostModel, *, chained: bool = True, workers: int = 3, **pipeline: Any) -> Chain | None:
+    def chain(costs: CostModel, *, chained: bool = True, workers: int = 3, **pipeline: Any) -> StepChain | None:
         given = {"forward_stages": ((0, 2),), "backward_stages": ((3, 6), (0, 2))}
-        cutter = Cutter(costs, workers, PipelineConfig(**{**given, **pipeline}), chained=chained)
-        return cutter.chain(6)
+        planner = AdaptivePlanner(costs, workers, PipelineConfig(**{**given, **pipeline}), chained=chained)
+        return planner.chain(6)
 
     assert chain(costs_of()) is not None
     assert chain(costs_of(), chained=False) is None
@@ -226,14 +226,14 @@ def test_stages_are_planned_for_steps_that_overlap() -> None:
     costs = CostModel("m", (LayerCost("embed", 0.0, 0.0, True), *blocks, LayerCost("head", 0.0, 0.032, False)))
     predicted = {}
     for chained in (False, True):
-        cutter = Cutter(costs, 8, PipelineConfig(), chained=chained)
-        cutter.measured = True
-        predicted[chained] = cutter.predicted(16)
-        assert (cutter.chain(16) is not None) == chained
+        planner = AdaptivePlanner(costs, 8, PipelineConfig(), chained=chained)
+        planner.measured = True
+        predicted[chained] = planner.predicted(16)
+        assert (planner.chain(16) is not None) == chained
     assert predicted[False] is not None and predicted[True] is not None
     assert predicted[True]["step_s"] < 0.9 * predicted[False]["step_s"]
     assert predicted[True]["bubble_ratio"] < 0.06
-    chain = cutter.chain(16)
+    chain = planner.chain(16)
     assert chain is not None
     step = chain.first
     many = build_schedule(

@@ -21,14 +21,14 @@ from roundpipe_cli.costs.analytic import TrainingSettings
 from roundpipe_cli.costs.memory import moment_bytes_per_param
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schedules import SCHEDULE_KEYS
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.optim.learning_rate import describe_schedule, make_schedule, schedule_of
+from roundpipe_cli.train.optim.learning_rate import describe_schedule, make_rate_schedule, schedule_of
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.optim.update_rules import Adafactor, AdamW, AdamW8, AdamW16, Rule, Sgd
+from roundpipe_cli.train.optim.update_rules import Adafactor, AdamW, AdamW8, AdamW16, Sgd, UpdateRule
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
@@ -342,7 +342,7 @@ def test_keys_that_would_do_nothing_are_refused(
 def test_settings_that_a_schedule_does_not_take_are_refused() -> None:
     wrong = {"num_decay_steps": 3, "decay_type": "sideways"}
     with pytest.raises(RefusedError, match="does not take these settings"):
-        make_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=10, settings=wrong)
+        make_rate_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=10, settings=wrong)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_settings_that_a_schedule_does_not_take_are_refused() -> None:
 def test_every_step_of_a_schedule_is_in_bounds(name: str, settings: dict[str, Any], found: str) -> None:
     """Only the last step was looked at, and not its value: such a run trained uphill, or far too fast, in silence."""
     with pytest.raises(RefusedError) as raised:
-        make_schedule(name, peak=1.0, warmup_steps=3, num_steps=100, settings=settings)
+        make_rate_schedule(name, peak=1.0, warmup_steps=3, num_steps=100, settings=settings)
     (problem,) = raised.value.problems
     assert raised.value.exit_code == 2 and problem.where == "lr_scheduler_kwargs"
     assert found in str(problem.found) and str(settings) in str(problem.found)
@@ -377,13 +377,13 @@ def test_schedules_with_usual_settings_stay_in_bounds(name: str, num_steps: int)
     settings = {"cosine_with_min_lr": {"min_lr_rate": 1.0}, "warmup_stable_decay": {"num_decay_steps": 20}}
     for warmup in (0, 3, 0.5):
         if num_steps <= 100 or warmup == 3:
-            make_schedule(name, peak=1e-3, warmup_steps=warmup, num_steps=num_steps, settings=settings.get(name))
+            make_rate_schedule(name, peak=1e-3, warmup_steps=warmup, num_steps=num_steps, settings=settings.get(name))
 
 
 def test_a_spike_in_a_very_long_run_is_found() -> None:
     settings = {"num_decay_steps": 3, "min_lr_ratio": 1.5}
     with pytest.raises(RefusedError, match="at step"):
-        make_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=7_654_321, settings=settings)
+        make_rate_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=7_654_321, settings=settings)
 
 
 def test_a_rate_above_the_peak_can_be_asked_for(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -426,7 +426,7 @@ def test_a_schedule_that_trains_little_is_described(
 
 # --- what the optimizers keep ---------------------------------------------------------------------------------------
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, UpdateRule] = {
     "adamw": AdamW(weight_decay=0.1),
     "adamw_bf16": AdamW16(weight_decay=0.1),
     "adamw_8bit": AdamW8(weight_decay=0.1),

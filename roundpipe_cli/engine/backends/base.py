@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-Event = Any
+DeviceEvent = Any
 """A point in a device's work; opaque to everybody but the backend that made it. None has happened."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -55,11 +55,11 @@ class Backend(ABC):
         """Host memory for a device tensor, to be filled by `copy_down`."""
 
     @abstractmethod
-    def copy_up(self, pairs: Sequence[Pair]) -> Event:
+    def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
         """Copy host tensors to the device; the event says when they are there."""
 
     @abstractmethod
-    def copy_down(self, pairs: Sequence[Pair]) -> Event:
+    def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
         """Copy device tensors to the host; the event says when they are there."""
 
     @abstractmethod
@@ -71,15 +71,15 @@ class Backend(ABC):
         """A device copy of a host tensor for the worker thread's next computation. Past the lanes, for small ones."""
 
     @abstractmethod
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """An event after everything that the worker thread has computed so far."""
 
     @abstractmethod
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """Make the worker thread's next computation wait for `event`."""
 
     @abstractmethod
-    def happens_in_s(self, event: Event) -> float:
+    def happens_in_s(self, event: DeviceEvent) -> float:
         """0 if `event` has happened, else seconds after which to look again."""
 
     @abstractmethod

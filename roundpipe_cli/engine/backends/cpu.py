@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.intra_op import set_own_threads
 
 
@@ -98,11 +98,11 @@ class CpuBackend(Backend):
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
-    def copy_up(self, pairs: Sequence[Pair]) -> Event:
+    def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
         for target, source in pairs:
             target.copy_(source)
 
-    def copy_down(self, pairs: Sequence[Pair]) -> Event:
+    def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
         self.copy_up(pairs)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,13 +115,13 @@ class CpuBackend(Backend):
         copied.copy_(tensor)
         return copied
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return None
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         return None
 
-    def happens_in_s(self, event: Event) -> float:
+    def happens_in_s(self, event: DeviceEvent) -> float:
         return 0.0
 
     def mark(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.engine.backends.base import Backend, Event, Pair
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.intra_op import set_own_threads
 
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
@@ -123,13 +123,13 @@ class CudaBackend(Backend):
         # torch keeps page-locked memory, in powers of two, and gives it away again when all copies of it have ended
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
-    def copy_up(self, pairs: Sequence[Pair]) -> Event:
+    def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
         with torch.cuda.stream(self._up):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return self._up.record_event()
 
-    def copy_down(self, pairs: Sequence[Pair]) -> Event:
+    def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
         with torch.cuda.stream(self._down):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -143,14 +143,14 @@ class CudaBackend(Backend):
         # An expanded tensor (a mask of several rows, say) cannot be pinned as it is.
         return tensor.contiguous().pin_memory().to(self.device, non_blocking=True)
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return self._compute.record_event()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         if event is not None:
             self._compute.wait_event(event)
 
-    def happens_in_s(self, event: Event) -> float:
+    def happens_in_s(self, event: DeviceEvent) -> float:
         if event is None or event.query():
             return 0.0
         now_s = time.perf_counter()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-Event = float | None
+EmulatedEvent = float | None
 """When something ends, absolute; None has happened."""
 
 
@@ -33,7 +33,11 @@ class StreamClock:
         self.end_s, self.late_s = now_s, 0.0
 
     def issue(
-        self, seconds: float, after: Sequence[Event] = (), lead_s: float = 0.0, late: Sequence[Event] = ()
+        self,
+        seconds: float,
+        after: Sequence[EmulatedEvent] = (),
+        lead_s: float = 0.0,
+        late: Sequence[EmulatedEvent] = (),
     ) -> tuple[float, float]:
         """Put an operation on the stream; returns (start, end).
 
@@ -70,12 +74,12 @@ class EmulatedDevice:
         return self.compute.late_s + self.up.late_s + self.down.late_s
 
 
-def happens_in_s(event: Event) -> float:
+def happens_in_s(event: EmulatedEvent) -> float:
     """0 if `event` has happened, else seconds until it will."""
     return 0.0 if event is None else max(0.0, event - time.perf_counter())
 
 
-def finish(event: Event) -> None:
+def finish(event: EmulatedEvent) -> None:
     """Block the host until `event` has happened."""
     while (left_s := happens_in_s(event)) > 0:
         time.sleep(left_s)

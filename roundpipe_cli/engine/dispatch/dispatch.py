@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from roundpipe_cli.engine.dispatch.ledger import Ledger, Links
+from roundpipe_cli.engine.dispatch.ledger import Dependencies, Ledger
 from roundpipe_cli.engine.dispatch.progress import AbortedError, Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue, TransferRecord
 from roundpipe_cli.faults import fault
@@ -30,7 +30,7 @@ from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
-Event = Any
+DispatchEvent = Any
 """A point in a device's work; None has happened."""
 
 MEMORY_HINT = "lower micro_batch_size or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
@@ -38,7 +38,7 @@ NOBODY = -1
 """The worker of host updates."""
 
 
-class Chunk(NamedTuple):
+class TransferChunk(NamedTuple):
     """A piece of a transfer."""
 
     num_bytes: int
@@ -68,28 +68,28 @@ class Work(Protocol):
     def begin(self, op: Op) -> None:
         """`op` comes next in the compute thread."""
 
-    def run(self, op: Op, ready: Sequence[Event], late: Sequence[Event]) -> Event:
+    def run(self, op: Op, ready: Sequence[DispatchEvent], late: Sequence[DispatchEvent]) -> DispatchEvent:
         """Issue a compute operation behind its events (`late`: of `late_deps`); returns when it is done."""
 
-    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Chunk]:
+    def prepare(self, op: Op, after: Sequence[DispatchEvent]) -> Sequence[TransferChunk]:
         """The chunks of a transfer whose inputs have happened; none where nothing is to be moved."""
 
-    def copy(self, op: Op, chunk: Chunk) -> Event:
+    def copy(self, op: Op, chunk: TransferChunk) -> DispatchEvent:
         """Issue one chunk; returns when it is there."""
 
-    def issued(self, op: Op, event: Event) -> None:
+    def issued(self, op: Op, event: DispatchEvent) -> None:
         """All chunks of a transfer have been issued; it is there once `event` has happened."""
 
     def ended(self, op: Op) -> None:
         """A transfer has arrived."""
 
-    def arrival(self, dep: Op, op: Op, event: Event) -> Event:
+    def arrival(self, dep: Op, op: Op, event: DispatchEvent) -> DispatchEvent:
         """When what `dep` made, once `event` has happened, is there for `op`."""
 
-    def happens_in_s(self, event: Event) -> float:
+    def happens_in_s(self, event: DispatchEvent) -> float:
         """0 if `event` has happened, else seconds after which to look again."""
 
-    def happened_at_s(self, event: Event, now_s: float) -> float:
+    def happened_at_s(self, event: DispatchEvent, now_s: float) -> float:
         """When an event that has happened did so (`time.perf_counter`); `now_s` where nobody knows."""
 
     def where(self, op: Op, *, weights: bool) -> str:
@@ -140,7 +140,9 @@ class _WorkerState:
 class StepRun:
     """One program on its way: what its threads share."""
 
-    def __init__(self, program: Program, links: Links, step: int, progress: Progress, works: dict[int, Work]) -> None:
+    def __init__(
+        self, program: Program, links: Dependencies, step: int, progress: Progress, works: dict[int, Work]
+    ) -> None:
         self.program, self.step, self.progress = program, step, progress
         self.ledger = Ledger(program, links)
         self.records: list[TransferRecord] = []
@@ -182,7 +184,7 @@ class StepRun:
             lane.inbox.append(op_id)
             lane.condition.notify()
 
-    def issue(self, op_id: int, event: Event) -> None:
+    def issue(self, op_id: int, event: DispatchEvent) -> None:
         """`op_id` has been issued; whoever waits for it may go on."""
         op = self.ledger.ops[op_id]
         with self.progress.lock:
@@ -194,14 +196,21 @@ class StepRun:
                     self._workers[op.worker].condition.notify()
             self.progress.last_s = time.monotonic()
 
-    def release(self, op_id: int, event: Event) -> None:
+    def release(self, op_id: int, event: DispatchEvent) -> None:
         """What the transfer `op_id` moves is there once `event` has happened, before its producer has ended."""
         with self.progress.lock:
             self.ledger.release(op_id, event)
             self._announce(op_id)
 
     def add(
-        self, kind: Kind, lane: str, like: Op, payload: str, boundary: int, priority: tuple[int, int], event: Event
+        self,
+        kind: Kind,
+        lane: str,
+        like: Op,
+        payload: str,
+        boundary: int,
+        priority: tuple[int, int],
+        event: DispatchEvent,
     ) -> Op:
         """A transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
         with self.progress.lock:
@@ -218,7 +227,7 @@ class StepRun:
         with self.progress.lock:
             self._announce(op_id)
 
-    def wait_issued(self, op: Op) -> Event:
+    def wait_issued(self, op: Op) -> DispatchEvent:
         """Block the compute thread until a transfer of its own worker has been issued; returns its event."""
         state = self._workers[op.worker]
         with self.progress.lock:
@@ -229,7 +238,7 @@ class StepRun:
             state.waiting_for = -1
             return self.ledger.events[op.id]
 
-    def wait_issuable(self, op: Op) -> tuple[list[Event], list[Event]]:
+    def wait_issuable(self, op: Op) -> tuple[list[DispatchEvent], list[DispatchEvent]]:
         """Block the compute thread until all that `op` waits for has been issued; returns the events and late ones."""
         state, ledger = self._workers[op.worker], self.ledger
         with self.progress.lock:
@@ -247,12 +256,12 @@ class StepRun:
         if self.progress.aborted:
             raise AbortedError
 
-    def _arrivals(self, op: Op, deps: Sequence[int]) -> list[Event]:
+    def _arrivals(self, op: Op, deps: Sequence[int]) -> list[DispatchEvent]:
         work, ledger = self._works[op.worker], self.ledger
         found = [work.arrival(ledger.ops[dep], op, ledger.events[dep]) for dep in deps]
         return [event for event in found if event is not None]
 
-    def inputs(self, op: Op) -> list[Event]:
+    def inputs(self, op: Op) -> list[DispatchEvent]:
         """The events that a transfer waits for; all have been issued."""
         work, ledger = self._works[op.worker], self.ledger
         found = [event if dep < 0 else work.arrival(ledger.ops[dep], op, event) for dep, event in ledger.inputs(op.id)]
@@ -350,10 +359,10 @@ class _LaneStep:
         self.run, self.work, self.lane = run, lane.work, lane
         self.state = run.lane(lane.name, lane.worker)
         self.queue = TransferQueue(options)
-        self.waiting: list[tuple[Op, list[Event]]] = []
+        self.waiting: list[tuple[Op, list[DispatchEvent]]] = []
         """Inputs issued, but perhaps not all happened."""
-        self.chunks: dict[int, deque[Chunk]] = {}
-        self.moving: deque[tuple[Event, TransferRecord | None]] = deque()
+        self.chunks: dict[int, deque[TransferChunk]] = {}
+        self.moving: deque[tuple[DispatchEvent, TransferRecord | None]] = deque()
         """Chunks on the stream, oldest first; the last one of a transfer with its record."""
         self.records: dict[int, TransferRecord] = {}
 
@@ -393,7 +402,7 @@ class _LaneStep:
             self.queue.ended()
             if record is not None:
                 self._arrived(record, event)
-        still: list[tuple[Op, list[Event]]] = []
+        still: list[tuple[Op, list[DispatchEvent]]] = []
         for op, events in self.waiting:
             left_s = max(map(work.happens_in_s, events), default=0.0)
             if left_s > 0:
@@ -404,7 +413,7 @@ class _LaneStep:
         self.waiting = still
         return look_s
 
-    def _admit(self, op: Op, events: list[Event]) -> None:
+    def _admit(self, op: Op, events: list[DispatchEvent]) -> None:
         try:
             chunks = self.work.prepare(op, events)
             if chunks:
@@ -441,7 +450,7 @@ class _LaneStep:
         if last:
             self.run.issue(op_id, event)
 
-    def _arrived(self, record: TransferRecord, event: Event) -> None:
+    def _arrived(self, record: TransferRecord, event: DispatchEvent) -> None:
         record.end_s = self.work.happened_at_s(event, time.perf_counter())
         del self.records[record.op_id]
         self.work.ended(self.run.ledger.ops[record.op_id])

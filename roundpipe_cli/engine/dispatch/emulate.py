@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.backends.emulated import EmulatedDevice, Event, finish, happens_in_s
-from roundpipe_cli.engine.dispatch.dispatch import Chunk, StepRun
+from roundpipe_cli.engine.backends.emulated import EmulatedDevice, EmulatedEvent, finish, happens_in_s
+from roundpipe_cli.engine.dispatch.dispatch import StepRun, TransferChunk
 from roundpipe_cli.engine.dispatch.ledger import links_of
 from roundpipe_cli.engine.dispatch.pool import Pool
 from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferStatistics, statistics_of
-from roundpipe_cli.engine.program import describe
+from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.durations import StageTimes, stage_times
@@ -70,7 +70,7 @@ class EmulatedWork:
         self.intervals: list[tuple[int, Interval]] = []
         """(operation, what it did), of all threads of this worker."""
         self._emulation = emulation
-        self._after: dict[int, Sequence[Event]] = {}
+        self._after: dict[int, Sequence[EmulatedEvent]] = {}
 
     def compute_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -84,7 +84,7 @@ class EmulatedWork:
     def begin(self, op: Op) -> None:
         return None
 
-    def run(self, op: Op, ready: Sequence[Event], late: Sequence[Event]) -> Event:
+    def run(self, op: Op, ready: Sequence[EmulatedEvent], late: Sequence[EmulatedEvent]) -> EmulatedEvent:
         fault("compute", step=op.step, worker=self.worker)
         times = self._emulation.times
         lead_s = 0.0
@@ -94,48 +94,48 @@ class EmulatedWork:
         self._note(op, COMPUTE, start_s, end_s)
         return end_s
 
-    def prepare(self, op: Op, after: Sequence[Event]) -> Sequence[Chunk]:
+    def prepare(self, op: Op, after: Sequence[EmulatedEvent]) -> Sequence[TransferChunk]:
         """Each chunk with its seconds."""
         costs = self._emulation.costs
         if op.lane == HOST:
-            chunks = [Chunk(0, costs.layers[op.stage].optimizer_s)] if op.stage >= 0 else []
+            chunks = [TransferChunk(0, costs.layers[op.stage].optimizer_s)] if op.stage >= 0 else []
         else:
             size = self._emulation.chunk_bytes
             sizes = [min(size, op.num_bytes - start) for start in range(0, op.num_bytes, size)]
-            chunks = [Chunk(num_bytes, num_bytes / costs.link_bytes_per_s) for num_bytes in sizes]
+            chunks = [TransferChunk(num_bytes, num_bytes / costs.link_bytes_per_s) for num_bytes in sizes]
         if chunks:
             self._after[op.id] = after
         return chunks
 
-    def copy(self, op: Op, chunk: Chunk) -> Event:
+    def copy(self, op: Op, chunk: TransferChunk) -> EmulatedEvent:
         clock = {UP: self.device.up, DOWN: self.device.down, HOST: self.device.compute}[op.lane]
         start_s, end_s = clock.issue(chunk.content, self._after[op.id])
         self._note(op, op.lane, start_s, end_s)
         return end_s
 
-    def issued(self, op: Op, event: Event) -> None:
+    def issued(self, op: Op, event: EmulatedEvent) -> None:
         self._after.pop(op.id, None)
 
     def ended(self, op: Op) -> None:
         return None
 
-    def arrival(self, dep: Op, op: Op, event: Event) -> Event:
+    def arrival(self, dep: Op, op: Op, event: EmulatedEvent) -> EmulatedEvent:
         """A hop later between two different workers; the host is near everyone."""
         if event is None or dep.worker == op.worker or min(dep.worker, op.worker) < 0:
             return event
         return event + self._emulation.costs.hop_s
 
-    def happens_in_s(self, event: Event) -> float:
+    def happens_in_s(self, event: EmulatedEvent) -> float:
         return happens_in_s(event)
 
-    def happened_at_s(self, event: Event, now_s: float) -> float:
+    def happened_at_s(self, event: EmulatedEvent, now_s: float) -> float:
         return now_s if event is None else event
 
     def where(self, op: Op, *, weights: bool) -> str:
         if op.lane == HOST:
             return f"host (emulated), update of layer {op.stage}, step {op.step}"
         what = "weights for " if weights else ""
-        return f"worker {self.worker} (emulated), {what}{describe(op, self._emulation.program.schedule, op.step)}"
+        return f"worker {self.worker} (emulated), {what}{describe_op(op, self._emulation.program.schedule, op.step)}"
 
     def drain(self) -> None:
         finish(self._end_s())

@@ -14,7 +14,7 @@ from roundpipe_cli.schedule.lower import Op, Program
 
 
 @dataclass(frozen=True)
-class Links:
+class Dependencies:
     """Who waits for whom in a program; made once and used for every step."""
 
     num_missing: tuple[int, ...]
@@ -22,20 +22,20 @@ class Links:
     followers: tuple[tuple[int, ...], ...]
 
 
-def links_of(program: Program) -> Links:
+def links_of(program: Program) -> Dependencies:
     """The dependencies of a program, turned around."""
     followers: list[list[int]] = [[] for _ in program.ops]
     for op in program.ops:
         for dep in (*op.deps, *op.late_deps):
             followers[dep].append(op.id)
     counts = tuple(len(op.deps) + len(op.late_deps) for op in program.ops)
-    return Links(counts, tuple(tuple(row) for row in followers))
+    return Dependencies(counts, tuple(tuple(row) for row in followers))
 
 
 class Ledger:
     """What has been issued in one step. Operations beyond the program's own may be added on the way."""
 
-    def __init__(self, program: Program, links: Links) -> None:
+    def __init__(self, program: Program, links: Dependencies) -> None:
         self.ops: list[Op] = list(program.ops)
         self.num_missing = list(links.num_missing)
         self.events: list[Any] = [None] * len(self.ops)

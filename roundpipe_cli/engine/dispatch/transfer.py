@@ -125,11 +125,11 @@ class TransferStatistics:
         self.exposed_s += other.exposed_s
 
 
-Span = tuple[float, float]
+ByteSpan = tuple[float, float]
 
 
 def statistics_of(
-    program: Program, compute_s: Mapping[int, Span], records: Iterable[TransferRecord], started_s: float
+    program: Program, compute_s: Mapping[int, ByteSpan], records: Iterable[TransferRecord], started_s: float
 ) -> TransferStatistics:
     """Bytes, waiting and exposed time per class.
 
@@ -143,7 +143,7 @@ def statistics_of(
         started_s: when the step began; same clock as all the others.
     """
     found = TransferStatistics()
-    moving: dict[tuple[str, str, int], list[Span]] = defaultdict(list)
+    moving: dict[tuple[str, str, int], list[ByteSpan]] = defaultdict(list)
     of_op = {record.op_id: record for record in records}
     for record in of_op.values():
         entry = found.classes[record.lane, record.payload]
@@ -168,9 +168,9 @@ def _add_exposed(
     found: TransferStatistics,
     program: Program,
     records: Mapping[int, TransferRecord],
-    compute_s: Mapping[int, Span],
+    compute_s: Mapping[int, ByteSpan],
     op_id: int,
-    gap: Span,
+    gap: ByteSpan,
 ) -> None:
     waited: list[TransferRecord] = []
     begin_s, end_s = gap
@@ -185,7 +185,7 @@ def _add_exposed(
             waited.append(record)
         if dep.lane in (UP, DOWN):
             todo += [other for other in dep.deps if program.ops[other].lane in (COMPUTE, DOWN)]
-    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    spans: dict[tuple[str, str], list[ByteSpan]] = defaultdict(list)
     for record in waited:
         span = max(record.ready_s, begin_s), min(record.end_s, end_s)
         if span[1] > span[0]:
@@ -195,7 +195,7 @@ def _add_exposed(
     found.exposed_s += covered_s([piece for pieces in spans.values() for piece in pieces])
 
 
-def covered_s(spans: Sequence[Span]) -> float:
+def covered_s(spans: Sequence[ByteSpan]) -> float:
     """Seconds that at least one of the spans covers."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

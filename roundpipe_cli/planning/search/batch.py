@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from roundpipe_cli.planning.search.evaluate import Chain, Links
+from roundpipe_cli.planning.search.evaluate import LinkCosts, RoundChain
 from roundpipe_cli.planning.stages import StageLimits, StageSums
 
 Array = Any
@@ -80,7 +80,7 @@ class BatchScorer:
         *,
         speeds: Sequence[float],
         hop_s: float,
-        links: Links | None = None,
+        links: LinkCosts | None = None,
         limits: StageLimits | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -139,12 +139,12 @@ class BatchScorer:
             fits &= peak <= self.memory.num_bytes
         return works, fits
 
-    def score(self, batch: Batch, chain: Chain) -> Array:
+    def score(self, batch: Batch, chain: RoundChain) -> Array:
         """(C,) time per step; infinite where a stage is over its limit."""
         works, fits = self.works(batch)
         return self.numpy.where(fits, self.step_s(works, chain), INFEASIBLE)
 
-    def step_s(self, works: Works, chain: Chain) -> Array:
+    def step_s(self, works: Works, chain: RoundChain) -> Array:
         """(C,) time per step."""
         numpy = self.numpy
         self.num_scored += works.num_candidates
@@ -154,11 +154,11 @@ class BatchScorer:
         ]
         return numpy.concatenate(parts) if parts else numpy.zeros(0)
 
-    def measure(self, sizes: Sequence[int], num_forward: int, chain: Chain) -> tuple[float, float]:
+    def measure(self, sizes: Sequence[int], num_forward: int, chain: RoundChain) -> tuple[float, float]:
         """Makespan of the first step and time per step of one partition."""
         numpy = self.numpy
         works, _ = self.works(Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)])))
-        first = Chain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
+        first = RoundChain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
         makespan_s, step_s = (float(_Walk(self, works, plain=True).run(part)[0]) for part in (first, chain))
         return makespan_s, step_s
 
@@ -179,7 +179,7 @@ class _Walk:
         self.states = [numpy.zeros((scorer.num_workers, works.num_candidates)) for _ in range(num_states)]
         """Free; then, with links: up link free, down link free, and when each slot is free, oldest first."""
 
-    def run(self, chain: Chain) -> Array:
+    def run(self, chain: RoundChain) -> Array:
         numpy = self.numpy
         first: Array = 0.0
         """Makespan after the first step."""

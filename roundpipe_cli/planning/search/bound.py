@@ -11,10 +11,10 @@ last one the stages behind still have to run (drain):
 from __future__ import annotations
 
 from roundpipe_cli.planning.search.batch import Array, BatchScorer, Works
-from roundpipe_cli.planning.search.evaluate import Chain
+from roundpipe_cli.planning.search.evaluate import RoundChain
 
 
-def lower_bounds(scorer: BatchScorer, works: Works, chain: Chain) -> Array:
+def lower_bounds(scorer: BatchScorer, works: Works, chain: RoundChain) -> Array:
     """(C,) seconds per step."""
     numpy = scorer.numpy
     lead, rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)

@@ -20,7 +20,7 @@ from roundpipe_cli.planning.stages import StageSums
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class RoundChain:
     """What is run: how many microbatches each round has, and between which rounds the time per step is measured."""
 
     round_sizes: tuple[int, ...]
@@ -40,16 +40,18 @@ class Chain:
         return (to_s - first_s) / (len(self.round_sizes) // self.rounds_per_step - 1)
 
 
-def chain_of(num_microbatches: int, per_round: int, *, staleness: int, num_steps: int, waits: bool = False) -> Chain:
+def chain_of(
+    num_microbatches: int, per_round: int, *, staleness: int, num_steps: int, waits: bool = False
+) -> RoundChain:
     """The rounds that decide a run's time per step. With staleness 0 a barrier separates steps: one step tells all."""
     step = _round_sizes(num_microbatches, per_round)
     if staleness == 0 or num_steps == 1:
-        return Chain(step, len(step), 0, 1)
+        return RoundChain(step, len(step), 0, 1)
     half = num_steps // 2
-    return Chain(step * num_steps, len(step), len(step) * half, num_steps - half, waits)
+    return RoundChain(step * num_steps, len(step), len(step) * half, num_steps - half, waits)
 
 
-def steady_chain(num_microbatches: int, per_round: int, min_rounds: int, *, waits: bool = False) -> Chain:
+def steady_chain(num_microbatches: int, per_round: int, min_rounds: int, *, waits: bool = False) -> RoundChain:
     """Enough chained steps to see how fast they follow each other."""
     rounds = -(-num_microbatches // per_round)
     num_steps = 2 * -(-min_rounds // (2 * rounds))
@@ -61,7 +63,7 @@ def _round_sizes(num_microbatches: int, per_round: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class LinkCosts:
     """What the default accounting adds to the published one."""
 
     bytes_per_s: float
@@ -145,7 +147,7 @@ def evaluate_partition(
     backward_stages: Sequence[StageRange],
     *,
     num_workers: int,
-    chain: Chain,
+    chain: RoundChain,
 ) -> tuple[float, float]:
     """Makespan of the first step and time per step, by the published rules."""
     works = stage_works(StageSums(costs), forward_stages, backward_stages)

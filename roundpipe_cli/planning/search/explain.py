@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundpipe_cli.planning.search.batch import Batch, BatchScorer
-from roundpipe_cli.planning.search.evaluate import Chain
+from roundpipe_cli.planning.search.evaluate import RoundChain
 from roundpipe_cli.planning.search.run import Candidate
 from roundpipe_cli.planning.stages import StageSums
 from roundpipe_cli.units import format_seconds
@@ -15,7 +15,7 @@ def explain(
     found: Sequence[Candidate],
     *,
     sums: StageSums,
-    chain: Chain,
+    chain: RoundChain,
     scorer: BatchScorer,
     without_hops: BatchScorer,
     without_links: BatchScorer,
@@ -41,7 +41,7 @@ def explain(
     return tuple(lines)
 
 
-def _score(scorer: BatchScorer, candidate: Candidate, chain: Chain) -> float:
+def _score(scorer: BatchScorer, candidate: Candidate, chain: RoundChain) -> float:
     numpy = scorer.numpy
     batch = Batch(
         numpy.array([candidate.sizes]), numpy.array([candidate.num_forward]), numpy.array([candidate.num_stages])
@@ -71,7 +71,7 @@ def _span(sizes: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _binds(best: Candidate, sums: StageSums, chain: Chain, scorer: BatchScorer) -> str:
+def _binds(best: Candidate, sums: StageSums, chain: RoundChain, scorer: BatchScorer) -> str:
     body = sums.num_layers - best.sizes[best.num_forward]
     count = sum(chain.round_sizes[: chain.rounds_per_step])
     whole = sums.forward_s[0][sums.num_layers] + sums.backward_s[0][sums.num_layers]

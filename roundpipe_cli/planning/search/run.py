@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Array, Batch, BatchScorer
 from roundpipe_cli.planning.search.bound import lower_bounds
-from roundpipe_cli.planning.search.evaluate import Chain
+from roundpipe_cli.planning.search.evaluate import RoundChain
 from roundpipe_cli.planning.search.local import neighbours, reshaped
 from roundpipe_cli.planning.search.seeds import PATTERNS, Cells, make_cells, seeds
 
@@ -23,7 +23,7 @@ OVERHEAD = 500
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """How much a search may do. Work is counted in stage visits of one microbatch, about five nanoseconds each."""
 
     cell_work: float = 1.5e8
@@ -60,7 +60,12 @@ class Search:
     """One search: a model, a number of workers, a chain of rounds."""
 
     def __init__(
-        self, scorer: BatchScorer, bounds: list[int], chain: Chain, effort: Effort, beat_s: float = INFEASIBLE
+        self,
+        scorer: BatchScorer,
+        bounds: list[int],
+        chain: RoundChain,
+        effort: SearchEffort,
+        beat_s: float = INFEASIBLE,
     ) -> None:
         self.scorer, self.bounds, self.chain, self.effort = scorer, bounds, chain, effort
         self.numpy = scorer.numpy

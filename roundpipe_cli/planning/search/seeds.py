@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundpipe_cli.planning.search.batch import Array, Batch, BatchScorer
-from roundpipe_cli.planning.search.evaluate import Chain
+from roundpipe_cli.planning.search.evaluate import RoundChain
 from roundpipe_cli.planning.stages import StageSums
 
 PATTERNS = ("smaller first", "larger first", "spread")
@@ -61,7 +61,7 @@ class Cells:
         return Cells(self.forward[which], self.later[which], self.head[which], self.bound_s[which], self.guess_s[which])
 
 
-def make_cells(scorer: BatchScorer, bounds: list[int], chain: Chain) -> Cells:
+def make_cells(scorer: BatchScorer, bounds: list[int], chain: RoundChain) -> Cells:
     """All cells, in the order of their guesses, ties in that of the number of stages."""
     numpy = scorer.numpy
     units = len(bounds) - 1
@@ -76,7 +76,7 @@ def make_cells(scorer: BatchScorer, bounds: list[int], chain: Chain) -> Cells:
 
 
 def _cell_bounds(
-    scorer: BatchScorer, bounds: list[int], chain: Chain, forward: Array, later: Array, head: Array
+    scorer: BatchScorer, bounds: list[int], chain: RoundChain, forward: Array, later: Array, head: Array
 ) -> tuple[Array, Array]:
     """Bounds like `search_bound.lower_bounds`, from averages, and guesses."""
     numpy = scorer.numpy

@@ -109,7 +109,7 @@ def _is_inside(name: str, depth: int) -> bool:
     return len(parts) <= depth and all(_FILE_NAME.match(part) for part in parts)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_own_json(path: Path) -> dict[str, Any]:
     """A JSON object from a small file that must be our own.
 
     Raises:

@@ -13,10 +13,11 @@ so the next resume leaves no gap. What is set aside goes when a checkpoint of it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from roundpipe_cli.durable import disk_error, sync_folder
+from roundpipe_cli.events import Say
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME, REPORT_NAME, truncate_metrics
 from roundpipe_cli.train.checkpoint.step_folders import (
     SET_ASIDE_PREFIX,
@@ -26,8 +27,6 @@ from roundpipe_cli.train.checkpoint.step_folders import (
     list_set_aside,
 )
 from roundpipe_cli.train.result.finish import LAST_NAMES
-
-Say = Callable[[str], None]
 
 
 def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:

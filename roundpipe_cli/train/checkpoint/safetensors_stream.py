@@ -157,12 +157,12 @@ def _checked_pieces(stream: TensorStream) -> Iterator[memoryview]:
         if TensorSpec.of(name, tensor) != expected:
             raise ValueError(f"tensor {num_seen} is {TensorSpec.of(name, tensor)}, announced was {expected}")
         num_seen += 1
-        yield tensor_bytes(tensor)
+        yield bytes_of_tensor(tensor)
     if num_seen != len(stream.specs):
         raise ValueError(f"{len(stream.specs)} tensors were announced, {num_seen} came")
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in row-major order as bytes."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()

@@ -23,10 +23,9 @@ import torch
 
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
-from roundpipe_cli.events import CheckpointSaved, Notice
+from roundpipe_cli.events import CheckpointSaved, Notice, Tell
 from roundpipe_cli.train.checkpoint.safetensors_stream import FileSet, TensorSpec
 from roundpipe_cli.train.checkpoint.store import save_checkpoint
-from roundpipe_cli.train.setup import Tell
 
 RING_BUFFERS = 32
 MAX_BUFFER_BYTES = 8 * 1024**2

@@ -28,7 +28,6 @@ from roundpipe_cli.durable import (
     STATE_FOLDER_MODE,
     TEMPORARY_PREFIX,
     NewFile,
-    Warn,
     disk_error,
     free_bytes,
     remove_tree,
@@ -37,8 +36,9 @@ from roundpipe_cli.durable import (
     write_new_file,
 )
 from roundpipe_cli.errors import NoCheckpointError, Problem
+from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
-from roundpipe_cli.train.checkpoint.manifest import DamagedError, FileRecord, read_json, read_records, verify_files
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, FileRecord, read_own_json, read_records, verify_files
 from roundpipe_cli.train.checkpoint.safetensors_stream import FileSet, TensorGroup, encode_header
 from roundpipe_cli.train.checkpoint.step_folders import (
     STEP_FOLDER,
@@ -114,7 +114,7 @@ def save_checkpoint(
     files: Mapping[str, TensorGroup] | FileSet,
     meta: Mapping[str, Any],
     keep: int,
-    warn: Warn | None = None,
+    warn: Say | None = None,
 ) -> Path:
     """Write `step-<step>` durably, then remove all but the newest `keep` checkpoints. Returns the folder.
 
@@ -153,7 +153,7 @@ def save_checkpoint(
     except BaseException:
         _discard(temporary)
         raise
-    prune(output_dir, step, keep, warn)
+    prune_checkpoints(output_dir, step, keep, warn)
     return target
 
 
@@ -236,7 +236,7 @@ def _commit(output_dir: Path, temporary: Path, step: int) -> None:
         raise
 
 
-def prune(output_dir: Path, step: int, keep: int, warn: Warn | None = None) -> None:
+def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say | None = None) -> None:
     """Remove what `keep` leaves out, by step number (clocks jump), and what was set aside of steps up to `step`.
 
     `step` was just made durable and stays. What cannot be removed is reported and left: the checkpoint just written is
@@ -262,7 +262,7 @@ def prune(output_dir: Path, step: int, keep: int, warn: Warn | None = None) -> N
             _tell(warn, f"could not remove {folder}: {error.strerror}")
 
 
-def _make_room(output_dir: Path, needed_bytes: int, warn: Warn | None) -> None:
+def _make_room(output_dir: Path, needed_bytes: int, warn: Say | None) -> None:
     """Remove what was set aside, the newest first, as long as the disk has no room for a checkpoint."""
     for _, folder in list_set_aside(output_dir):
         if free_bytes(output_dir) >= needed_bytes:
@@ -291,7 +291,7 @@ def _discard(temporary: Path) -> None:
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_newest(output_dir: Path, path: Path | None = None, warn: Warn | None = None) -> Checkpoint:
+def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = None) -> Checkpoint:
     """The newest checkpoint of `output_dir` whose every byte is as written, or the one named by `path`.
 
     Nothing is changed on the disk. Each damaged checkpoint passed over gives one warning that names the file, what
@@ -332,7 +332,7 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Warn | None = 
 def peek(folder: Path) -> dict[str, Any] | None:
     """The `meta` of a checkpoint without any look at its other files; None where it cannot be read."""
     try:
-        meta = read_json(folder / STATE_NAME).get("meta")
+        meta = read_own_json(folder / STATE_NAME).get("meta")
     except DamagedError:
         return None
     return meta if isinstance(meta, dict) else None
@@ -345,7 +345,7 @@ def _load(folder: Path, step: int) -> Checkpoint:
         if record.name.endswith(".safetensors"):
             groups.append(record.name.removesuffix(".safetensors"))
             _check_readable(folder / record.name)
-    state = read_json(folder / STATE_NAME)
+    state = read_own_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
     return Checkpoint(folder, step, state["meta"], tuple(groups))
@@ -367,7 +367,7 @@ def _verify(folder: Path, step: int) -> list[FileRecord]:
 
 def _read_manifest(folder: Path, step: int) -> list[FileRecord]:
     path = folder / MANIFEST_NAME
-    manifest = read_json(path)
+    manifest = read_own_json(path)
     version = manifest.get("format_version")
     if manifest.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
         raise DamagedError(path, "no manifest of a checkpoint", f"format {FORMAT_NAME!r}, version {FORMAT_VERSION}")
@@ -400,6 +400,6 @@ def _encode_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def _tell(warn: Warn | None, message: str) -> None:
+def _tell(warn: Say | None, message: str) -> None:
     if warn is not None:
         warn(message)

@@ -33,6 +33,7 @@ from roundpipe_cli.events import (
     Span,
     StepFinished,
     StepTimeline,
+    Tell,
     WorkSeen,
     decode,
     encode,
@@ -40,7 +41,7 @@ from roundpipe_cli.events import (
 from roundpipe_cli.redact import redact
 from roundpipe_cli.schedule.timeline import COMPUTE
 from roundpipe_cli.train.monitor.device_samples import DeviceSampler
-from roundpipe_cli.train.setup import Setup, Tell
+from roundpipe_cli.train.setup import Setup
 
 EVENTS_NAME = "events.jsonl"
 LOOK_S = 0.2
@@ -147,7 +148,7 @@ def _span(item: ActionTime, offset_s: float) -> Span:
     return Span(action.worker, COMPUTE, action.kind.value, action.stage, action.microbatch, start_s, end_s)
 
 
-class Recorder:
+class EventRecorder:
     """Passes events on and keeps those that others may want to see later; a full disk ends the keeping, not the run."""
 
     def __init__(self, output_dir: Path, first_step: int, clock: Clock, tell: Tell) -> None:
@@ -169,7 +170,7 @@ class Recorder:
         self._next_sample_s = self._next_timeline_s = 0.0
         self._unwritten: deque[StepTimeline] = deque(maxlen=KEPT_TIMELINES)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> EventRecorder:
         with self._failing_softly():
             lines = read_lines(self._path)
             kept = [line for line in lines if _step(line) <= self._first_step] if self._first_step else []

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished
+from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.redact import redact
 
@@ -34,7 +34,6 @@ FLUSH_S = 10.0
 PROJECT = "roundpipe"
 RUN_IDS_NAME = "trackers.json"
 
-Tell = Callable[[Event], None]
 Values = Mapping[str, float]
 
 

@@ -16,13 +16,13 @@ from itertools import zip_longest
 import torch
 
 from roundpipe_cli.costs.machine import host_memory
-from roundpipe_cli.events import Notice
+from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.saver import State
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.update_rules import make_rule
-from roundpipe_cli.train.setup import MAX_MEMORY_SHARE, Tell
+from roundpipe_cli.train.setup import MAX_MEMORY_SHARE
 from roundpipe_cli.units import format_bytes
 
 

@@ -19,7 +19,7 @@ at the borders of the schedule's phases, within which it only rises, falls, or s
 ROUNDING = 1e-9
 """Relative excess over the peak that rounding explains."""
 
-Schedule = Callable[[int], float]
+RateSchedule = Callable[[int], float]
 """The learning rate of update k (from 0)."""
 
 
@@ -28,13 +28,13 @@ def num_steps_of(recipe: Recipe, sampler: BatchSampler) -> int:
     return recipe.max_steps or sampler.num_steps(recipe.num_train_epochs)
 
 
-def schedule_of(recipe: Recipe, num_steps: int) -> Schedule:
+def schedule_of(recipe: Recipe, num_steps: int) -> RateSchedule:
     """The learning rate of update k (from 0) of a run of `num_steps` updates.
 
     Raises:
         RefusedError: see `make_schedule`.
     """
-    return make_schedule(
+    return make_rate_schedule(
         recipe.lr_scheduler_type,
         peak=recipe.learning_rate,
         warmup_steps=recipe.warmup_steps,
@@ -51,7 +51,7 @@ def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
     return -int(-warmup_steps * num_steps // 1)
 
 
-def make_schedule(
+def make_rate_schedule(
     name: str,
     *,
     peak: float,
@@ -59,7 +59,7 @@ def make_schedule(
     num_steps: int,
     settings: Mapping[str, Any] | None = None,
     above_peak: bool = False,
-) -> Schedule:
+) -> RateSchedule:
     """The schedule of a run.
 
     Args:
@@ -126,7 +126,7 @@ def _out_of_bounds(name: str, step: int, rate: float, peak: float, what: str) ->
     )
 
 
-def describe_schedule(schedule: Schedule, recipe: Recipe, num_steps: int) -> list[str]:
+def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) -> list[str]:
     """What a user would not expect of a schedule, a line each: a peak that is not reached, steps that train nothing."""
     warmup = num_warmup_steps(recipe.warmup_steps, num_steps)
     steps = _steps_to_check(num_steps, warmup, recipe.lr_scheduler_kwargs)
@@ -143,7 +143,7 @@ def describe_schedule(schedule: Schedule, recipe: Recipe, num_steps: int) -> lis
     return lines
 
 
-def describe_change(old: Schedule, new: Schedule, *, step: int, old_steps: int, num_steps: int) -> str:
+def describe_change(old: RateSchedule, new: RateSchedule, *, step: int, old_steps: int, num_steps: int) -> str:
     """What another number of steps does to a run that continues after `step` updates: one line for the user."""
     text = f"the run has {num_steps} steps instead of {old_steps}"
     now, before = f"step {step + 1} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"

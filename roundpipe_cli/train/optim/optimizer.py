@@ -12,7 +12,7 @@ import torch
 
 from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.optim.update_rules import AdamW, Rule, make_rule
+from roundpipe_cli.train.optim.update_rules import AdamW, UpdateRule, make_rule
 
 BLOCK_ELEMENTS = 2**20
 """Of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all that is done."""
@@ -43,7 +43,7 @@ class HostOptimizer:
     def __init__(
         self,
         store: WeightStore,
-        rule: Rule | None = None,
+        rule: UpdateRule | None = None,
         rates: Mapping[str, float] | None = None,
         elsewhere: Collection[int] = (),
     ) -> None:

@@ -16,9 +16,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
-State = Mapping[str, torch.Tensor]
+MomentState = Mapping[str, torch.Tensor]
 
 SCALE_ELEMENTS = 256
 """Elements that share a scale in 8 bit; bitsandbytes' own."""
@@ -27,7 +27,7 @@ MIN_8BIT_ELEMENTS = 4096
 NOISE_ELEMENTS = 2**20
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """One way to update."""
 
     is_flat: bool
@@ -37,7 +37,13 @@ class Rule(Protocol):
         """What is kept from update to update for values of this shape, as before the first."""
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: MomentState,
+        learning_rate: float,
+        number: int,
+        salt: int,
     ) -> None:
         """One update in place, number `number` (from 1); `salt` differs from block to block."""
 
@@ -55,7 +61,13 @@ class AdamW:
         return {"exp_avg": torch.empty(shape), "exp_avg_sq": torch.empty(shape)}
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: MomentState,
+        learning_rate: float,
+        number: int,
+        salt: int,
     ) -> None:
         self._update(values, gradient, state["exp_avg"], state["exp_avg_sq"], learning_rate, number)
 
@@ -99,7 +111,13 @@ class AdamW16(AdamW):
         return {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: MomentState,
+        learning_rate: float,
+        number: int,
+        salt: int,
     ) -> None:
         moment, square_moment = state["exp_avg"].float(), state["exp_avg_sq"].float()
         self._update(values, gradient, moment, square_moment, learning_rate, number)
@@ -140,7 +158,13 @@ class AdamW8(AdamW):
         }
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: MomentState,
+        learning_rate: float,
+        number: int,
+        salt: int,
     ) -> None:
         functional: Any = import_bitsandbytes().functional
         moment, square_moment = state["state1"], state["state2"]
@@ -170,7 +194,13 @@ class Sgd:
         return {"momentum": torch.empty(shape)} if self.momentum else {}
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: MomentState,
+        learning_rate: float,
+        number: int,
+        salt: int,
     ) -> None:
         sgd(
             [values],
@@ -203,7 +233,13 @@ class Adafactor:
         }
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: State, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: MomentState,
+        learning_rate: float,
+        number: int,
+        salt: int,
     ) -> None:
         from transformers import Adafactor as Theirs
 
@@ -215,7 +251,7 @@ class Adafactor:
         optimizer.step()
 
 
-def make_rule(name: str, *, betas: tuple[float, float], eps: float, momentum: float, weight_decay: float) -> Rule:
+def make_rule(name: str, *, betas: tuple[float, float], eps: float, momentum: float, weight_decay: float) -> UpdateRule:
     """The rule that a recipe's `optim` names.
 
     Raises:

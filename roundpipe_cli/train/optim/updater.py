@@ -25,7 +25,7 @@ from roundpipe_cli.train.nodes.shard import Shards
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.watchdog import at_work
 
-Work = queue.Queue[Callable[[], None] | None]
+UpdateQueue = queue.Queue[Callable[[], None] | None]
 
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
@@ -47,14 +47,14 @@ class Updater:
         """
         self._shards = shards
         self._own = [layer for layer in optimizer.layers if shards is None or shards.is_own(layer)]
-        self._rounds: Work = queue.Queue()
+        self._rounds: UpdateQueue = queue.Queue()
         self._sender = threading.Thread(target=self._run, args=(self._rounds, 1), name="weights-round", daemon=True)
         self.before_layer: Callable[[int, int], None] | None = None
         """Called in the thread with a layer and the version that it is about to get, before it changes: a checkpoint
         may still have to copy what is there."""
         self._store = store
         self._optimizer = optimizer
-        self._work: Work = queue.Queue()
+        self._work: UpdateQueue = queue.Queue()
         self._changed = threading.Condition()
         self._num_pending = 0
         self._error: BaseException | None = None
@@ -159,12 +159,12 @@ class Updater:
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
-    def _give(self, work: Callable[[], None], to: Work | None = None) -> None:
+    def _give(self, work: Callable[[], None], to: UpdateQueue | None = None) -> None:
         with self._changed:
             self._num_pending += 1
         (to or self._work).put(work)
 
-    def _run(self, orders: Work, num_threads: int) -> None:
+    def _run(self, orders: UpdateQueue, num_threads: int) -> None:
         set_own_threads(num_threads)
         while (work := orders.get()) is not None:
             error: BaseException | None = None

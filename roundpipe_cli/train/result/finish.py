@@ -15,7 +15,13 @@ from roundpipe_cli.model.lora import save_adapter
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
-from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_json, read_records, verify_files, write_manifest
+from roundpipe_cli.train.checkpoint.manifest import (
+    DamagedError,
+    read_own_json,
+    read_records,
+    verify_files,
+    write_manifest,
+)
 from roundpipe_cli.train.checkpoint.output_dir import REPORT_NAME, RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.step_folders import BEST_NOTE
 from roundpipe_cli.train.setup import Setup
@@ -101,7 +107,7 @@ def verify_best(folder: Path) -> bool:
     Raises:
         DamagedError: the first difference.
     """
-    note = read_json(folder / BEST_NOTE)
+    note = read_own_json(folder / BEST_NOTE)
     if "files" not in note:
         return False
     verify_files(folder, read_records(folder / BEST_NOTE, note["files"], depth=2), BEST_NOTE)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.chat import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Say
 from roundpipe_cli.model.adapter_files import read_adapter_config
 from roundpipe_cli.model.load import load_config, load_tokenizer
-from roundpipe_cli.model.nf4 import import_bitsandbytes
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.train.result.base_files import end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
@@ -53,7 +54,7 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
     return model.eval(), load_tokenizer(ModelSource(str(result), result))
 
 
-def move_to_gpu(model: Any, tell: Callable[[str], None]) -> Any:
+def move_to_gpu(model: Any, tell: Say) -> Any:
     """The model on the GPU with the most free memory, or where it is if no GPU has room for it; says which."""
     import torch
 

@@ -20,7 +20,7 @@ _MARKS = {"system": "SYSTEMTEXT", "user": "USERTEXT", "assistant": "ASSISTANTTEX
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnMarks:
     """What a chat template writes around the texts of a conversation."""
 
     start: str
@@ -37,7 +37,7 @@ class Turns:
         return start + "".join(turns) + self.prompt
 
 
-def find_turns(tokenizer: Any) -> Turns | None:
+def find_turns(tokenizer: Any) -> TurnMarks | None:
     """The pieces of the tokenizer's template; None if it does not put a conversation together of such pieces."""
     if not tokenizer.chat_template:
         return None
@@ -67,14 +67,14 @@ def _render(tokenizer: Any, messages: Messages, prompt: bool) -> str:
     return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # Ollama puts it there itself
 
 
-def _agrees(turns: Turns, tokenizer: Any, messages: Messages) -> bool:
+def _agrees(turns: TurnMarks, tokenizer: Any, messages: Messages) -> bool:
     try:
         return turns.render(messages) == _render(tokenizer, messages, prompt=True)
     except Exception:  # for instance a template that wants no system message
         return messages[0]["role"] == "system" and "system" not in turns.around
 
 
-def _split(tokenizer: Any) -> Turns | None:
+def _split(tokenizer: Any) -> TurnMarks | None:
     user, assistant = _message("user"), _message("assistant")
     whole = _render(tokenizer, [user, assistant, user, assistant, user], prompt=False)
     parts = whole.split(_MARKS["user"])
@@ -99,7 +99,7 @@ def _split(tokenizer: Any) -> Turns | None:
             around["system"] = (with_system[0], after.removesuffix(before_user))
     except Exception:  # it takes none
         pass
-    return Turns(first.removesuffix(before_user), around, prompt)
+    return TurnMarks(first.removesuffix(before_user), around, prompt)
 
 
 OLLAMA_NAMES = {
@@ -145,7 +145,7 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _go_template(turns: Turns) -> str:
+def _go_template(turns: TurnMarks) -> str:
     branches, word = "", "if"
     for role, (before, after) in turns.around.items():
         branches += f'{{{{ {word} eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{_go(after)}'

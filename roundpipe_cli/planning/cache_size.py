@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
-from roundpipe_cli.planning.question import Question
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.planning.verdict import Verdict
 from roundpipe_cli.units import format_bytes
 
 
-def with_all_weights(question: Question) -> Question | None:
+def with_all_weights(question: PlanRequest) -> PlanRequest | None:
     """The question for GPUs that hold all weights from the start, so that stages need no room for them; None where the
     recipe does not leave it open. CPU workers read the host's weights, so for them it is the question itself."""
     gpus = [device for device in question.hardware.devices if not device.is_cpu]
@@ -26,13 +26,13 @@ def with_all_weights(question: Question) -> Question | None:
     return replace(question, settings=settings, analytic=analytic)
 
 
-def has_room(question: Question, verdict: Verdict) -> bool:
+def has_room(question: PlanRequest, verdict: Verdict) -> bool:
     """Whether what `verdict` counts leaves on each GPU what no memory model knows."""
     sizes = [device.memory_bytes for device in question.hardware.devices if not device.is_cpu]
     return verdict.fits and (not sizes or verdict.device.total_bytes <= DEVICE_SHARE * min(sizes))
 
 
-def with_auto_cache(question: Question, verdict: Verdict) -> tuple[Question, str | None]:
+def with_auto_cache(question: PlanRequest, verdict: Verdict) -> tuple[PlanRequest, str | None]:
     """The question with the cache in its settings, and what is kept, in words; as it is where there is none.
 
     Args:

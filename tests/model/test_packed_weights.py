@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.nf4 import dequantize, packed_bytes, quantize, require_bitsandbytes
+from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize, require_bitsandbytes
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import REPOSITORY, finetune, fresh, make_model, make_workspace, metrics
 from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for

@@ -81,20 +81,20 @@ def _measured(item: Measured) -> dict[str, Any]:
     }
 
 
-def fastest(comparison: Comparison) -> Measured:
+def most_tokens_per_s(comparison: Comparison) -> Measured:
     """The schedule with the most tokens per second."""
     return max(comparison.schedules, key=lambda item: item.tokens_per_s)
 
 
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
     """What to write into the recipe to have the fastest schedule as it was measured."""
-    best = fastest(comparison).predicted.schedule
+    best = most_tokens_per_s(comparison).predicted.schedule
     if not best.forward_stages:  # whole microbatches on each worker, which a run chooses where it may
         return {"pipeline": {"schedule": best.name}}
     keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
     if best.name == "roundpipe":
         keep["backward_stages"] = [list(stage) for stage in best.backward_stages]
-        if fastest(comparison).predicted.dealing.earliest_free:
+        if most_tokens_per_s(comparison).predicted.dealing.earliest_free:
             keep["dispatch"] = "earliest_free"
     return {"pipeline": keep}
 
@@ -128,7 +128,7 @@ def _print(comparison: Comparison, repetitions: int) -> None:
         )
     console = Console()
     console.print(table)
-    best = fastest(comparison)
+    best = most_tokens_per_s(comparison)
     others = [item for item in comparison.schedules if item is not best]
     if others:
         second = max(others, key=lambda item: item.tokens_per_s)
