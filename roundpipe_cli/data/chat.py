@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 MAX_TEMPLATE_BYTES = 64 * 1024
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"
+PLACEHOLDER = "Placeholder0"
+"""Words by which a template is tried."""
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """The date that templates are told, the one that Llama 3's fall back on."""
@@ -113,6 +115,8 @@ class ChatTemplate:
         self._specials = tuple(sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len))
         controls = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
+        self._kept_kinds: set[str] = set()
+        """Kinds of turns, other than answers, that the template is known to write."""
         self._has_marks = GENERATION_MARK.search(text) is not None
         self.writes_date = "strftime_now" in text
         self._check_syntax()
@@ -193,6 +197,7 @@ class ChatTemplate:
         _check_tools(conversation, text)
         if isinstance(conversation, Exchange):
             return ()
+        self._check_turns(conversation, text)
         messages, left_out = conversation.messages, []
         last_question = max((index for index, item in enumerate(messages) if item["role"] == "user"), default=-1)
         for index, message in enumerate(messages):
@@ -210,9 +215,38 @@ class ChatTemplate:
             left_out.append("reasoning_content of earlier turns (not kept by the chat template)")
         return tuple(dict.fromkeys(left_out))
 
+    def _check_turns(self, conversation: Conversation, text: str) -> None:
+        """A template writes the kinds of turns that it knows and leaves others out without a word.
+
+        Words can stand in the text for another reason, so the first turn of each kind is tried with words of its own.
+
+        Raises:
+            BadRowError: a turn that is no answer, or a call of a tool, is not in `text`.
+        """
+        for index, message in enumerate(conversation.messages):
+            role, calls = message["role"], message.get("tool_calls", ())
+            if role == "assistant" and not calls:
+                continue
+            kind = "tool calls" if calls else role
+            words = [call["function"]["name"] for call in calls] or [message["content"].strip()]
+            if not any(words) or (kind in self._kept_kinds and all(word in text for word in words)):
+                continue
+            named = [{**call, "function": {**call["function"], "name": PLACEHOLDER}} for call in calls]
+            changed = {**message, "tool_calls": named} if calls else {**message, "content": PLACEHOLDER}
+            messages = [*conversation.messages]
+            messages[index] = changed
+            if PLACEHOLDER not in (self._try_render(messages, conversation.tools) or PLACEHOLDER):
+                raise BadRowError(
+                    f"the chat template leaves {'the tool calls' if calls else f'a turn of the role {role}'} out",
+                    found=f"nothing of turn {index + 1} in its text",
+                    expected=f"a template that writes {'calls of tools' if calls else 'such turns'}",
+                    hint="`chat_template: FILE`",
+                )
+            self._kept_kinds.add(kind)
+
     @cached_property
     def _keeps_thoughts(self) -> bool:
-        thought = "Placeholder0"
+        thought = PLACEHOLDER
         answer: Message = {"role": "assistant", "content": "x", "reasoning_content": thought}
         return thought in (self._try_render([{"role": "user", "content": "x"}, answer]) or "")
 
@@ -244,7 +278,7 @@ class ChatTemplate:
     def _span_by_placeholder(
         self, messages: Sequence[Message], tools: Tools, index: int, text: str
     ) -> TokenSpan | None:
-        placeholder = "Placeholder0"
+        placeholder = PLACEHOLDER
         while placeholder in text:
             placeholder += "0"
         replaced = [*messages]
@@ -332,7 +366,7 @@ class ChatTemplate:
         return with_prompt is not None and with_prompt != self._try_render(question)
 
     def _probe_end_of_turn(self) -> str | None:
-        answer = "Placeholder0"
+        answer = PLACEHOLDER
         text = self._try_render([{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}])
         if text is None or answer not in text:
             return None

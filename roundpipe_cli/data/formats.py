@@ -53,6 +53,9 @@ PAIR_COLUMNS = (
     ("instruction", "response"),
     ("query", "response"),
     ("question", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("input", "output"),
 )
 """Other names under which `auto` finds a prompt and its completion."""
 

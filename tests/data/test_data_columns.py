@@ -45,6 +45,8 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
         SYSTEM + HI,
     ),
     "axolotl alpaca_chat.load_qa": ({"question": "Hi", "answer": "Yo"}, HI),
+    "input and output": ({"input": "Hi", "output": "Yo"}, HI),
+    "problem and solution": ({"problem": "Hi", "solution": "Yo"}, HI),
     "axolotl chat_template with roles in conversations": ({"conversations": CHAT}, HI),
     "axolotl chat_template with training flags": (
         {"messages": [USER, {**NO, "training": False}, USER, {**YO, "train": True}]},

@@ -455,6 +455,28 @@ def test_tools_are_never_lost_in_silence(tmp_path: Path, messages: list[Any], to
     assert what in caught.value.problems[1].what
 
 
+PRINTS_TOOLS = "{{ tools | tojson }}"
+KNOWN = "{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}</s>{% endif %}"
+SAYS = "{% for m in messages %}" + KNOWN + "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        ([{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}], "leaves the tool calls out"),
+        ([{"role": "tool", "content": "Hi"}], "leaves a turn of the role tool out"),
+        ([{"role": "system", "content": "Yo"}], "leaves a turn of the role system out"),
+    ],
+)
+def test_turns_that_a_template_does_not_write(tmp_path: Path, before: list[Any], what: str) -> None:
+    """Their words stand in the text all the same: the tool's name among the tools, the result in a question."""
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, *before, {"role": "assistant", "content": "Yo"}]}]
+    rows[0]["tools"] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with pytest.raises(RefusedError) as caught:
+        build(write_rows(tmp_path / "x.jsonl", rows), chat_template=PRINTS_TOOLS + SAYS)
+    assert what in caught.value.problems[1].what
+
+
 def test_parts_of_text_and_plain_text_files(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     parts = [{"type": "text", "text": "Y"}, {"type": "text", "text": "o"}]
