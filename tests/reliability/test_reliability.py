@@ -28,6 +28,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # on a busy machine; what hangs is ended by `Arena.patience`
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
 def test_promise(arena: Arena, promise: Promise) -> None:
     if lack := promise.missing():

@@ -30,7 +30,7 @@ PROMISES = (
         "kills",
         "SIGKILL three times at random moments, then resume: the same metrics, result and state, to the bit",
         kills.random_kills,
-        30,
+        9,
         200,
     ),
     Promise(

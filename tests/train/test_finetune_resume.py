@@ -342,7 +342,7 @@ def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stoppe
 
 
 def test_one_directory_serves_one_run(folder: Path) -> None:
-    first = start(folder, environment=SLOW_STEPS)
+    first = start(folder, "num_train_epochs=1000", environment=SLOW_STEPS)  # does not end before it is told to
     first.wait_for_steps(1)
     second = finetune(folder)
     if second.code == 3:  # no checkpoint yet

@@ -12,6 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from roundpipe_cli.errors import ResourceError
+
 STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
 BEST_FOLDER = re.compile(r"^best-(\d{8,})$")
 SET_ASIDE_PREFIX = "set-aside-"
@@ -55,9 +57,20 @@ def free_name(path: Path) -> Path:
 
 
 def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """
+    Raises:
+        ResourceError: the folder is there and cannot be read.
+    """
     try:
         entries = list(output_dir.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise ResourceError(
+            "could not look for checkpoints",
+            where=str(output_dir),
+            found=error.strerror or str(error),
+            hint="look at the disk (dmesg), then run again with --resume",
+        ) from error
     matches = ((pattern.match(entry.name), entry) for entry in entries)
     return sorted(((int(match.group(1)), entry) for match, entry in matches if match), reverse=True)

@@ -35,7 +35,7 @@ from roundpipe_cli.durable import (
     sync_folder,
     write_new_file,
 )
-from roundpipe_cli.errors import NoCheckpointError, Problem
+from roundpipe_cli.errors import NoCheckpointError, Problem, ResourceError
 from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, FileRecord, read_own_json, read_records, verify_files
@@ -246,8 +246,9 @@ def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say | None =
         mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]
         doomed = [entry for entry in output_dir.iterdir() if entry.name.startswith(f"{DELETED_PREFIX}step-")]
         doomed += [folder for other_step, folder in list_set_aside(output_dir) if other_step <= step]
-    except OSError as error:
-        _tell(warn, f"could not look for old checkpoints in {output_dir}: {error.strerror}")
+    except (OSError, ResourceError) as error:
+        found = error.strerror if isinstance(error, OSError) else error.problems[0].found
+        _tell(warn, f"could not look for old checkpoints in {output_dir}: {found}")
         return
     for folder in mine[keep:]:
         _pass_fault(step)
