@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -31,10 +31,12 @@ from roundpipe_cli.engine.gradients import GradientFold, square_sum
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.kept import KeptActivations, kept_activations
 from roundpipe_cli.engine.live import ActionTime, StepInWork
+from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
 from roundpipe_cli.engine.sequences import chunk_states
-from roundpipe_cli.engine.stage import OnGradient, Scoring, StageRunner, StepContext
+from roundpipe_cli.engine.stage import Scoring, StageRunner, StepContext
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
+from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
@@ -86,19 +88,7 @@ class Engine:
         split: ModelSplit,
         store: WeightStore,
         backends: Sequence[Backend],
-        *,
-        seed: int = 0,
-        head_chunk_tokens: int = 1024,
-        mlp_chunk_tokens: int | None = None,
-        label_smoothing: float = 0.0,
-        recompute: str = "stage",
-        unread: Mapping[int, Sequence[str]] | None = None,
-        keep_inputs: bool = False,
-        keep_blocks: int = 0,
-        num_slots: int = 2,
-        weight_cache_bytes: int = 0,
-        watchdog_s: float | None = 600.0,
-        transfers: TransferOptions | None = None,
+        options: EngineOptions | None = None,
     ) -> None:
         """
         Args:
@@ -106,53 +96,37 @@ class Engine:
             split: how it comes apart.
             store: the weights.
             backends: one per worker.
-            seed: of dropout masks and whatever else a model draws in training.
-            head_chunk_tokens: target tokens per chunk of the LM head; part of what fixes a run's bits.
-            mlp_chunk_tokens: the same of the blocks' feed-forward part, which is computed again in backward; None:
-                whole.
-            label_smoothing: of the training loss; scores are without it.
-            recompute: `stage` (activations of one stage and microbatch at a time) or `layer` (of one layer).
-            unread: per block, modules whose products a recompute leaves out, from `find_unread`.
-            keep_inputs: keep the input of every layer after such a block on the host, so that its product can be left
-                out within a stage too, not only at its end.
-            keep_blocks: blocks, counted from the last, whose activations stay on the device from forward to backward
-                where both run on the same worker. Blocks in 4 or 8 bit are recomputed all the same.
-            num_slots: stages whose weights are on a device at once.
-            weight_cache_bytes: of each device, for weights that stay there; see `weight_cache.py`.
-            watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
-            transfers: how they share a link.
+            options: how it computes; None: the defaults.
         """
+        options = options or EngineOptions()
         self.store = store
         self.split = split
         self.num_layers = len(store.layouts)
-        self._seed = seed
+        self._options = options
         self._seeds_blocks = True
-        self._head_chunk_tokens = head_chunk_tokens
-        self._label_smoothing = label_smoothing
-        self._recompute_each_layer = recompute == "layer"
-        self._read_layers = frozenset(range(1, self.num_layers)) if recompute == "layer" else frozenset()
-        if keep_inputs and unread:
-            self._read_layers |= {index + 2 for index, names in unread.items() if names}
+        self._recompute_each_layer = options.recompute == "layer"
+        self._read_layers = frozenset(range(1, self.num_layers)) if options.recompute == "layer" else frozenset()
+        if options.keep_inputs and options.unread:
+            self._read_layers |= {index + 2 for index, names in options.unread.items() if names}
         self._keep_layers = frozenset(
             layer
-            for layer in range(max(1, self.num_layers - 1 - keep_blocks), self.num_layers - 1)
+            for layer in range(max(1, self.num_layers - 1 - options.keep_blocks), self.num_layers - 1)
             if not any(place.packed_bits for place in store.layouts[layer].places)
         )
-        self._num_slots = num_slots
-        options = transfers or TransferOptions()
+        transfers = options.transfers or TransferOptions()
         self._workers = []
         for index, backend in enumerate(backends):
             worker_model = WorkerModel(
-                model, split, store.views, store.trainable_names, backend.device, mlp_chunk_tokens
+                model, split, store.views, store.trainable_names, backend.device, options.mlp_chunk_tokens
             )
-            worker_model.leave_out(unread or {})
+            worker_model.leave_out(options.unread or {})
             runner = StageRunner(index, worker_model, backend)
-            names = split.layer_names()
-            self._workers.append(Worker(index, runner, backend, store, names, options.chunk_bytes, weight_cache_bytes))
+            cache = WeightCache(index, backend, store, options.weight_cache_bytes)
+            self._workers.append(Worker(runner, store, split.layer_names(), cache, transfers.chunk_bytes))
         self._pool = Pool(
             self._workers,
-            options=options,
-            watchdog_s=watchdog_s,
+            options=transfers,
+            watchdog_s=options.watchdog_s,
             out_of_memory=(torch.OutOfMemoryError, MemoryError),
         )
         trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
@@ -210,25 +184,16 @@ class Engine:
         schedule: Schedule,
         *,
         step: int,
-        loss_scale: float = 1.0,
         version: int | None = None,
-        on_gradient: OnGradient | None = None,
         part: Part | None = None,
+        gradients: GradientOptions | None = None,
     ) -> StepResult:
-        """Forward and backward of one step; leaves the sum of gradients, times `loss_scale`, in the store.
+        """Forward and backward of one step; leaves the sum of gradients, times the loss scale, in the store.
 
         `start_step` and `finish_step`, whose arguments and errors these are.
         """
         return self.finish_step(
-            self.start_step(
-                microbatches,
-                schedule,
-                step=step,
-                loss_scale=loss_scale,
-                version=version,
-                on_gradient=on_gradient,
-                part=part,
-            )
+            self.start_step(microbatches, schedule, step=step, version=version, part=part, gradients=gradients)
         )
 
     def may_follow(self, schedule: Schedule) -> bool:
@@ -246,10 +211,9 @@ class Engine:
         schedule: Schedule,
         *,
         step: int,
-        loss_scale: float = 1.0,
         version: int | None = None,
-        on_gradient: OnGradient | None = None,
         part: Part | None = None,
+        gradients: GradientOptions | None = None,
     ) -> StepUnderWay:
         """Give a step to the workers, who take it up as soon as they are done with the one before; returns at once.
 
@@ -257,10 +221,9 @@ class Engine:
             microbatches: as many as the schedule has, or as it has sequences: each is cut into the schedule's chunks.
             schedule: for as many workers as the engine has.
             step: index of the step, from 0; seeds dropout and chooses the store's gradient sum.
-            loss_scale: the loss is multiplied by this before differentiation (float16).
             version: of the weights that every part of the step reads; None: the newest.
-            on_gradient: see `StepContext`; called by the workers' threads.
             part: of a larger step; loss and gradients are then this part's share of the step's.
+            gradients: what becomes of them; None: they are left in the store.
 
         Raises:
             OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
@@ -271,9 +234,10 @@ class Engine:
         assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
         assert self.may_follow(schedule)
         program = self._lowered(schedule).program
-        context = self._context(microbatches, program, step, loss_scale, version=version, part=part)
-        context.on_gradient = on_gradient
-        return self._start(context, loss_scale)
+        gradients = gradients or GradientOptions()
+        context = self._context(microbatches, program, step, gradients.loss_scale, version=version, part=part)
+        context.on_gradient = gradients.on_complete
+        return self._start(context, gradients.loss_scale)
 
     def finish_step(self, step: StepUnderWay) -> StepResult:
         """Block until the oldest step under way is done.
@@ -388,10 +352,10 @@ class Engine:
             microbatches=states,
             num_units=num_units,
             gradient_scale=loss_scale / max(num_units, 1),
-            dropout_seed=self._seed,
+            dropout_seed=self._options.seed,
             seeds_blocks=self._seeds_blocks,
-            head_chunk_tokens=self._head_chunk_tokens,
-            label_smoothing=self._label_smoothing,
+            head_chunk_tokens=self._options.head_chunk_tokens,
+            label_smoothing=self._options.label_smoothing,
             recompute_each_layer=self._recompute_each_layer,
             first_trainable_layer=self._first_trainable_layer,
             kept=self._kept(program) if scoring is None else frozenset(),
@@ -420,7 +384,7 @@ class Engine:
         known = self._programs.get(id(schedule))
         if known is None or known.program.schedule is not schedule:
             copies = not self._workers[0].backend.aliases_host
-            program = lower_for_engine(schedule, self.store.layouts, self._num_slots, copies=copies)
+            program = lower_for_engine(schedule, self.store.layouts, self._options.num_slots, copies=copies)
             known = self._programs[id(schedule)] = Lowered(program, links_of(program), downloads_of(program))
         return known
 
@@ -449,7 +413,7 @@ class Engine:
             try:
                 if keeps_weights or worker.cache.holds_all:
                     worker.keep_weights(program)
-                worker.reserve_slots(self._num_slots, program)
+                worker.reserve_slots(self._options.num_slots, program)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 where = f"worker {worker.index} ({worker.backend.device}), slots for stages or weight cache"
                 text = f"{type(error).__name__}: {error}".strip()

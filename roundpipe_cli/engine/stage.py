@@ -10,7 +10,7 @@ Each layer is a graph of its own (its input is detached), so where stages are cu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,19 +25,18 @@ from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.gradients import GradientFold, GradientParts, Leaving, square_sum
 from roundpipe_cli.engine.kept import KeptActivations, weights_found_again
+from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.engine.sequences import KINDS, BlockSequence, Sequences
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.gradient_taps import GradientTaps, Take
-from roundpipe_cli.model.head import run_head, score_head
+from roundpipe_cli.model.head import HeadLoss, HeadTargets, run_head, score_head
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import EmbedGradient, Prologue, WorkerModel
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import Op, Program
-
-OnGradient = Callable[[int, Callable[[], float]], None]
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,7 @@ class StepContext:
     gradients: Sequence[torch.Tensor]
     """Per layer, the host's gradient sum of this step."""
     on_gradient: OnGradient | None = None
-    """Told of each layer whose gradient is complete, on the host, and whose weights the step reads no more, with a
-    function that returns the gradient's sum of squares."""
+    """See `GradientOptions`."""
     late_layers: frozenset[int] = frozenset()
     """Whose gradient is complete at the end of the step only: the embed layer's, and the table tied to it."""
     square_sums: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -260,12 +258,16 @@ class StageRunner:
             state.scores = score_head(
                 self.model.logits,
                 hidden,
-                self.backend.receive(state.target_indices),
-                self.backend.receive(state.target_ids),
+                self._targets(state),
                 chunk_tokens=context.head_chunk_tokens,
                 greedy=scoring.greedy,
             )
         state.prologue = None  # nothing will ask for it again
+
+    def _targets(self, state: MicrobatchState) -> HeadTargets:
+        """The microbatch's targets on this worker's device."""
+        indices, ids = self.backend.receive(state.target_indices), self.backend.receive(state.target_ids)
+        return HeadTargets(indices, ids, state.preference)
 
     def _run_block(
         self,
@@ -430,15 +432,10 @@ class StageRunner:
             result = run_head(
                 partial(self.model.logits, dropout_seed=self._seed(context, layer, state)),
                 self._head_input.pop(state.index),
-                self.backend.receive(state.target_indices),
-                self.backend.receive(state.target_ids),
-                gradient_scale=context.gradient_scale,
-                chunk_tokens=context.head_chunk_tokens,
-                parameters=self.parameters[layer],
-                take=take,
+                self._targets(state),
+                HeadLoss(context.gradient_scale, context.head_chunk_tokens, context.label_smoothing),
+                taps=GradientTaps(self.parameters[layer], take),
                 needs_hidden_grad=context.first_trainable_layer < layer,
-                preference=state.preference,
-                label_smoothing=context.label_smoothing,
             )
         on_host = self.backend.device.type == "cpu"
         state.loss_sum = float(result.loss_sum) if on_host else result.loss_sum  # no waiting for a GPU here

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
+from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.dispatch import TransferChunk
 from roundpipe_cli.engine.gradients import GradientFold, Leaving, square_sum
@@ -107,18 +107,16 @@ class Worker:
 
     def __init__(
         self,
-        index: int,
         runner: StageRunner,
-        backend: Backend,
         store: WeightStore,
         layer_names: Sequence[str],
+        cache: WeightCache,
         chunk_bytes: int,
-        weight_cache_bytes: int = 0,
     ) -> None:
-        self.index = index
-        self.cache = WeightCache(index, backend, store, weight_cache_bytes)
+        self.index = index = runner.worker
+        self.cache = cache
         self.runner = runner
-        self.backend = backend
+        self.backend = backend = runner.backend
         self.lanes: tuple[str, ...] = () if backend.aliases_host else (UP, DOWN)
         self._store = store
         self._layer_names = layer_names

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,12 +24,12 @@ from roundpipe_cli.costs.processes import was_restarted
 from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
 from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
-from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
@@ -63,13 +63,12 @@ from roundpipe_cli.train.optim.loss_scale import LossScale
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
+from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.result.finish import write_report, write_trace
-from roundpipe_cli.train.result.report import make_report
+from roundpipe_cli.train.result.report import RunFigures, make_report
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 from roundpipe_cli.watchdog import watching
-
-Planned = Callable[[Schedule, bool], Mapping[str, float]]
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -81,37 +80,19 @@ TRACED_STEPS = 3
 PAUSE_LOOK_S = 0.1
 
 
-def run_finetune(
-    loaded: LoadedRecipe,
-    *,
-    resume: bool,
-    offline: bool,
-    allow_changed: Sequence[str],
-    tell: Tell,
-    signals: StopSignals,
-    trace: bool = False,
-    live: bool = False,
-    planned: Planned | None = None,
-) -> None:
-    """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
+def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signals: StopSignals) -> None:
+    """Train what the recipe says, into its output directory.
 
     Args:
-        resume: continue from the newest valid checkpoint.
-        offline: use local files only.
-        allow_changed: recipe keys that may differ from the checkpoint's.
-        tell: is told what happens.
         signals: active; asks for a stop.
-        trace: write what the workers did in the last steps to trace.json.
-        live: tell several times a second what the workers do.
-        planned: says for the report what was predicted of a schedule, besides its times.
 
     Raises:
         RoundpipeError: with the documented exit code.
     """
-    recipe = loaded.recipe
+    recipe, tell = loaded.recipe, reporting.tell
     with nodes_of(recipe) as nodes, ExitStack() as stack:
         output_dir = Path(recipe.output_dir).expanduser()
-        resume = resume or recipe.resume_from_checkpoint is not None
+        resume = start.resume or recipe.resume_from_checkpoint is not None
         if was_restarted():
             resume = resume or bool(list_checkpoints(output_dir))
         if not nodes.is_first:  # what it writes, nobody reads
@@ -134,11 +115,11 @@ def run_finetune(
                 shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
                 return shards[0].elsewhere if shards else frozenset()
 
-            setup = prepare(loaded, offline=offline, tell=tell, elsewhere=share_out)
+            setup = prepare(loaded, offline=start.offline, tell=tell, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
             if checkpoint is not None:
-                check_unchanged(checkpoint.meta, setup, allow_changed)
-            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned, nodes, *shards)
+                check_unchanged(checkpoint.meta, setup, start.allow_changed)
+            trainer = Trainer(setup, output_dir, signals, reporting, nodes, *shards)
             if checkpoint is not None:
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
@@ -156,14 +137,11 @@ class Trainer:
         setup: Setup,
         output_dir: Path,
         signals: StopSignals,
-        tell: Tell,
-        trace: bool = False,
-        live: bool = False,
-        planned: Planned | None = None,
+        reporting: Reporting,
         nodes: Nodes | None = None,
         shards: Shards | None = None,
     ) -> None:
-        recipe = setup.recipe
+        recipe, tell = setup.recipe, reporting.tell
         self._nodes = nodes or Nodes(0, 1, recipe.watchdog_s)
         self._sharing: Sharing | None = None
         self._shards = shards
@@ -172,8 +150,7 @@ class Trainer:
         self.output_dir = output_dir
         self._signals = signals
         self._tell = tell
-        self._live = live
-        self._planned = planned
+        self._reporting = reporting
         self._pipeline_s: list[float] = []
         self._clock = run_clock()
         self.sampler = make_sampler(setup)
@@ -205,7 +182,7 @@ class Trainer:
         self._earlier_s = 0.0
         self._saved_step = 0
         self._rows: list[StepFinished] = []
-        self._timelines: deque[tuple[float, Timeline]] | None = deque(maxlen=TRACED_STEPS) if trace else None
+        self._timelines: deque[tuple[float, Timeline]] | None = deque(maxlen=TRACED_STEPS) if reporting.trace else None
 
     # -- run -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +230,7 @@ class Trainer:
                 self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, late, table, owner))
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
-            with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
+            with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
                 done = first_step
                 if done and evaluator.is_owed(done):  # a signal came before it
                     evaluator.evaluate(done)
@@ -272,7 +249,8 @@ class Trainer:
             write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
         files = evaluator.save_result() if self._nodes.is_first else []
         seconds = self._seconds()
-        report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s, self.optimizer.num_bytes)
+        figures = RunFigures(self._rows, self._pipeline_s, done, seconds, self.optimizer.num_bytes)
+        report = make_report(setup, figures, predicted)
         report |= {"files": files, "skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": evaluator.report()})
         self._tell(RunFinished(str(self.output_dir), done, seconds))
@@ -283,7 +261,7 @@ class Trainer:
         figures = dict(self._planner.predicted(num_microbatches) or {})
         if figures and self._rows:
             figures["tokens_per_s"] = statistics.median(row.tokens for row in self._rows) / figures["step_s"]
-        planned, holds_all = self._planned, self._auto_cache.holds_all
+        planned, holds_all = self._reporting.planned, self._auto_cache.holds_all
         needs = [] if planned is None else [planned(schedule, holds_all) for schedule in self._planner.schedules]
         for need in needs:  # what the step that needs most does: a short one is cut in its own way
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
@@ -440,10 +418,9 @@ class Trainer:
             microbatches,
             self._planner.schedule(len(microbatches)),
             step=step,
-            loss_scale=self._loss_scale.value,
             version=self.setup.store.step_version(step),
-            on_gradient=on_gradient,
             part=part,
+            gradients=GradientOptions(self._loss_scale.value, on_gradient),
         )
         return result if sharing is None else sharing.finish(result, self._loss_scale.value)
 

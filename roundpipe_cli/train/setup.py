@@ -31,6 +31,7 @@ from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import (
     ADAPTER,
+    LoraSettings,
     add_lora,
     continue_lora,
     initial_values,
@@ -338,20 +339,17 @@ def _make_trainable(
         refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
         refuse_adapters_outside_blocks(model, split.blocks_path)
         return peft_model
-    peft_model = add_lora(
-        model,
+    settings = LoraSettings(
         r=recipe.lora.r,
         alpha=recipe.lora.alpha,
         dropout=recipe.lora.dropout,
         target_modules=recipe.lora.target_modules,
-        dtype=dtype,
-        base_name=name,
-        blocks_path=split.blocks_path,
         modules_to_save=recipe.lora.modules_to_save,
         use_rslora=recipe.lora.use_rslora,
         use_dora=recipe.lora.use_dora,
         init=recipe.lora.init,
     )
+    peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model
 

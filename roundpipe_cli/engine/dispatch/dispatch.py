@@ -46,6 +46,16 @@ class TransferChunk(NamedTuple):
     """What the `Work` that made it needs to copy it."""
 
 
+class AddedTransfer(NamedTuple):
+    """A transfer of a boundary that a step turns out to need beside its program; fields as those of `Op`."""
+
+    kind: Kind
+    lane: str
+    payload: str
+    boundary: int
+    priority: tuple[int, int]
+
+
 class Work(Protocol):
     """What the operations of one worker (or of the host) do."""
 
@@ -202,24 +212,13 @@ class StepRun:
             self.ledger.release(op_id, event)
             self._announce(op_id)
 
-    def add(
-        self,
-        kind: Kind,
-        lane: str,
-        like: Op,
-        payload: str,
-        boundary: int,
-        priority: tuple[int, int],
-        event: DispatchEvent,
-    ) -> Op:
+    def add(self, transfer: AddedTransfer, like: Op, event: DispatchEvent) -> Op:
         """A transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
         with self.progress.lock:
-            op = like._replace(
-                id=len(self.ledger.ops), kind=kind, lane=lane, payload=payload, num_bytes=0, visit=-1,
-                priority=priority, deps=[], late_deps=[], boundary=boundary,
-            )  # fmt: skip
+            new_id = len(self.ledger.ops)
+            op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[], late_deps=[], **transfer._asdict())
             self.ledger.add(op, event)
-            self._lanes[lane, op.worker].num_left += 1
+            self._lanes[op.lane, op.worker].num_left += 1
         return op
 
     def start(self, op_id: int) -> None:
