@@ -14,7 +14,8 @@ import torch
 
 from roundpipe_cli.engine.activations import Boundary, BoundaryKey, BoundaryKind, BoundaryStore
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
-from roundpipe_cli.engine.dispatch.dispatch import AddedTransfer, StepRun
+from roundpipe_cli.engine.dispatch.dispatch import StepRun
+from roundpipe_cli.engine.dispatch.work import AddedTransfer
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
