@@ -61,7 +61,7 @@ def finetune(
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
-        from roundpipe_cli.train.loop import run_finetune as train
+        from roundpipe_cli.train.finetune import run_finetune as train
         from roundpipe_cli.train.reporting import Reporting, Start
 
         plain = LinePrinter(loaded.recipe.logging_steps) if is_first else _silent

@@ -32,7 +32,7 @@ from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.train.loop import run_finetune as finetune_here
+from roundpipe_cli.train.finetune import run_finetune as finetune_here
 from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
