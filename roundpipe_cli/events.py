@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -256,7 +256,7 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
         values = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
         for name, value in values.items():
             if name in ("spans", "running"):
-                values[name] = tuple(_decode_span(*item) for item in value)
+                values[name] = tuple(_decode_span(item) for item in value)
             elif kind is Sample and name == "devices":
                 values[name] = tuple(DeviceSample(**item) for item in value)
             elif isinstance(value, list):
@@ -267,5 +267,6 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
     return event
 
 
-def _decode_span(worker: int, lane: str, kind: str, stage: int, microbatch: int, start_us: int, us: int) -> Span:
+def _decode_span(item: Sequence[Any]) -> Span:
+    worker, lane, kind, stage, microbatch, start_us, us = item
     return Span(worker, lane, kind, stage, microbatch, start_us / 1e6, (start_us + us) / 1e6)

@@ -29,6 +29,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.kept import kept_activations
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
@@ -86,7 +87,7 @@ def setup_for(args: argparse.Namespace) -> Setup:
 
 def engine_for(setup: Setup, **options: Any) -> Engine:
     backends = [CpuBackend(1) for _ in range(WORKERS)]
-    return Engine(setup.model, setup.split, setup.store, backends, **options)
+    return Engine(setup.model, setup.split, setup.store, backends, EngineOptions(**options))
 
 
 def profile(setup: Setup, microbatches: list[Microbatch]) -> CostModel:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.stage import OnGradient
+from roundpipe_cli.engine.options import GradientOptions, OnGradient
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.nodes.group import Nodes, Sharing
@@ -70,7 +70,8 @@ class Bench:
         )
 
     def step(self, on_gradient: OnGradient | None = None) -> StepResult:
-        return self.engine.run_step(self.mine, self.schedule, step=0, on_gradient=on_gradient, part=self.part)
+        gradients = GradientOptions(on_complete=on_gradient)
+        return self.engine.run_step(self.mine, self.schedule, step=0, part=self.part, gradients=gradients)
 
     def alone(self) -> None:
         self.step()

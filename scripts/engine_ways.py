@@ -26,7 +26,8 @@ from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
-from roundpipe_cli.engine.rough_costs import rough_costs
+from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.partition import plan_partition
@@ -56,15 +57,10 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
     num_workers, cache = WAYS.get(name, (2, EVERYTHING))
     layouts = setup.store.layouts
     config = setup.model.config
-    costs = rough_costs(
-        layouts,
-        active_parameters(setup.model, list(layouts)),
-        method=args.method,
-        tokens=args.tokens,
-        hidden_size=config.get_text_config().hidden_size,  # type: ignore[operator, union-attr]
-        device="cuda",
-        link_bytes_per_s=25e9,
-    )
+    hidden_size = config.get_text_config().hidden_size  # type: ignore[operator, union-attr]
+    sizes = LayerSizes(layouts, active_parameters(setup.model, list(layouts)), hidden_size)
+    device = AssumedDevice("cuda", link_bytes_per_s=25e9)
+    costs = rough_costs(sizes, device, method=args.method, tokens=args.tokens)
     plan: Any
     if name == RESIDENT:
         costs = with_cached_weights(costs, EVERYTHING, layouts[0].trainable_dtype.itemsize)
@@ -83,7 +79,7 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
     )
     cuda.release_workspaces()
     backends = backends_of(args.device, num_workers)
-    with Engine(setup.model, setup.split, setup.store, backends, weight_cache_bytes=cache) as engine:
+    with Engine(setup.model, setup.split, setup.store, backends, EngineOptions(weight_cache_bytes=cache)) as engine:
         return [engine.run_step(microbatches, schedule, step=0) for _ in range(args.rounds + 2)][2:]
 
 

@@ -27,8 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from roundpipe_cli.engine.context import StepContext
 from roundpipe_cli.engine.program import stage_layers
-from roundpipe_cli.engine.stage import StageRunner, StepContext
+from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.model import worker_model
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import WorkerModel
@@ -93,7 +94,7 @@ class Paired:
     """
 
     def __init__(self, rig: Rig, runner: StageRunner) -> None:
-        self._run, self._runner, self._direct = runner.run, runner, Direct(runner.model)
+        self._run, self._runner, self._direct = runner.run, runner, Direct(runner.layers.model)
         self._num_layers = rig.num_layers
         self._hidden = torch.randn(1, TOKENS, rig.skeleton.config.hidden_size)
         self._gradient = torch.randn_like(self._hidden)
@@ -123,7 +124,7 @@ class Paired:
         self._left_ns = time.thread_time_ns()
 
     def _call(self, context: StepContext, op: Op, layer: int) -> float:
-        call = self._runner._calls(context.microbatches[op.microbatch])[layer - 1]
+        call = self._runner.layers.calls(context.microbatches[op.microbatch])[layer - 1]
         if op.kind is Kind.FORWARD:
             return microseconds(lambda: self._direct.forward(layer, call, self._hidden))
         return microseconds(lambda: self._direct.backward(layer, call, self._hidden, self._gradient))
@@ -168,7 +169,7 @@ def upload(rig: Rig, steps: int) -> float:
     binding: list[float] = []
     engine = rig.engine(1, copy=True)
     worker = engine._workers[0]
-    lane_thread, bind_slot = worker.lane_thread, worker._bind_slot
+    lane_thread, bind_slot = worker.lane_thread, worker.slots.bind
 
     @contextmanager
     def timed_lane() -> Iterator[None]:
@@ -182,7 +183,7 @@ def upload(rig: Rig, steps: int) -> float:
         bind_slot(*arguments)
         binding.append((time.thread_time_ns() - start) / 1e3)
 
-    worker.lane_thread, worker._bind_slot = timed_lane, timed_bind  # type: ignore[method-assign]
+    worker.lane_thread, worker.slots.bind = timed_lane, timed_bind  # type: ignore[method-assign]
     with engine:
         for step in range(steps + WARM_UP):
             engine.score(microbatches, schedule, step=step)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.emulate import run_emulated
-from roundpipe_cli.engine.rough_costs import rough_costs
+from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
@@ -39,9 +39,8 @@ DISPATCHES = ("round_robin", "auto")
 def cpu_step_s(rig: Rig, num_workers: int, dispatch: str, repetitions: int) -> tuple[float, tuple[float, ...] | None]:
     """Median seconds of a step once the first ones have been looked at, and the speeds they showed."""
     layouts = rig.store.layouts
-    costs = rough_costs(
-        layouts, [layout.num_bytes // 4 for layout in layouts], method="lora", tokens=4, hidden_size=16, device="cpu"
-    )
+    sizes = LayerSizes(layouts, [layout.num_bytes // 4 for layout in layouts], hidden_size=16)
+    costs = rough_costs(sizes, AssumedDevice("cpu"), method="lora", tokens=4)
     planner = AdaptivePlanner(costs, num_workers, PipelineConfig(dispatch=dispatch))  # type: ignore[arg-type]
     microbatches = random_microbatches([(1, 4)] * MICROBATCHES)
     with rig.engine(num_workers) as engine:

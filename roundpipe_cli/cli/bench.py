@@ -12,7 +12,7 @@ from roundpipe_cli.cli.bench_results import bench_document, directions
 from roundpipe_cli.cli.output import say
 
 if TYPE_CHECKING:
-    from roundpipe_cli.cli.bench_options import RoundpipeFlags
+    from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags
     from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
 
 
@@ -78,17 +78,20 @@ def bench(
 
     Example: roundpipe bench recipes/quickstart.yaml --run
     """
-    from roundpipe_cli.cli.bench_options import RoundpipeFlags, changed_question
+    from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags, changed_question
 
     flags = RoundpipeFlags(head_workers, replicas, earliest_free, skip_projection, keep_activations)
     if run_really and costs is None:
+        from roundpipe_cli.cli.bench_measured import run_for_real
+
         plain = json_output or no_dashboard
-        _run_really(recipe, overrides or [], schedule, repetitions or 5, json_output, plain, flags)
+        run_for_real(_to_run(recipe, flags), overrides or [], schedule, repetitions or 5, json_output, plain=plain)
         return
     from roundpipe_cli.planning.compare import check_case, run
     from roundpipe_cli.schedule.dealing import Options
 
-    question = _question(recipe, overrides or [], costs, hardware, workers, microbatches, accounting, staleness, steps)
+    case_flags = CaseFlags(workers, microbatches, accounting, staleness, steps)
+    question = _question(recipe, overrides or [], costs, hardware, case_flags)
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
     partitions = _partitions(schedule, forward_stages, backward_stages, question, changed, flags)
@@ -108,15 +111,12 @@ def bench(
         _print_table(question, results, flags)
 
 
-def _run_really(
-    recipe: str | None,
-    overrides: list[str],
-    schedules: list[str] | None,
-    repetitions: int,
-    json_output: bool,
-    plain: bool,
-    flags: RoundpipeFlags,
-) -> None:
+def _to_run(recipe: str | None, flags: RoundpipeFlags) -> str:
+    """The recipe that `--run` carries out.
+
+    Raises:
+        RefusedError: none is given, or flags that can only be simulated.
+    """
     from roundpipe_cli.errors import RefusedError
 
     if flags.words():
@@ -125,30 +125,17 @@ def _run_really(
         )
     if recipe is None:
         raise RefusedError("--run needs a recipe or a costs file", hint="roundpipe bench recipes/quickstart.yaml --run")
-    from roundpipe_cli.cli.bench_measured import run_for_real
-
-    run_for_real(recipe, overrides, schedules, repetitions, json_output, plain=plain)
+    return recipe
 
 
 def _question(
-    recipe: str | None,
-    overrides: list[str],
-    costs_file: Path | None,
-    hardware: str | None,
-    workers: int | None,
-    microbatches: int | None,
-    accounting: str,
-    staleness: int | None,
-    steps: int | None,
+    recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, flags: CaseFlags
 ) -> SimulationCase:
     from roundpipe_cli.costs.cost import load_costs
-    from roundpipe_cli.errors import RefusedError, closest
+    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.planning.compare import SimulationCase
 
-    if accounting not in ("default", "published"):
-        nearest = closest(accounting, ["default", "published"])
-        hint = f"did you mean {nearest}?" if nearest else None
-        raise RefusedError("unknown accounting", found=repr(accounting), expected="default or published", hint=hint)
+    flags.check()
     if (recipe is None) == (costs_file is None):
         raise RefusedError(
             "bench needs a recipe or a costs file, one of them",
@@ -156,25 +143,10 @@ def _question(
             hint="roundpipe bench --costs costs.json --workers 8 --microbatches 16",
         )
     if costs_file is not None:
-        missing = [flag for flag, value in (("--workers", workers), ("--microbatches", microbatches)) if value is None]
-        if missing:
-            raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
-        assert workers is not None and microbatches is not None
-        asked = SimulationCase(load_costs(costs_file), workers, microbatches)
-    else:
-        assert recipe is not None
-        asked = _from_recipe(recipe, overrides, hardware)
-    is_published = accounting == "published"
-    if staleness is not None and staleness != asked.staleness:
-        asked = replace(asked, staleness=1 if staleness else 0, num_steps=1)
-    return replace(
-        asked,
-        num_workers=asked.num_workers if workers is None else workers,
-        num_microbatches=asked.num_microbatches if microbatches is None else microbatches,
-        accounting="published" if is_published else "default",
-        limits=None if is_published else asked.limits,
-        num_steps=asked.num_steps if steps is None else steps,
-    )
+        num_workers, num_microbatches = flags.counts()
+        return flags.applied_to(SimulationCase(load_costs(costs_file), num_workers, num_microbatches))
+    assert recipe is not None
+    return flags.applied_to(_from_recipe(recipe, overrides, hardware))
 
 
 def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> SimulationCase:

@@ -49,7 +49,6 @@ def run_for_real(
             loaded,
             names,
             repetitions=repetitions,
-            offline=False,
             tell=display,
             say=display.say,
             live=display.is_dashboard,

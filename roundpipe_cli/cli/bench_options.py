@@ -6,10 +6,62 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.schedule.builders import BOUND_SCHEDULES
 from roundpipe_cli.schedule.dealing import Options
+
+
+@dataclass(frozen=True, slots=True)
+class CaseFlags:
+    """The flags that say what is simulated, whichever the schedule; None leaves it to the recipe or the default."""
+
+    workers: int | None = None
+    microbatches: int | None = None
+    accounting: str = "default"
+    staleness: int | None = None
+    steps: int | None = None
+
+    def check(self) -> None:
+        """Refuse an accounting that does not exist.
+
+        Raises:
+            RefusedError: it does not.
+        """
+        if self.accounting in ("default", "published"):
+            return
+        nearest = closest(self.accounting, ["default", "published"])
+        hint = f"did you mean {nearest}?" if nearest else None
+        raise RefusedError(
+            "unknown accounting", found=repr(self.accounting), expected="default or published", hint=hint
+        )
+
+    def counts(self) -> tuple[int, int]:
+        """Workers and microbatches, which a costs file does not say.
+
+        Raises:
+            RefusedError: one of them is not given.
+        """
+        given = (("--workers", self.workers), ("--microbatches", self.microbatches))
+        missing = [flag for flag, value in given if value is None]
+        if missing:
+            raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
+        assert self.workers is not None and self.microbatches is not None
+        return self.workers, self.microbatches
+
+    def applied_to(self, case: SimulationCase) -> SimulationCase:
+        """The case with what the flags say in place of its own."""
+        is_published = self.accounting == "published"
+        if self.staleness is not None and self.staleness != case.staleness:
+            case = replace(case, staleness=1 if self.staleness else 0, num_steps=1)
+        return replace(
+            case,
+            num_workers=case.num_workers if self.workers is None else self.workers,
+            num_microbatches=case.num_microbatches if self.microbatches is None else self.microbatches,
+            accounting="published" if is_published else "default",
+            limits=None if is_published else case.limits,
+            num_steps=case.num_steps if self.steps is None else self.steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.data.order import RowMix
     from roundpipe_cli.model.load import load_tokenizer
     from roundpipe_cli.model.source import resolve_model
-    from roundpipe_cli.train.setup import read_rows
+    from roundpipe_cli.train.rows import read_rows
 
     recipe = loaded.recipe
     source = resolve_model(

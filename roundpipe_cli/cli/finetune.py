@@ -61,22 +61,15 @@ def finetune(
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
-        from roundpipe_cli.train.loop import run_finetune as train
+        from roundpipe_cli.train.finetune import run_finetune as train
+        from roundpipe_cli.train.reporting import Reporting, Start
 
         plain = LinePrinter(loaded.recipe.logging_steps) if is_first else _silent
         with Display(plain, dashboard=is_first and not no_dashboard, keys=training_keys(signals)) as display:
             signals.announce = display.announce
-            train(
-                loaded,
-                resume=resume,
-                offline=offline,
-                allow_changed=allow_changed or (),
-                tell=display,
-                signals=signals,
-                trace=trace,
-                live=display.is_dashboard,
-                planned=functools.partial(planned_bytes, loaded),
-            )
+            planned = functools.partial(planned_bytes, loaded)
+            reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
+            train(loaded, Start(resume, offline, allow_changed or ()), reporting, signals)
         if is_first:
             show_end(Path(loaded.recipe.output_dir).expanduser())
 

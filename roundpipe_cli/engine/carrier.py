@@ -15,6 +15,7 @@ import torch
 from roundpipe_cli.engine.activations import Boundary, BoundaryKey, BoundaryKind, BoundaryStore
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
+from roundpipe_cli.engine.dispatch.work import AddedTransfer
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
@@ -96,7 +97,8 @@ class Carrier:
             return tensor
         boundary = self._store.take(key)
         like = self.op._replace(microbatch=key[2])  # of an earlier chunk, where it is keys or values
-        transfer = self._run.add(Kind.UPLOAD, UP, like, _PAYLOADS[key[0]], key[1], (URGENT, -1), boundary.event)
+        upload = AddedTransfer(Kind.UPLOAD, UP, _PAYLOADS[key[0]], key[1], (URGENT, -1))
+        transfer = self._run.add(upload, like, boundary.event)
         self._fetched[transfer.id] = (_reader(self.op), boundary)
         self._run.start(transfer.id)
         self._backend.wait(self._run.wait_issued(transfer))
@@ -113,8 +115,8 @@ class Carrier:
         event = self._backend.record()
         known = self._downloads.get(key)
         if known is None:
-            priority = (SAVED, self.op.id)
-            transfer = self._run.add(Kind.DOWNLOAD, DOWN, self.op, _PAYLOADS[key[0]], key[1], priority, event)
+            download = AddedTransfer(Kind.DOWNLOAD, DOWN, _PAYLOADS[key[0]], key[1], (SAVED, self.op.id))
+            transfer = self._run.add(download, self.op, event)
             self._outputs[transfer.id] = (tensor, num_readers)
             self._run.start(transfer.id)
         else:

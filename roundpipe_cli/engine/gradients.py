@@ -9,12 +9,18 @@ not change its bits. Two ways, chosen once per step for each layer:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from roundpipe_cli.engine.dispatch.progress import Progress
+from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.engine.options import OnGradient
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.model.worker_model import EmbedGradient
 
 SQUARED_ELEMENTS = 1 << 24
 
@@ -80,6 +86,78 @@ class GradientFold:
         """`flat` holds the sum of all microbatches before `next_microbatch`, or soon will: its download is issued."""
         assert next_microbatch > self._next, "a stage was visited out of order"
         self._next = next_microbatch
+
+
+def gradient_folds(
+    layouts: Sequence[LayerLayout], flats: Sequence[torch.Tensor], num_microbatches: int, progress: Progress
+) -> list[GradientFold | None]:
+    """A step's folds, one per layer; None where nothing is trained. Arguments as of `GradientFold`."""
+    return [
+        GradientFold(layer, layout, flats[layer], num_microbatches, progress) if layout.num_trainable_elements else None
+        for layer, layout in enumerate(layouts)
+    ]
+
+
+class StepGradients:
+    """The gradient sums of one step on the host, and whoever is told when one is complete."""
+
+    def __init__(
+        self,
+        folds: Sequence[GradientFold | None],
+        late_layers: Collection[int] = (),
+        on_complete: OnGradient | None = None,
+    ) -> None:
+        """
+        Args:
+            folds: one per layer; None where nothing is trained.
+            late_layers: layers whose gradient is complete at the end of the step only.
+            on_complete: see `GradientOptions`.
+        """
+        self.folds = folds
+        self._late_layers, self._on_complete = late_layers, on_complete
+        self._square_sums: dict[int, torch.Tensor] = {}
+        """Layer -> sum of squares of its complete gradient."""
+        self.of_embed: dict[int, list[EmbedGradient]] = {}
+        """Microbatch -> gradients of the embed layer's parameters."""
+
+    def complete(self, layer: int, squares: torch.Tensor) -> None:
+        """Note the sum of squares of a complete gradient, which is on the host."""
+        self._square_sums[layer] = squares
+        if self._on_complete is not None and layer not in self._late_layers:
+            self._on_complete(layer, partial(float, squares))
+
+    def finish(self, store: WeightStore, step: int) -> list[float]:
+        """Complete the late layers, when all workers are done.
+
+        Returns:
+            the sums of squares of all trained layers, in their order.
+        """
+        self._add_embed(store, step)
+        if self._on_complete is not None:
+            for layer in sorted(self._late_layers):
+                self._on_complete(layer, partial(float, self._square_sums[layer]))
+        return [float(self._square_sums[layer]) for layer, fold in enumerate(self.folds) if fold is not None]
+
+    def _add_embed(self, store: WeightStore, step: int) -> None:
+        """Add the embed layer's gradients in microbatch order: after the head's, where the table is tied to it."""
+        touched: set[int] = {0} if self.folds[0] is not None else set()
+        for index in sorted(self.of_embed):
+            for item in self.of_embed[index]:
+                layer = store.layer_of(item.name)
+                assert self.folds[layer] is not None
+                touched.add(layer)
+                target = store.gradient(item.name, step)
+                if item.token_ids is None:
+                    target.add_(item.gradient)
+                else:  # ids are distinct, so the order of additions is fixed
+                    target.index_add_(0, item.token_ids, item.gradient.float())
+        threads = torch.get_num_threads()
+        set_own_threads(1)  # a sum over several threads would depend on their number
+        for layer in touched:
+            fold = self.folds[layer]
+            assert fold is not None
+            self._square_sums[layer] = square_sum(fold.flat)
+        set_own_threads(threads)
 
 
 @dataclass(frozen=True)

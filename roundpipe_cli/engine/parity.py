@@ -24,6 +24,7 @@ from torch import nn
 
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
@@ -285,7 +286,7 @@ def _run_engine(
     num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
     backends = [CpuBackend(num_threads) for _ in range(num_workers)]
     try:
-        with Engine(model, split, store, backends, seed=SEED, head_chunk_tokens=SHORT) as engine:
+        with Engine(model, split, store, backends, EngineOptions(seed=SEED, head_chunk_tokens=SHORT)) as engine:
             result = engine.run_step(microbatches, schedule, step=STEP)
     except (NoProgressError, ResourceError):  # of the machine, not of the model
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.model.layout import LayerLayout
@@ -13,41 +14,49 @@ SHARED_BYTES_PER_S = 1e15
 """Between workers on the processor nothing is copied: a boundary tensor is there at once."""
 
 
-def rough_costs(
-    layouts: Sequence[LayerLayout],
-    active_parameters: Sequence[int],
-    *,
-    method: str,
-    tokens: int,
-    hidden_size: int,
-    device: str,
-    device_memory_bytes: int | None = None,
-    link_bytes_per_s: float = SHARED_BYTES_PER_S,
-    experts_per_token: int = 1,
-    activation_bytes: Sequence[int] | None = None,
-) -> CostModel:
+@dataclass(frozen=True)
+class LayerSizes:
+    """The layers of a model, as far as their costs follow from sizes."""
+
+    layouts: Sequence[LayerLayout]
+    active_parameters: Sequence[int]
+    """Per layer, parameters that take part for one token (a part of the experts)."""
+    hidden_size: int
+    """Width of the hidden states."""
+    experts_per_token: int = 1
+    """In a layer with experts, how many compute a token."""
+    activation_bytes: Sequence[int] | None = None
+    """Per layer, what a microbatch keeps on the device for its backward; None: a rough figure."""
+
+
+@dataclass(frozen=True)
+class AssumedDevice:
+    """One worker's device before it is measured."""
+
+    kind: str
+    """`cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing."""
+    memory_bytes: int | None = None
+    """Memory of the smallest device; on the processor, a worker's share of the host's."""
+    link_bytes_per_s: float = SHARED_BYTES_PER_S
+    """Speed of each worker's host link; workers on the processor share their memory."""
+
+
+def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens: int) -> CostModel:
     """Costs of the layers from their parameters alone.
 
     Args:
-        layouts: one per layer.
-        active_parameters: per layer, parameters that take part for one token (a part of the experts).
         method: `lora` needs no gradient of frozen weights, so its backward costs as much as a forward.
         tokens: of a microbatch.
-        hidden_size: width of the hidden states.
-        device: `cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing.
-        device_memory_bytes: of the smallest device; on the processor, a worker's share of the host's.
-        link_bytes_per_s: of each worker's host link; workers on the processor share their memory.
-        experts_per_token: of a layer with experts, how many compute a token.
-        activation_bytes: of each layer, what a microbatch keeps on the device for its backward; None: as rough.
     """
     backward = 1.0 if method == "lora" else 2.0
-    streams = device != "cpu"
+    streams = device.kind != "cpu"
+    layouts, activation_bytes = sizes.layouts, sizes.activation_bytes
     layers = []
-    for index, (layout, active) in enumerate(zip(layouts, active_parameters, strict=True)):
-        seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device] if index else 0.0
+    for index, (layout, active) in enumerate(zip(layouts, sizes.active_parameters, strict=True)):
+        seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device.kind] if index else 0.0
         item_bytes = layout.trainable_dtype.itemsize
         matrices = [place.shape for place in layout.places if len(place.shape) > 1]
-        width = sum(sum(shape[-2:]) * (experts_per_token if len(shape) > 2 else 1) for shape in matrices)
+        width = sum(sum(shape[-2:]) * (sizes.experts_per_token if len(shape) > 2 else 1) for shape in matrices)
         kept = width * tokens * item_bytes if 0 < index < len(layouts) - 1 else 0
         layers.append(
             LayerCost(
@@ -56,11 +65,11 @@ def rough_costs(
                 backward_s=seconds * backward,
                 recompute=index < len(layouts) - 1,
                 param_bytes=layout.num_bytes if streams and index else 0,
-                boundary_bytes=hidden_size * tokens * item_bytes,
+                boundary_bytes=sizes.hidden_size * tokens * item_bytes,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
                 activation_bytes=kept if activation_bytes is None else activation_bytes[index],
             )
         )
     return CostModel(
-        "layers", tuple(layers), device_memory_bytes=device_memory_bytes, link_bytes_per_s=link_bytes_per_s
+        "layers", tuple(layers), device_memory_bytes=device.memory_bytes, link_bytes_per_s=device.link_bytes_per_s
     )

@@ -122,7 +122,7 @@ class _Beside(TorchFunctionMode):
             low = functional.grouped_mm(tokens, self._a.transpose(1, 2), offs=ends)
             beside = functional.grouped_mm(low, self._b.transpose(1, 2), offs=ends)
             return torch.add(func(*args, **kwargs), beside, alpha=self._scaling)
-        return _Batched.apply(tokens, weights, self._a, self._b, self._scaling, groups)  # type: ignore[no-untyped-call]
+        return _Batched.apply(tokens, weights, self._a, self._b, _ScaledGroups(groups, self._scaling))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,22 @@ class _Groups:
         """[E, C, width] -> [S, width]."""
         return rows.view(-1, rows.shape[2]).index_select(0, self.places)
 
+    def sum(
+        self, x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, low: torch.Tensor, b: torch.Tensor, s: float
+    ) -> torch.Tensor:
+        """x W + s low B per expert: x [S, in], also rows [E, C, in]; W [E, in, out], low [E, C, r], B [E, r, out]."""
+        if self.wastes(w):
+            return functional.grouped_mm(x, w, offs=self.ends).add_(self.collect(torch.bmm(low, b)), alpha=s)
+        return self.collect(torch.bmm(rows, w).baddbmm_(low, b, alpha=s))
+
+
+@dataclass(frozen=True)
+class _ScaledGroups:
+    """Groups of pairs, and what the adapters' share of their products is multiplied by."""
+
+    groups: _Groups
+    scaling: float
+
 
 def _groups(ends: torch.Tensor, num_pairs: int) -> _Groups | None:
     """Of experts whose pairs end at `ends` [E]; None where they are so unequal that rows would be wasted."""
@@ -169,33 +185,25 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, groups: _Groups
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaled: _ScaledGroups
     ) -> torch.Tensor:
         """x [S, in], w [E, in, out], a [E, r, in], b [E, out, r] -> [S, out]."""
+        groups = scaled.groups
         rows = groups.spread(x)
         low = torch.bmm(rows, a.transpose(1, 2))
         ctx.save_for_backward(x, w, a, b, low)
-        ctx.scaling, ctx.groups = scaling, groups
-        return _sum(groups, x, rows, w, low, b.transpose(1, 2), scaling)
+        ctx.scaled = scaled
+        return groups.sum(x, rows, w, low, b.transpose(1, 2), scaled.scaling)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, w, a, b, low = ctx.saved_tensors
-        scaling, groups = ctx.scaling, ctx.groups
+        scaling, groups = ctx.scaled.scaling, ctx.scaled.groups
         rows = groups.spread(gradient)
         grad_low = torch.bmm(rows, b).mul_(scaling)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _sum(groups, gradient, rows, w.transpose(1, 2), grad_low, a, 1.0)
+            grad_x = groups.sum(gradient, rows, w.transpose(1, 2), grad_low, a, 1.0)
         grad_a = torch.bmm(grad_low.transpose(1, 2), groups.spread(x))
         grad_b = torch.bmm(rows.transpose(1, 2), low).mul_(scaling)
-        return grad_x, None, grad_a, grad_b, None, None
-
-
-def _sum(
-    groups: _Groups, x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, low: torch.Tensor, b: torch.Tensor, s: float
-) -> torch.Tensor:
-    """x W + s low B per expert: x [S, in], also as rows [E, C, in]; W [E, in, out], low [E, C, r], B [E, r, out]."""
-    if groups.wastes(w):
-        return functional.grouped_mm(x, w, offs=groups.ends).add_(groups.collect(torch.bmm(low, b)), alpha=s)
-    return groups.collect(torch.bmm(rows, w).baddbmm_(low, b, alpha=s))
+        return grad_x, None, grad_a, grad_b, None

@@ -12,7 +12,10 @@ Take = Callable[[int, torch.Tensor], None]
 
 
 class GradientTaps:
-    """While entered, a backward hands over the gradients of `parameters` in place of leaving them in `.grad`."""
+    """While entered, a backward hands over the gradients of `parameters` in place of leaving them in `.grad`.
+
+    May be entered again after it was left.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], take: Take) -> None:
         self._parameters = parameters
@@ -35,3 +38,4 @@ class GradientTaps:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()

@@ -6,15 +6,39 @@ Only target tokens pass through the head. The loss is a sum over target tokens; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.model.gradient_taps import GradientTaps, Take
+from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.preference import Preference, Rewards, preference_loss, sequence_sums
 
 Logits = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HeadTargets:
+    """What the head of one microbatch is to predict, and where."""
+
+    indices: torch.Tensor
+    """int64 [N]: positions of target tokens in [B * T], from `target_rows`."""
+    ids: torch.Tensor
+    """int64 [N]: the tokens."""
+    preference: Preference | None = None
+    """The sequences are preference pairs; None: the loss is the sum over target tokens."""
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """How the head's loss is computed and differentiated."""
+
+    gradient_scale: float
+    """What the loss sum is multiplied by before differentiation."""
+    chunk_tokens: int
+    """Target tokens per chunk."""
+    label_smoothing: float = 0.0
+    """See `chunk_loss`."""
 
 
 @dataclass
@@ -81,8 +105,7 @@ class HeadScores:
 def score_head(
     logits_of: Logits,
     hidden: torch.Tensor,
-    indices: torch.Tensor,
-    targets: torch.Tensor,
+    targets: HeadTargets,
     *,
     chunk_tokens: int,
     greedy: bool,
@@ -92,13 +115,14 @@ def score_head(
     Args:
         greedy: also tell the most probable tokens.
     """
-    rows = hidden.reshape(-1, hidden.shape[-1])[indices]
-    scores = HeadScores(0.0, torch.empty(rows.shape[0]), torch.empty_like(targets, device="cpu") if greedy else None)
+    rows = hidden.reshape(-1, hidden.shape[-1])[targets.indices]
+    best_ids = torch.empty_like(targets.ids, device="cpu") if greedy else None
+    scores = HeadScores(0.0, torch.empty(rows.shape[0]), best_ids)
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         with torch.no_grad():
             log_probabilities = torch.log_softmax(logits_of(rows[part], start).float(), dim=-1)
-            picked = log_probabilities.gather(1, targets[part, None])
+            picked = log_probabilities.gather(1, targets.ids[part, None])
         scores.loss_sum += -float(picked.double().sum())
         scores.log_probabilities[part] = picked[:, 0].cpu()
         if scores.best_ids is not None:
@@ -109,16 +133,11 @@ def score_head(
 def run_head(
     logits_of: Logits,
     hidden: torch.Tensor,
-    indices: torch.Tensor,
-    targets: torch.Tensor,
+    targets: HeadTargets,
+    loss: HeadLoss,
     *,
-    gradient_scale: float,
-    chunk_tokens: int,
-    parameters: Sequence[torch.Tensor],
-    take: Take,
+    taps: GradientTaps,
     needs_hidden_grad: bool,
-    preference: Preference | None = None,
-    label_smoothing: float = 0.0,
 ) -> HeadResult:
     """Forward and backward of the head for one microbatch.
 
@@ -128,40 +147,36 @@ def run_head(
     Args:
         logits_of: hidden states [N, H], index of their first row -> logits [N, V], with a graph.
         hidden: output of the last block, [B, T, H].
-        indices: positions of target tokens in [B * T], from `target_rows`.
-        targets: their token ids.
-        gradient_scale: what the loss sum is multiplied by before differentiation.
-        chunk_tokens: target tokens per chunk.
-        parameters: the head's trainable parameters.
-        take: is given their gradients, one parameter at a time, chunk after chunk.
+        targets: what it is to predict.
+        loss: how that is computed.
+        taps: take the gradients of the head's trainable parameters, one at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
-        preference: the sequences are preference pairs; None: the loss is the sum over target tokens.
-        label_smoothing: see `chunk_loss`.
     """
+    indices, preference = targets.indices, targets.preference
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     rows = flat[indices]
     result = HeadResult(0.0, None)
     factors = None
     if preference is not None:
-        scores = score_head(logits_of, hidden, indices, targets, chunk_tokens=chunk_tokens, greedy=False)
+        scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens, greedy=False)
         sequences = indices // hidden.shape[1]
         policy = sequence_sums(scores.log_probabilities, sequences, hidden.shape[0])
         pair_loss, slopes, result.rewards = preference_loss(policy, preference)
         factors = -slopes.to(hidden.device, torch.float32)[sequences, None]
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
-    for start in range(0, rows.shape[0], chunk_tokens):
-        part = slice(start, start + chunk_tokens)
+    for start in range(0, rows.shape[0], loss.chunk_tokens):
+        part = slice(start, start + loss.chunk_tokens)
         chunk = rows[part].detach().requires_grad_(needs_hidden_grad)
         with torch.enable_grad():
             logits = logits_of(chunk, start)
-        loss_sum, grad_logits = chunk_loss(logits, targets[part], label_smoothing)
+        loss_sum, grad_logits = chunk_loss(logits, targets.ids[part], loss.label_smoothing)
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue
         if factors is not None:
             grad_logits.mul_(factors[part])
-        grad_logits = grad_logits.mul_(gradient_scale).to(logits.dtype)
-        with GradientTaps(parameters, take):
+        grad_logits = grad_logits.mul_(loss.gradient_scale).to(logits.dtype)
+        with taps:
             torch.autograd.backward(logits, grad_logits)
         del logits, grad_logits
         if grad_rows is not None:

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +22,38 @@ from roundpipe_cli.model.packed_weights import import_bitsandbytes
 ADAPTER = "default"
 
 
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which modules get an adapter, and of what kind."""
+
+    r: int
+    """Rank."""
+    alpha: float
+    """The product of an adapter's matrices is multiplied by alpha / r."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are dropped in training."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """`all-linear`, names of modules, or a regular expression for whole names."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(r) instead."""
+    use_dora: bool = False
+    """Weight-decomposed adapters."""
+    init: str = "default"
+    """`default` or `gaussian`; see `initial_values`."""
+
+
 def add_lora(
-    model: nn.Module,
-    *,
-    r: int,
-    alpha: float,
-    dropout: float,
-    target_modules: str | tuple[str, ...],
-    dtype: torch.dtype,
-    base_name: str,
-    blocks_path: str | None = None,
-    modules_to_save: tuple[str, ...] = (),
-    use_rslora: bool = False,
-    use_dora: bool = False,
-    init: str = "default",
+    model: nn.Module, settings: LoraSettings, *, dtype: torch.dtype, base_name: str, blocks_path: str | None = None
 ) -> Any:
     """Put LoRA modules into `model` (parameters on the meta device) and leave only them trainable.
 
     Args:
-        target_modules: `all-linear`, names of modules, or a regular expression for whole names.
         dtype: of the adapter's weights while training; their masters are float32.
         base_name: what the adapter's configuration calls the base model.
         blocks_path: of the language model's blocks; `all-linear` then leaves out linear layers elsewhere (those of a
             model that reads pictures too).
-        modules_to_save: names of modules that are trained whole.
-        init: `default` or `gaussian`; see `initial_values`.
 
     Returns:
         the PEFT model around `model`.
@@ -56,28 +64,28 @@ def add_lora(
     import_bitsandbytes()
     from peft import LoraConfig, get_peft_model
 
-    names = target_modules if isinstance(target_modules, str) else list(target_modules)
+    names = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
     config = LoraConfig(
-        r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
         target_modules=names,
         exclude_modules=_elsewhere(model, blocks_path) if names == "all-linear" and blocks_path else None,
         bias="none",
         task_type="CAUSAL_LM",
-        modules_to_save=list(modules_to_save) or None,
-        use_rslora=use_rslora,
-        use_dora=use_dora,
-        init_lora_weights="gaussian" if init == "gaussian" else True,
+        modules_to_save=list(settings.modules_to_save) or None,
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        init_lora_weights="gaussian" if settings.init == "gaussian" else True,
     )
-    _refuse_missing(model, modules_to_save)
+    _refuse_missing(model, settings.modules_to_save)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # says that all-linear covers fused experts; the run's notices say it too
             peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except ValueError as error:
         reason = str(error).splitlines()[0][:200]
-        if use_dora and "dora" in reason.lower():
+        if settings.use_dora and "dora" in reason.lower():
             hint = "set lora.use_dora=false, or leave the experts out with lora.target_modules"
             raise RefusedError(
                 "DoRA cannot adapt this model", where="lora.use_dora", found=reason, hint=hint

@@ -74,7 +74,6 @@ def compare_for_real(
     names: Sequence[str],
     *,
     repetitions: int,
-    offline: bool,
     tell: Tell,
     say: Say,
     live: bool = False,
@@ -90,7 +89,7 @@ def compare_for_real(
         RefusedError: recipe, model or data refused.
         InternalError: two schedules give different losses.
     """
-    setup = prepare(loaded, offline=offline, tell=tell)
+    setup = prepare(loaded, offline=False, tell=tell)
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
     clock = run_clock()
     with (

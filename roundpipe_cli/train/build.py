@@ -16,8 +16,9 @@ from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.costs.memory import CONTEXT_BYTES, backward_workspace_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
-from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, rough_costs
+from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
@@ -52,16 +53,18 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         setup.split,
         setup.store,
         make_backends(setup.devices, num_threads, count_bytes=count_bytes),
-        seed=recipe.seed,
-        head_chunk_tokens=recipe.head_chunk_tokens,
-        mlp_chunk_tokens=chunks,
-        label_smoothing=recipe.label_smoothing_factor,
-        recompute=recipe.pipeline.recompute,
-        unread=unread if skip else None,
-        keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
-        keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
-        weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
-        watchdog_s=recipe.watchdog_s or None,
+        EngineOptions(
+            seed=recipe.seed,
+            head_chunk_tokens=recipe.head_chunk_tokens,
+            mlp_chunk_tokens=chunks,
+            label_smoothing=recipe.label_smoothing_factor,
+            recompute=recipe.pipeline.recompute,
+            unread=unread if skip else None,
+            keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
+            keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
+            weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
+            watchdog_s=recipe.watchdog_s or None,
+        ),
     )
 
 
@@ -103,18 +106,11 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
     text_config = config.get_text_config()
     active = active_parameters(setup.model, list(layouts))
     memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
-    costs = rough_costs(
-        layouts,
-        active,
-        method=recipe.method,
-        tokens=form.tokens,
-        hidden_size=text_config.hidden_size,
-        experts_per_token=max(1, experts_per_token(text_config)),
-        device="cuda" if on_gpu else "cpu",
-        device_memory_bytes=memory,
-        link_bytes_per_s=ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S,
-        activation_bytes=memory_parts.activation_bytes,
-    )
+    experts = max(1, experts_per_token(text_config))
+    sizes = LayerSizes(layouts, active, text_config.hidden_size, experts, memory_parts.activation_bytes)
+    link_bytes_per_s = ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S
+    device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s)
+    costs = rough_costs(sizes, device, method=recipe.method, tokens=form.tokens)
     room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
     return AdaptivePlanner(
         costs,

@@ -3,149 +3,57 @@
 from __future__ import annotations
 
 import gc
-import math
-import signal as signals
-import statistics
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from roundpipe_cli.costs.machine import num_cores
-from roundpipe_cli.costs.processes import was_restarted
 from roundpipe_cli.data.batching import Position, RowBatch
-from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.errors import NotFiniteError, OutOfDeviceMemoryError, StoppedError
-from roundpipe_cli.events import Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
-from roundpipe_cli.model.layout import LayerLayout
-from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.timeline import Timeline
+from roundpipe_cli.errors import OutOfDeviceMemoryError
+from roundpipe_cli.events import Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
+from roundpipe_cli.train.border import Border
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
-from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME, OutputDir, RunState
+from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME
 from roundpipe_cli.train.checkpoint.resume import (
-    check_not_past_end,
-    check_state,
-    check_unchanged,
-    is_complete,
-    may_ask_for_more,
-    named_checkpoint,
     run_state,
-    shared_facts,
 )
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
-from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
-from roundpipe_cli.train.checkpoint.store import Checkpoint, load_newest
+from roundpipe_cli.train.checkpoint.store import Checkpoint
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
+from roundpipe_cli.train.finite import FiniteGuard
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.monitor.trackers import Trackers
-from roundpipe_cli.train.nodes.group import Nodes, Sharing, nodes_of
-from roundpipe_cli.train.nodes.shard import Shards, make_shards
+from roundpipe_cli.train.nodes.group import Nodes
+from roundpipe_cli.train.nodes.machines import Machines
 from roundpipe_cli.train.optim.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
-from roundpipe_cli.train.optim.loss_scale import LossScale
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
+from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.result.finish import write_report, write_trace
 from roundpipe_cli.train.result.report import make_report
-from roundpipe_cli.train.setup import Setup, prepare
-from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
-from roundpipe_cli.watchdog import watching
-
-Planned = Callable[[Schedule, bool], Mapping[str, float]]
+from roundpipe_cli.train.run_log import RunLog
+from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.train.signals import StopSignals
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
-ETA_STEPS = 20
-MAX_SKIPPED_IN_A_ROW = 10
-"""One more and the weights are to blame, not the rows."""
 TRACE_NAME = "trace.json"
-TRACED_STEPS = 3
-PAUSE_LOOK_S = 0.1
-
-
-def run_finetune(
-    loaded: LoadedRecipe,
-    *,
-    resume: bool,
-    offline: bool,
-    allow_changed: Sequence[str],
-    tell: Tell,
-    signals: StopSignals,
-    trace: bool = False,
-    live: bool = False,
-    planned: Planned | None = None,
-) -> None:
-    """Train what the recipe says; see the module's docstring and DESIGN's contract for what is written where.
-
-    Args:
-        resume: continue from the newest valid checkpoint.
-        offline: use local files only.
-        allow_changed: recipe keys that may differ from the checkpoint's.
-        tell: is told what happens.
-        signals: active; asks for a stop.
-        trace: write what the workers did in the last steps to trace.json.
-        live: tell several times a second what the workers do.
-        planned: says for the report what was predicted of a schedule, besides its times.
-
-    Raises:
-        RoundpipeError: with the documented exit code.
-    """
-    recipe = loaded.recipe
-    with nodes_of(recipe) as nodes, ExitStack() as stack:
-        output_dir = Path(recipe.output_dir).expanduser()
-        resume = resume or recipe.resume_from_checkpoint is not None
-        if was_restarted():
-            resume = resume or bool(list_checkpoints(output_dir))
-        if not nodes.is_first:  # what it writes, nobody reads
-            output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
-        held = stack.enter_context(OutputDir(output_dir, resume))
-        finished = nodes.from_first(held.state is RunState.FINISHED)
-        if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
-            tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
-            return
-        checkpoint = None
-        if resume:
-            folder = named_checkpoint(recipe, output_dir)
-            checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
-            check_state(checkpoint)
-        checkpoint = nodes.share_checkpoint(checkpoint)
-        with watching(recipe.watchdog_s):
-            shards: list[Shards] = []
-
-            def share_out(layouts: Sequence[LayerLayout]) -> frozenset[int]:
-                shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
-                return shards[0].elsewhere if shards else frozenset()
-
-            setup = prepare(loaded, offline=offline, tell=tell, elsewhere=share_out)
-            nodes.check_same(shared_facts(setup))
-            if checkpoint is not None:
-                check_unchanged(checkpoint.meta, setup, allow_changed)
-            trainer = Trainer(setup, output_dir, signals, tell, trace, live, planned, nodes, *shards)
-            if checkpoint is not None:
-                if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
-                    tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
-                    return
-                check_not_past_end(checkpoint, trainer.num_steps)
-            write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
-            trainer.run(checkpoint)
 
 
 class Trainer:
@@ -156,25 +64,17 @@ class Trainer:
         setup: Setup,
         output_dir: Path,
         signals: StopSignals,
-        tell: Tell,
-        trace: bool = False,
-        live: bool = False,
-        planned: Planned | None = None,
-        nodes: Nodes | None = None,
-        shards: Shards | None = None,
+        reporting: Reporting,
+        machines: Machines | None = None,
     ) -> None:
-        recipe = setup.recipe
-        self._nodes = nodes or Nodes(0, 1, recipe.watchdog_s)
-        self._sharing: Sharing | None = None
-        self._shards = shards
+        recipe, tell = setup.recipe, reporting.tell
+        self._machines = machines or Machines(Nodes(0, 1, recipe.watchdog_s))
         self.setup = setup
-        self.recipe = recipe
         self.output_dir = output_dir
         self._signals = signals
         self._tell = tell
-        self._live = live
-        self._planned = planned
-        self._pipeline_s: list[float] = []
+        self._reporting = reporting
+        self._log = RunLog(trace=reporting.trace)
         self._clock = run_clock()
         self.sampler = make_sampler(setup)
         for text in describe_order(setup, self.sampler):
@@ -183,29 +83,27 @@ class Trainer:
         self._learning_rate = schedule_of(recipe, self.num_steps)
         for text in describe_schedule(self._learning_rate, recipe, self.num_steps):
             tell(Notice(text))
-        self.optimizer = make_optimizer(setup.store, recipe, shards.elsewhere if shards else ())
-        self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores(), shards=shards)
+        self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
+        self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores(), shards=self._machines.shards)
         self._fit = Fit.of(recipe)
-        self._num_skipped = 0
-        self._skipped_in_a_row = 0
+        self._guard = FiniteGuard(recipe, setup.dataset)
         self._position = Position()
-        """Of the data, behind the last finished step."""
-        self._loss_scale = LossScale.of(recipe.dtype)
-        overlaps = self._nodes.count == 1 and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
+        """Position of the data, behind the last finished step."""
+        overlaps = self._machines.is_only and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
         self._planner = make_planner(setup, chained=overlaps)
         self._ahead = StepsAhead(setup, self._planner, self.sampler, self._microbatches)
         self._auto_cache = make_auto_cache(setup, self._planner, tell)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self._auto_cache.is_open
         self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
-            needs_norm or may_compute_again or self._nodes.count > 1
+            needs_norm or may_compute_again or not self._machines.is_only
         )
         """Whether a layer is updated as soon as its gradient is complete."""
         self._planner.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
-        self._earlier_s = 0.0
-        self._saved_step = 0
-        self._rows: list[StepFinished] = []
-        self._timelines: deque[tuple[float, Timeline]] | None = deque(maxlen=TRACED_STEPS) if trace else None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.setup.recipe
 
     # -- run -----------------------------------------------------------------------------------------------------
 
@@ -213,10 +111,10 @@ class Trainer:
         """Train from the start or from `checkpoint` to the end, or to the next signal."""
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
-        if self._nodes.is_first:
+        if self._machines.is_first:
             say = partial(_say, self._tell)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
-        told = self.recipe if self._nodes.is_first else replace(self.recipe, report_to=())
+        told = self.recipe if self._machines.is_first else replace(self.recipe, report_to=())
         with (
             EventRecorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
@@ -231,105 +129,69 @@ class Trainer:
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
         self._references = Scorer(setup, engine, self._planner, lambda: False)
-        alone = self._nodes.count == 1
+        alone = self._machines.is_only
         scorer = Scorer(setup, engine, self._planner, lambda: alone and self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
-        evaluator.agree = self._nodes.from_first
+        evaluator.agree = self._machines.from_first
         evaluator.start(evaluation)
-        self._started_s = time.monotonic()
-        self._saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
-        self._updater.before_layer = self._saver.before_layer
+        self._log.start()
+        saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
+        self._updater.before_layer = saver.before_layer
         with (
             page_locked(setup, self._tell),
             engine,
             self._updater,
-            self._saver,
+            saver,
             metrics_path.open("ab", buffering=0) as metrics,
-            ExitStack() as stack,
+            self._machines.sharing(engine) as self._sharing,
         ):
-            if not alone:
-                late, table = sorted(engine.late_layers), f"{setup.split.embedding_path}.weight"
-                owner = self._shards.owner if self._shards else None
-                self._sharing = stack.enter_context(Sharing(self._nodes, setup.store, late, table, owner))
+            save = partial(self._save, saver, metrics)
+            border = Border(self._signals, self._machines, saver, save, self._tell)
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
-            with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._live):
+            with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
                 done = first_step
                 if done and evaluator.is_owed(done):  # a signal came before it
                     evaluator.evaluate(done)
-                    self._at_border(done, metrics)
+                    self._at_border(border, done)
                 while not self._is_last(done):
                     self._one_step(engine, done, metrics)
                     done += 1
                     if evaluator.is_owed(done):
                         self._updater.wait()
                         evaluator.evaluate(done)
-                    self._at_border(done, metrics)
+                    self._at_border(border, done)
                 self._updater.wait()
+        self._write_result(done)
+
+    def _write_result(self, done: int) -> None:
         predicted = self._predicted()
         self._tell(Phase("writing the result"))
-        if self._timelines:
-            write_trace(self.output_dir / TRACE_NAME, list(self._timelines))
-        files = evaluator.save_result() if self._nodes.is_first else []
-        seconds = self._seconds()
-        report = make_report(setup, self._rows, done, seconds, predicted, self._pipeline_s, self.optimizer.num_bytes)
-        report |= {"files": files, "skipped_steps": self._num_skipped, "fit": self._fit.to_json(self.recipe)}
-        write_report(self.output_dir, report | {"evaluation": evaluator.report()})
-        self._tell(RunFinished(str(self.output_dir), done, seconds))
+        if self._log.timelines:
+            write_trace(self.output_dir / TRACE_NAME, list(self._log.timelines))
+        files = self.evaluator.save_result() if self._machines.is_first else []
+        figures = self._log.figures(done, self.optimizer.num_bytes)
+        report = make_report(self.setup, figures, predicted)
+        report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
+        write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
+        self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
     def _predicted(self) -> dict[str, float]:
         """What was known of a full step before it was measured."""
         num_microbatches = self.recipe.gradient_accumulation_steps
         figures = dict(self._planner.predicted(num_microbatches) or {})
-        if figures and self._rows:
-            figures["tokens_per_s"] = statistics.median(row.tokens for row in self._rows) / figures["step_s"]
-        planned, holds_all = self._planned, self._auto_cache.holds_all
+        if figures and (tokens := self._log.tokens) is not None:
+            figures["tokens_per_s"] = tokens / figures["step_s"]
+        planned, holds_all = self._reporting.planned, self._auto_cache.holds_all
         needs = [] if planned is None else [planned(schedule, holds_all) for schedule in self._planner.schedules]
         for need in needs:  # what the step that needs most does: a short one is cut in its own way
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
 
-    def _seconds(self) -> float:
-        return self._earlier_s + time.monotonic() - self._started_s
-
-    def _at_border(self, done: int, metrics: FileIO) -> None:
-        """Save where it is due or asked for, wait while the user holds the run, stop if asked."""
+    def _at_border(self, border: Border, done: int) -> None:
         last = self._is_last(done)
         due = last or done % self.recipe.save_steps == 0
-        held = False
-        self._saver.poll()
-        while True:
-            signal, paused, asked = self._agree()
-            if (due or asked or signal) and self._saved_step != done:
-                self._save(done, metrics)
-            if not paused or signal or last or self._signals.requested is not None:
-                break
-            if not held:
-                self._tell(Paused(done, True))
-            held = True
-            time.sleep(PAUSE_LOOK_S)
-        if held:
-            self._tell(Paused(done, False))
-        signal, _, _ = self._agree()  # read once: a later one is for the next border
-        if signal and self._saved_step != done:
-            self._save(done, metrics)
-        if last or signal:
-            self._saver.wait()
-        if signal and not last:
-            raise StoppedError(
-                f"stopped by {signal.name} after step {done} of {self.num_steps}, with a checkpoint",
-                exit_code=EXIT_CODES[signal],
-                hint="the same command with --resume continues",
-            )
-
-    def _agree(self) -> tuple[signals.Signals | None, bool, bool]:
-        """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
-
-        What one machine is told holds for all. A stop waits for the step that the workers have been given already.
-        """
-        asked = (self._signals.requested or 0) if self._ahead.next is None else 0
-        number, paused, save = self._nodes.most([asked, self._signals.paused, self._signals.take_save()])
-        return signals.Signals(number) if number else None, bool(paused), bool(save)
+        border.at(done, self.num_steps, due=due, last=last, may_stop=self._ahead.next is None)
 
     def _is_last(self, done: int) -> bool:
         """Whether nothing is left to train after `done` updates."""
@@ -356,17 +218,14 @@ class Trainer:
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
         pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
-        self._pipeline_s.append(pipeline_s)
+        self._log.computed(result, pipeline_s)
         self._tell(step_timeline(result, step + 1, self._clock))
-        if self._timelines is not None:
-            self._timelines.append((result.started_s, result.timeline))
         result = _poisoned(result, self._updater.poison(step))
-        is_finite = math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
-        if is_finite:
+        if self._guard.is_finite(result):
             self._update(step, result.gradient_norm, learning_rate)
         else:
-            self._not_finite(step, batches, result)
-        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row
+            self._guard.skip(step, batches, result, self._tell)
+            self._updater.skip(step)
         if self.recipe.pipeline.optimizer_staleness == 0:
             self._updater.wait()
         step_s = time.monotonic() - started_s
@@ -383,10 +242,10 @@ class Trainer:
             utilization=busy,
             upload_bytes=result.upload_bytes,
             device_peak_bytes=max(result.device_peak_bytes),
-            eta_s=self._eta_s(step, step_s),
+            eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
             preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
         )
-        self._rows.append(event)
+        self._log.finished(event)
         self._write_row(metrics, event)
         self._tell(event)
 
@@ -407,7 +266,7 @@ class Trainer:
                 microbatches, num_tokens = self._microbatches(step, batches)
                 return self._run_step(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
-                keeps_less = self._auto_cache.num_bytes > 0 and not self._updates_early and self._nodes.count == 1
+                keeps_less = self._auto_cache.num_bytes > 0 and not self._updates_early and self._machines.is_only
                 smaller = self._fit.smaller(step + 1) if self.recipe.on_oom == "adapt" else None
                 if not keeps_less and smaller is None:
                     raise
@@ -430,22 +289,18 @@ class Trainer:
             )
 
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
-        sharing, part = self._sharing, None
-        on_gradient = self._updater.gradient_complete if self._updates_early else None
-        if sharing is not None:
-            microbatches, part = sharing.own(microbatches)
-            sharing.begin(step)
-            on_gradient = sharing.complete
+        scale = self._guard.loss_scale.value
+        own, part = self._sharing.own(microbatches)
+        on_gradient = self._sharing.begin(step, self._updater.gradient_complete if self._updates_early else None)
         result = engine.run_step(
-            microbatches,
-            self._planner.schedule(len(microbatches)),
+            own,
+            self._planner.schedule(len(own)),
             step=step,
-            loss_scale=self._loss_scale.value,
             version=self.setup.store.step_version(step),
-            on_gradient=on_gradient,
             part=part,
+            gradients=GradientOptions(scale, on_gradient),
         )
-        return result if sharing is None else sharing.finish(result, self._loss_scale.value)
+        return self._sharing.finish(result, scale)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, pairs with what the base model says of them, and the number of tokens."""
@@ -459,92 +314,52 @@ class Trainer:
         row = metrics_row(event)
         if self._fit.first_step == event.step and (segment := self._fit.to_json(self.recipe)):
             row["segment"] = segment  # the curve goes on with other microbatches from here
-        if self._skipped_in_a_row:
+        if self._guard.num_in_a_row:
             row["skipped"] = True
         append_row(metrics, self.output_dir / METRICS_NAME, row)
 
     def _update(self, step: int, gradient_norm: float, learning_rate: float) -> None:
         if self._updates_early:
             return
-        factor = 1.0 / self._loss_scale.value
+        factor = 1.0 / self._guard.loss_scale.value
         if self.recipe.max_grad_norm > 0:
             factor *= min(1.0, self.recipe.max_grad_norm / (gradient_norm + CLIP_EPSILON))
         self._updater.begin(step, learning_rate, factor)
-        self._loss_scale.updated()
-
-    def _not_finite(self, step: int, batches: list[RowBatch], result: StepResult) -> None:
-        """Skip the update where float16's loss scale was too large; otherwise stop before anything is spoiled."""
-        if math.isfinite(result.loss) and self._loss_scale.may_be_too_large:
-            self._loss_scale.overflowed()
-            self._updater.skip(step)
-            scale = self._loss_scale.value
-            self._tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {scale:g}"))
-            return
-        dataset = self.setup.dataset
-        self._num_skipped += 1
-        self._skipped_in_a_row += 1
-        rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for rows in batch for index in rows]
-        what = "loss" if not math.isfinite(result.loss) else "gradient"
-        found = f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}"
-        if self.recipe.on_nonfinite == "skip" and self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
-            self._updater.skip(step)
-            text = f"step {step + 1}: the {what} is not finite ({found}): no update; {self._num_skipped} skipped so far"
-            self._tell(Notice(text))
-            return
-        raise NotFiniteError(
-            f"the {what} is not finite: stopped before the update",
-            where=f"step {step + 1}",
-            found=found,
-            hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
-            "such steps out with on_nonfinite=skip",
-        )
-
-    def _eta_s(self, step: int, step_s: float) -> float:
-        recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
-        return statistics.median(recent) * (self.num_steps - step - 1)
+        self._guard.loss_scale.updated()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _save(self, step: int, metrics: FileIO) -> None:
-        shards, first = self._shards, self._nodes.is_first
-        if shards is None and not first:
-            self._saved_step = step
+    def _save(self, saver: Saver, metrics: FileIO, step: int) -> None:
+        """Begin a checkpoint after `step` steps."""
+        if not self._machines.saves:
             return
         started_s = time.monotonic()
         sync_rows(metrics, self.output_dir / METRICS_NAME)
-        self._saved_step = step
+        scale = self._guard.loss_scale
         meta = {
-            **run_state(self.setup, self._loss_scale.value, self._seconds()),
+            **run_state(self.setup, scale.value, self._log.seconds),
             "num_steps": self.num_steps,
             "num_updates": self.optimizer.num_updates,
-            "steps_since_overflow": self._loss_scale.num_updates,
+            "steps_since_overflow": scale.num_updates,
             "data_position": self._position.to_json(),
             "evaluation": self.evaluator.state(),
             "fit": self._fit.to_json(self.recipe),
-            "skipped_steps": self._num_skipped,
+            "skipped_steps": self._guard.num_skipped,
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
         state_of = partial(layer_state, self.setup.store, self.optimizer, step)
         ready = partial(self._updater.wait_for, version=step)
-        snapshot = Snapshot(step, layers, state_of, ready, meta)
-        if shards is not None:
-            own = [layer for layer in layers if first or shards.is_own(layer)]
-            collect = partial(self._collected, shards, step)
-            snapshot = replace(snapshot, layers=own, contents_of=collect, is_written=first)
-        self._saver.begin(snapshot, started_s)
-
-    def _collected(self, shards: Shards, step: int, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        return shards.collect(layer, layer_state(self.setup.store, self.optimizer, step, layer))
+        saver.begin(self._machines.own_part(Snapshot(step, layers, state_of, ready, meta)), started_s)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         meta = checkpoint.meta
         if not restore_state(self.setup.store, self.optimizer, checkpoint):
             text = "the checkpoint was written without staleness: the next two steps compute with the same weights"
             self._tell(Notice(text))
-        self._loss_scale.value = float(meta["loss_scale"])
-        self._loss_scale.num_updates = int(meta["steps_since_overflow"])
-        self._earlier_s = float(meta["training_s"])
-        self._num_skipped = int(meta.get("skipped_steps", 0))
+        self._guard.loss_scale.value = float(meta["loss_scale"])
+        self._guard.loss_scale.num_updates = int(meta["steps_since_overflow"])
+        self._log.earlier_s = float(meta["training_s"])
+        self._guard.num_skipped = int(meta.get("skipped_steps", 0))
         self._fit = resumed_fit(meta.get("fit"), self.recipe)
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()

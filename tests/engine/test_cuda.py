@@ -12,6 +12,7 @@ import torch
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.sink_attention import sink_attention
 from roundpipe_cli.planning.resident import resident_cut
@@ -130,7 +131,8 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
         options=found.dealing,
     )
     backends = [late_in(late)(0) for _ in range(2)]
-    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, weight_cache_bytes=10**9) as engine:
+    options = EngineOptions(weight_cache_bytes=10**9)
+    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
         for step in range(3):
             result = engine.run_step(random_microbatches(sizes), schedule, step=step)
             assert result.loss == pytest.approx(usual.loss, rel=1e-6)
@@ -164,8 +166,8 @@ def test_weight_cache_and_kept_activations_change_nothing(devices: list[int]) ->
     sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
     plain = run(make_rig("llama", "lora"), devices, sizes)
     rig = make_rig("llama", "lora")
-    options = {"weight_cache_bytes": 10**9, "keep_blocks": 2}
-    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], **options) as engine:
+    options = EngineOptions(weight_cache_bytes=10**9, keep_blocks=2)
+    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], options) as engine:
         schedule = schedule_for(rig, len(devices), len(sizes))
         results = [engine.run_step(random_microbatches(sizes), schedule, step=0) for _ in range(3)]
     for result in results:

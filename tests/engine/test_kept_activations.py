@@ -73,7 +73,7 @@ def test_kept_blocks_are_not_computed_again() -> None:
     for keep_blocks in (0, 1, 3):
         with rig.engine(1, keep_blocks=keep_blocks) as engine:
             called: list[int] = []
-            for index, block in enumerate(engine._workers[0].runner.model.blocks):
+            for index, block in enumerate(engine._workers[0].runner.layers.model.blocks):
                 block.register_forward_hook(lambda *_, index=index, called=called: called.append(index))
             engine.run_step(random_microbatches(SIZES), roundpipe(1), step=0)
         calls.append([called.count(index) for index in range(3)])

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from roundpipe_cli import faults
+from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
@@ -24,6 +25,7 @@ from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
+from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics
@@ -67,7 +69,7 @@ def setup_of(folder: Path, *overrides: str) -> Setup:
 def train(setup: Setup, folder: Path, **changes: Any) -> Trainer:
     """The run itself, in this process."""
     (folder / "out").mkdir(exist_ok=True)
-    trainer = Trainer(setup, folder / "out", StopSignals(), lambda event: None)
+    trainer = Trainer(setup, folder / "out", StopSignals(), Reporting(lambda event: None))
     for name, value in changes.items():
         setattr(trainer, name, value)
     with warnings.catch_warnings():
@@ -130,7 +132,8 @@ def by_one_worker(setup: Setup, trainer: Trainer, staleness: int, overflow_step:
                 num_workers=1,
                 num_microbatches=len(microbatches),
             )
-            result = engine.run_step(microbatches, schedule, step=step, loss_scale=reference.scale)
+            gradients = GradientOptions(reference.scale)
+            result = engine.run_step(microbatches, schedule, step=step, gradients=gradients)
             reference.losses.append(result.loss)
             if step == overflow_step or not math.isfinite(result.gradient_norm):
                 reference.versions.append(reference.versions[-1])
@@ -293,7 +296,8 @@ def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: l
         updater.before_layer = lambda layer, version: order.append(layer)
         updater.begin_early(0, 1e-3)
         microbatches = random_microbatches([(1, 6), (2, 5), (1, 4)])
-        engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0, on_gradient=updater.gradient_complete)
+        gradients = GradientOptions(on_complete=updater.gradient_complete)
+        engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0, gradients=gradients)
         updater.wait()
     assert sorted(order) == sorted({1, 2, 3, 4, *late})
     assert order[-1:] == late

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_unread_products
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
@@ -116,7 +117,7 @@ def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
     nums = []
     for names in ({}, unread):
         backend = _CountingBackend()
-        with Engine(rig.skeleton, rig.split, rig.store, [backend], unread=names, **options) as engine:
+        with Engine(rig.skeleton, rig.split, rig.store, [backend], EngineOptions(unread=names, **options)) as engine:
             engine.run_step(random_microbatches(SIZES), schedule, step=0)
         nums.append(backend.products.num)
     assert nums[0] - nums[1] == 2 * blocks_left_out * len(SIZES)

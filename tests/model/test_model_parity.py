@@ -17,7 +17,7 @@ from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.load import build_skeleton, switch_off
-from roundpipe_cli.model.lora import add_lora
+from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit, SplitRefusedError, split_model
@@ -262,16 +262,8 @@ def test_adapters_are_part_of_the_proof(model_type: str) -> None:
     """PEFT's own path for fused experts, and DoRA with dropout, against the engine's."""
     model, split = skeleton_of(tiny_config(model_type, attention_dropout=0.1))
     dense = model_type == "llama"
-    add_lora(
-        model,
-        r=4,
-        alpha=8,
-        dropout=0.1 if dense else 0.0,
-        target_modules="all-linear",
-        dtype=torch.float32,
-        base_name="tiny",
-        use_dora=dense,
-    )
+    settings = LoraSettings(r=4, alpha=8, dropout=0.1 if dense else 0.0, use_dora=dense)
+    add_lora(model, settings, dtype=torch.float32, base_name="tiny")
     assert prove(model, split).gradient_error < 1e-4
 
 

@@ -19,7 +19,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.lora import add_lora
+from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import base_name, load_weights
@@ -50,7 +50,7 @@ def load(
     skeleton = build_skeleton(load_config(source), dtype)
     split = split_model(skeleton)
     if lora:
-        add_lora(skeleton, r=2, alpha=4, dropout=0.0, target_modules="all-linear", dtype=dtype, base_name="tiny")
+        add_lora(skeleton, LoraSettings(r=2, alpha=4), dtype=dtype, base_name="tiny")
     layouts = [
         make_layout(name, parameters, dtype)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.cli.bench import _question
+from roundpipe_cli.cli.bench_options import CaseFlags
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
@@ -38,7 +39,7 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
 
 
 def asked_by_bench(name: str, words: list[str], machine: str) -> SimulationCase:
-    return _question(f"recipes/{name}.yaml", words, None, machine, None, None, "default", None, None)
+    return _question(f"recipes/{name}.yaml", words, None, machine, CaseFlags())
 
 
 def loaded(name: str, schedule: str) -> LoadedRecipe:

@@ -15,7 +15,7 @@ from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.memory import DEVICE_SHARE, whole_cache_bytes, with_cached_weights
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.stage import StageRunner
+from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
@@ -161,11 +161,11 @@ def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int
         hidden = len(SIZES) * 18 * 64 * 4
         assert run.upload_bytes <= num_workers * trained + hidden
         assert run.step(engine, SIZES[:1]) == short
-        assert all(worker._slots[0].weights.nbytes == 0 for worker in engine._workers)
+        assert all(worker.slots.slots[0].weights.nbytes == 0 for worker in engine._workers)
         assert run.planner.predicted(len(SIZES)) is not None
         run.cache.give_up(engine)
         assert not run.cache.holds_all and run.planner.schedule(len(SIZES)).backward_stages != ((0, head),)
-        assert all(not worker.cache.num_bytes for worker in engine._workers) and not run.cache.num_bytes
+        assert all(not worker.slots.cache.num_bytes for worker in engine._workers) and not run.cache.num_bytes
         assert run.step(engine) == expected and run.step(engine, SIZES[:1]) == short
         assert run.cache.num_bytes > 0 and not run.cache.holds_all, "a cache beside the usual stages may come yet"
         run.cache.give_up(engine)
@@ -180,7 +180,7 @@ def test_an_evaluation_that_comes_first_needs_no_slots_either(rig: Rig) -> None:
         run.settle(engine)
         schedule = build_forward(every_stage(run.planner.schedule(4)), num_workers=2, num_microbatches=4)
         engine.score(random_microbatches(SIZES[:4]), schedule, step=0)
-        assert all(slot.weights.nbytes == 0 for worker in engine._workers for slot in worker._slots)
+        assert all(slot.weights.nbytes == 0 for worker in engine._workers for slot in worker.slots.slots)
     assert [len(row) for row in schedule.actions] == [2, 2], "each worker has its microbatches"
 
 
@@ -188,15 +188,16 @@ def test_what_a_failed_step_computed_is_free_when_it_is_run_again(rig: Rig, monk
     """A step that ran out of memory would run out of it again."""
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def fail(runner: StageRunner, context: object, graph: Any, *rest: object) -> None:
-        alive.extend(weakref.ref(one.output) for graphs in runner._graphs.values() for one in graphs)
+    def fail(layers: LayerRunner, context: object, graph: Any, *rest: object) -> None:
+        waiting = engine._workers[layers.worker].runner._graphs
+        alive.extend(weakref.ref(one.output) for graphs in waiting.values() for one in graphs if one.output is not None)
         alive.append(weakref.ref(graph.output))
         raise MemoryError("as asked")
 
     schedule = schedule_for(rig, 2, len(SIZES))
     with rig.engine(2, copy=True) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(StageRunner, "_layer_backward", fail)
+            patch.setattr(LayerRunner, "backward", fail)
             with pytest.raises(OutOfDeviceMemoryError) as caught:
                 engine.run_step(random_microbatches(SIZES), schedule, step=0)
         caught.value.__cause__ = None

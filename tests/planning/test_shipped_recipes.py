@@ -161,7 +161,7 @@ def test_all_linear_leaves_out_the_picture_encoder_of_gemma3() -> None:
     from transformers import Gemma3Config, Gemma3TextConfig
 
     from roundpipe_cli.model.load import build_skeleton
-    from roundpipe_cli.model.lora import add_lora, refuse_adapters_outside_blocks
+    from roundpipe_cli.model.lora import LoraSettings, add_lora, refuse_adapters_outside_blocks
     from roundpipe_cli.model.split import find_blocks
 
     text = Gemma3TextConfig(
@@ -174,10 +174,7 @@ def test_all_linear_leaves_out_the_picture_encoder_of_gemma3() -> None:
     }  # fmt: skip
     model = build_skeleton(Gemma3Config(text_config=text.to_dict(), vision_config=picture), torch.float32)
     path = find_blocks(model)
-    add_lora(
-        model, r=2, alpha=4, dropout=0.0, target_modules="all-linear", dtype=torch.float32, base_name="tiny",
-        blocks_path=path,
-    )  # fmt: skip
+    add_lora(model, LoraSettings(r=2, alpha=4), dtype=torch.float32, base_name="tiny", blocks_path=path)
     refuse_adapters_outside_blocks(model, path)
     adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(adapted) == 2 * 7 * 2, "two matrices for each of seven layers in two blocks"

@@ -13,14 +13,15 @@ from torch import nn
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.rough_costs import rough_costs
+from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.lora import add_lora, initial_values
+from roundpipe_cli.model.lora import LoraSettings, add_lora, initial_values
 from roundpipe_cli.model.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
@@ -146,7 +147,7 @@ class Rig:
 
     def engine(self, num_workers: int = 2, copy: bool = False, count_bytes: bool = False, **options: Any) -> Engine:
         backends = [CpuBackend(1, copy=copy, count_bytes=count_bytes) for _ in range(num_workers)]
-        return Engine(self.skeleton, self.split, self.store, backends, **options)
+        return Engine(self.skeleton, self.split, self.store, backends, EngineOptions(**options))
 
 
 def make_rig(
@@ -174,15 +175,8 @@ def make_rig(
         if any(part in name for part in frozen):
             parameter.requires_grad_(False)
     if method == "lora":
-        peft_model = add_lora(
-            skeleton,
-            r=4,
-            alpha=8,
-            dropout=lora_dropout,
-            target_modules="all-linear",
-            dtype=dtype,
-            base_name="tiny",
-        )
+        settings = LoraSettings(r=4, alpha=8, dropout=lora_dropout)
+        peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny")
     packed = quantizable_names(skeleton, split.blocks_path) if bits else frozenset()
     layouts = [
         make_layout(name, parameters, dtype, packed, bits)
@@ -319,13 +313,6 @@ def schedule_for(
 
 def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:
     """Rough costs of a LoRA run of microbatches of 18 tokens, on devices of so much memory and links without end."""
-    rough = rough_costs(
-        rig.store.layouts,
-        [layout.num_bytes // 4 for layout in rig.store.layouts],
-        method="lora",
-        tokens=18,
-        hidden_size=64,
-        device="cuda",
-        device_memory_bytes=memory_bytes,
-    )
+    sizes = LayerSizes(rig.store.layouts, [layout.num_bytes // 4 for layout in rig.store.layouts], hidden_size=64)
+    rough = rough_costs(sizes, AssumedDevice("cuda", memory_bytes), method="lora", tokens=18)
     return replace(rough, link_bytes_per_s=1e15)

@@ -162,5 +162,5 @@ def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:
             gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients)
             assert result.loss.hex() + gradients.hex() == expected[STEPS - 2]
             cache.observe(engine, result)
-        assert all(not worker.cache.num_bytes for worker in engine._workers)
+        assert all(not worker.slots.cache.num_bytes for worker in engine._workers)
     assert uploads[1] > uploads[0] and not cache.num_bytes

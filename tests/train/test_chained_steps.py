@@ -32,7 +32,8 @@ from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.train.loop import run_finetune as finetune_here
+from roundpipe_cli.train.finetune import run_finetune as finetune_here
+from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
@@ -301,7 +302,7 @@ def test_a_stop_ends_a_pause_beside_a_step_under_way(folder: Path) -> None:
     words = [f"output_dir={folder / 'out'}", STALE, "pipeline.devices=[cpu,cpu]"]
     loaded = load_recipe(str(folder / "recipe.yaml"), words)
     with pytest.raises(StoppedError, match="after step 8 of"):
-        finetune_here(loaded, resume=False, offline=True, allow_changed=(), tell=tell, signals=signals)
+        finetune_here(loaded, Start(offline=True), Reporting(tell), signals)
     assert paused_at == [7] and len(metrics(folder / "out")) == 8
 
 

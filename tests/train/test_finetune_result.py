@@ -19,6 +19,7 @@ from roundpipe_cli.events import Event
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import METRIC_KEYS, finetune, make_model, make_workspace, metrics, numbers, run
@@ -46,7 +47,7 @@ def train_here(folder: Path, *overrides: str) -> Setup:
     output_dir = Path(loaded.recipe.output_dir)
     with StopSignals() as signals, OutputDir(output_dir):
         setup = prepare(loaded, offline=True, tell=events.append)
-        Trainer(setup, output_dir, signals, events.append).run(None)
+        Trainer(setup, output_dir, signals, Reporting(events.append)).run(None)
     return setup
 
 

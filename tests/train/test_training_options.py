@@ -29,6 +29,7 @@ from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.learning_rate import describe_schedule, make_rate_schedule, schedule_of
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.update_rules import Adafactor, AdamW, AdamW8, AdamW16, Sgd, UpdateRule
+from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
@@ -155,7 +156,7 @@ def setup_of(folder: Path, *overrides: str, output: str = "out") -> Setup:
 
 def train(setup: Setup, output: Path) -> Trainer:
     output.mkdir(exist_ok=True)
-    trainer = Trainer(setup, output, StopSignals(), lambda event: None)
+    trainer = Trainer(setup, output, StopSignals(), Reporting(lambda event: None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, when it saves
         trainer.run(None)

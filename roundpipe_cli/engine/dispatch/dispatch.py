@@ -7,8 +7,9 @@
     host       lane thread      the host's updates, where a program has them
 
 It knows no tensors and no device: what an operation does is a `Work`'s business, which the engine supplies with
-mathematics and the emulation with costs. `pool.py` has the compute threads. PROTOCOL.md says why the order that this
-gives is safe. An exception in any thread is put into the results as a value; the caller raises it, once.
+mathematics and the emulation with costs (`work.py`). Here is what the threads of a step share; `pool.py` has the
+compute threads, `lane.py` the others. PROTOCOL.md says why the order that this gives is safe. An exception in any
+thread is put into the results as a value; the caller raises it, once.
 """
 
 from __future__ import annotations
@@ -16,93 +17,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from roundpipe_cli.engine.dispatch.ledger import Dependencies, Ledger
 from roundpipe_cli.engine.dispatch.progress import AbortedError, Progress
-from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue, TransferRecord
-from roundpipe_cli.faults import fault
-from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.engine.dispatch.transfer import TransferRecord
+from roundpipe_cli.engine.dispatch.work import NOBODY, AddedTransfer, DispatchEvent, Work
 from roundpipe_cli.schedule.lower import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
-DispatchEvent = Any
-"""A point in a device's work; None has happened."""
-
 MEMORY_HINT = "lower micro_batch_size or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
-NOBODY = -1
-"""The worker of host updates."""
-
-
-class TransferChunk(NamedTuple):
-    """A piece of a transfer."""
-
-    num_bytes: int
-    content: Any
-    """What the `Work` that made it needs to copy it."""
-
-
-class Work(Protocol):
-    """What the operations of one worker (or of the host) do."""
-
-    lanes: tuple[str, ...]
-    """Lanes that have a thread."""
-
-    def compute_thread(self) -> AbstractContextManager[None]:
-        """Set the current thread up to issue compute."""
-
-    def lane_thread(self) -> AbstractContextManager[None]:
-        """Set the current thread up to issue transfers."""
-
-    def take_up(self, part: Any) -> None:
-        """A step comes next: its compute thread calls this before any other of its threads touches the step.
-
-        Args:
-            part: what `StepRun.parts` has for this worker.
-        """
-
-    def begin(self, op: Op) -> None:
-        """`op` comes next in the compute thread."""
-
-    def run(self, op: Op, ready: Sequence[DispatchEvent], late: Sequence[DispatchEvent]) -> DispatchEvent:
-        """Issue a compute operation behind its events (`late`: of `late_deps`); returns when it is done."""
-
-    def prepare(self, op: Op, after: Sequence[DispatchEvent]) -> Sequence[TransferChunk]:
-        """The chunks of a transfer whose inputs have happened; none where nothing is to be moved."""
-
-    def copy(self, op: Op, chunk: TransferChunk) -> DispatchEvent:
-        """Issue one chunk; returns when it is there."""
-
-    def issued(self, op: Op, event: DispatchEvent) -> None:
-        """All chunks of a transfer have been issued; it is there once `event` has happened."""
-
-    def ended(self, op: Op) -> None:
-        """A transfer has arrived."""
-
-    def arrival(self, dep: Op, op: Op, event: DispatchEvent) -> DispatchEvent:
-        """When what `dep` made, once `event` has happened, is there for `op`."""
-
-    def happens_in_s(self, event: DispatchEvent) -> float:
-        """0 if `event` has happened, else seconds after which to look again."""
-
-    def happened_at_s(self, event: DispatchEvent, now_s: float) -> float:
-        """When an event that has happened did so (`time.perf_counter`); `now_s` where nobody knows."""
-
-    def where(self, op: Op, *, weights: bool) -> str:
-        """Where an error happened, for its message; `weights`: while waiting for the weights of `op`."""
-
-    def drain(self) -> None:
-        """Block until all issued work is done."""
-
-    def busy_s(self) -> float:
-        """Seconds for which the device is known to be busy; 0 where nobody knows."""
-
-    def reset(self) -> None:
-        """A step is over, perhaps before its end: drop what it left."""
 
 
 @dataclass
@@ -202,24 +128,13 @@ class StepRun:
             self.ledger.release(op_id, event)
             self._announce(op_id)
 
-    def add(
-        self,
-        kind: Kind,
-        lane: str,
-        like: Op,
-        payload: str,
-        boundary: int,
-        priority: tuple[int, int],
-        event: DispatchEvent,
-    ) -> Op:
+    def add(self, transfer: AddedTransfer, like: Op, event: DispatchEvent) -> Op:
         """A transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
         with self.progress.lock:
-            op = like._replace(
-                id=len(self.ledger.ops), kind=kind, lane=lane, payload=payload, num_bytes=0, visit=-1,
-                priority=priority, deps=[], late_deps=[], boundary=boundary,
-            )  # fmt: skip
+            new_id = len(self.ledger.ops)
+            op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[], late_deps=[], **transfer._asdict())
             self.ledger.add(op, event)
-            self._lanes[lane, op.worker].num_left += 1
+            self._lanes[op.lane, op.worker].num_left += 1
         return op
 
     def start(self, op_id: int) -> None:
@@ -321,137 +236,3 @@ class TransferFailedError(Exception):
     def __init__(self, error: BaseException, weights: bool) -> None:
         super().__init__(str(error))
         self.error, self.weights = error, weights
-
-
-_FAULT_POINTS = {UP: "upload", DOWN: "download", HOST: "optimizer"}
-
-
-class Lane:
-    """The thread of one direction of one worker's link, or of the host's updates."""
-
-    def __init__(self, lane: str, worker: int, work: Work, options: TransferOptions) -> None:
-        self.name, self.worker, self.work = lane, worker, work
-        self._options = options
-        self.orders: queue.Queue[StepRun | None] = queue.Queue()
-        name = lane if worker < 0 else f"{lane}-{worker}"
-        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
-
-    def _main(self) -> None:
-        with self.work.lane_thread():
-            while True:
-                run = self.orders.get()
-                if run is None:
-                    return
-                try:
-                    _LaneStep(self, run, self._options).serve()
-                except BaseException as error:  # travels as a value, as an error of a compute thread does
-                    run.lane_failed(self.name, self.worker, error)
-                run.lane_left(self.name, self.worker)
-                if self.worker < 0:
-                    run.results.put(WorkResult(NOBODY))
-                run = None
-
-
-class _LaneStep:
-    """One step of a lane."""
-
-    def __init__(self, lane: Lane, run: StepRun, options: TransferOptions) -> None:
-        self.run, self.work, self.lane = run, lane.work, lane
-        self.state = run.lane(lane.name, lane.worker)
-        self.queue = TransferQueue(options)
-        self.waiting: list[tuple[Op, list[DispatchEvent]]] = []
-        """Inputs issued, but perhaps not all happened."""
-        self.chunks: dict[int, deque[TransferChunk]] = {}
-        self.moving: deque[tuple[DispatchEvent, TransferRecord | None]] = deque()
-        """Chunks on the stream, oldest first; the last one of a transfer with its record."""
-        self.records: dict[int, TransferRecord] = {}
-
-    def serve(self) -> None:
-        """Issue transfers until all have arrived, or the step is aborted."""
-        run, state, lock = self.run, self.state, self.run.progress.lock
-        while True:
-            with lock:
-                if run.progress.aborted:
-                    return
-                new, state.inbox = state.inbox, []
-                self.waiting += [(op, run.inputs(op)) for op in (run.ledger.ops[op_id] for op_id in new)]
-            wait_s = self._advance()
-            decision = self.queue.next()
-            if decision is not None:
-                self._move(*decision)
-                continue
-            with lock:
-                if run.progress.aborted:
-                    return
-                if state.inbox:
-                    continue
-                if state.closed and not state.num_left and not self.moving:
-                    return
-                state.condition.wait(wait_s)
-
-    def _advance(self) -> float | None:
-        """Retire what has arrived, let in what may go; returns after how long to look again (None: when told)."""
-        work, look_s = self.work, None
-        while self.moving:
-            event, record = self.moving[0]
-            left_s = work.happens_in_s(event)
-            if left_s > 0:
-                look_s = left_s
-                break
-            self.moving.popleft()
-            self.queue.ended()
-            if record is not None:
-                self._arrived(record, event)
-        still: list[tuple[Op, list[DispatchEvent]]] = []
-        for op, events in self.waiting:
-            left_s = max(map(work.happens_in_s, events), default=0.0)
-            if left_s > 0:
-                still.append((op, events))
-                look_s = left_s if look_s is None else min(look_s, left_s)
-            else:
-                self._admit(op, events)
-        self.waiting = still
-        return look_s
-
-    def _admit(self, op: Op, events: list[DispatchEvent]) -> None:
-        try:
-            chunks = self.work.prepare(op, events)
-            if chunks:
-                step = self.run.step + op.step
-                if op.payload == WEIGHTS and op.lane == UP:
-                    fault("prefetch", step=step, worker=op.worker)
-                fault(_FAULT_POINTS[op.lane], step=step, worker=op.worker)
-        except BaseException as error:  # travels as a value
-            self.run.fail(op, error)
-            return
-        if not chunks:
-            self.work.issued(op, None)
-            self.run.issue(op.id, None)
-            return
-        now_s = time.perf_counter()
-        ready_s = max((self.work.happened_at_s(event, now_s) for event in events), default=now_s)
-        self.records[op.id] = TransferRecord(op.id, op.payload, op.lane, sum(c.num_bytes for c in chunks), ready_s)
-        self.chunks[op.id] = deque(chunks)
-        self.queue.enter(op.id, op.priority, len(chunks))
-
-    def _move(self, op_id: int, last: bool) -> None:
-        op, record, chunks = self.run.ledger.ops[op_id], self.records[op_id], self.chunks[op_id]
-        record.start_s = record.start_s or time.perf_counter()
-        try:
-            event = self.work.copy(op, chunks.popleft())
-            self.moving.append((event, record if last else None))
-            if last:
-                del self.chunks[op_id]
-                self.work.issued(op, event)
-        except BaseException as error:
-            self.queue.ended()
-            self.run.fail(op, error)
-            return
-        if last:
-            self.run.issue(op_id, event)
-
-    def _arrived(self, record: TransferRecord, event: DispatchEvent) -> None:
-        record.end_s = self.work.happened_at_s(event, time.perf_counter())
-        del self.records[record.op_id]
-        self.work.ended(self.run.ledger.ops[record.op_id])
-        self.run.records.append(record)

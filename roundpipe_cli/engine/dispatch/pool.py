@@ -21,15 +21,14 @@ from types import TracebackType
 
 from roundpipe_cli.engine.dispatch.dispatch import (
     MEMORY_HINT,
-    NOBODY,
-    Lane,
     StepRun,
     TransferFailedError,
-    Work,
     WorkResult,
 )
+from roundpipe_cli.engine.dispatch.lane import Lane
 from roundpipe_cli.engine.dispatch.progress import AbortedError
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions
+from roundpipe_cli.engine.dispatch.work import NOBODY, Work
 from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.schedule.lower import Op
 

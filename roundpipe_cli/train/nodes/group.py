@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from roundpipe_cli.engine.gradients import square_sum
 from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
@@ -273,10 +274,16 @@ class Sharing:
             mine = [replace(nothing, labels=torch.full_like(nothing.labels, NO_LABEL))]
         return mine, Part(first, num_units)
 
-    def begin(self, step: int) -> None:
-        """The gradients of `step` will be summed as `complete` names their layers."""
+    def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
+        """The gradients of `step` will be summed as `complete` names their layers; returns that.
+
+        Args:
+            on_gradient: never given: nobody may use a gradient before it is summed.
+        """
+        assert on_gradient is None
         self._complete = {}
         self._orders.put(step)
+        return self.complete
 
     def complete(self, layer: int, square_sum: Callable[[], float]) -> None:
         """This process' gradient of `layer` is complete. Called by any thread; arguments as of `OnGradient`."""

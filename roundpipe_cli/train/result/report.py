@@ -7,6 +7,7 @@ import platform
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,26 +19,31 @@ from roundpipe_cli.train.setup import Setup
 LAST_STEPS = 5
 
 
-def make_report(
-    setup: Setup,
-    rows: Sequence[StepFinished],
-    num_steps: int,
-    seconds: float,
-    predicted: Mapping[str, float],
-    pipeline_s: Sequence[float],
-    moments_bytes: int,
-) -> dict[str, Any]:
-    """The report of a run; times and bytes are of the steps since the last resume.
+@dataclass(frozen=True)
+class RunFigures:
+    """Figures of a run; times and bytes are of the steps since the last resume."""
+
+    rows: Sequence[StepFinished]
+    pipeline_s: Sequence[float]
+    """Seconds of forward and backward of each step."""
+    num_steps: int
+    """Steps since the start of the run."""
+    seconds: float
+    """Seconds of training since the start of the run."""
+    moments_bytes: int
+    """Host memory that the optimizer keeps."""
+
+
+def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float]) -> dict[str, Any]:
+    """The report of a run.
 
     Args:
         predicted: the simulator's figures for a full step, from the costs measured in the first steps, and what
             `plan` says of memory; may be empty.
-        pipeline_s: seconds of forward and backward of each step.
-        moments_bytes: what the optimizer keeps.
     """
     import transformers
 
-    store = setup.store
+    store, rows = setup.store, figures.rows
     losses = [row.loss for row in rows if math.isfinite(row.loss)]
     return {
         "tool_version": __version__,
@@ -48,8 +54,8 @@ def make_report(
         "devices": list(setup.devices),
         "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
         "transformers": transformers.__version__,
-        "num_steps": num_steps,
-        "seconds": seconds,
+        "num_steps": figures.num_steps,
+        "seconds": figures.seconds,
         "data": {
             "rows_read": setup.dataset.report.rows_read,
             "rows_kept": setup.dataset.report.rows_kept,
@@ -66,13 +72,13 @@ def make_report(
         "measured": {
             "steps": len(rows),
             "step_s": _median([row.step_s for row in rows]),
-            "pipeline_s": _median(pipeline_s),
+            "pipeline_s": _median(figures.pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
             "bubble_ratio": _median([row.bubble_ratio for row in rows]),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "host_store_bytes": {**store.num_bytes(), "moments": moments_bytes},
+            "host_store_bytes": {**store.num_bytes(), "moments": figures.moments_bytes},
         },
     }
 

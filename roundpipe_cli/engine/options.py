@@ -1,0 +1,53 @@
+"""What a caller may choose of an engine and of a step, apart from the model and its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.engine.dispatch.transfer import TransferOptions
+
+OnGradient = Callable[[int, Callable[[], float]], None]
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What becomes of a step's gradients."""
+
+    loss_scale: float = 1.0
+    """The loss is multiplied by this before differentiation (float16), and so are the gradient sums."""
+    on_complete: OnGradient | None = None
+    """Called, by the workers' threads, for each layer whose gradient is complete, on the host, and whose weights the
+    step reads no more; with a function that returns the gradient's sum of squares."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of an engine for its whole life."""
+
+    seed: int = 0
+    """Seed of dropout masks and whatever else a model draws in training."""
+    head_chunk_tokens: int = 1024
+    """Target tokens per chunk of the LM head; part of what fixes a run's bits."""
+    mlp_chunk_tokens: int | None = None
+    """Tokens per chunk of the blocks' feed-forward part, which is computed again in backward; None: all at once."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the training loss; scores are without it."""
+    recompute: str = "stage"
+    """`stage` (activations of one stage and microbatch at a time) or `layer` (of one layer)."""
+    unread: Mapping[int, Sequence[str]] | None = None
+    """Per block, modules whose products a recompute leaves out, from `find_unread`."""
+    keep_inputs: bool = False
+    """Keep the input of every layer after such a block on the host, so that its product can be left out within a stage
+    too, not only at its end."""
+    keep_blocks: int = 0
+    """Blocks, counted from the last, whose activations stay on the device from forward to backward where both run on
+    the same worker. Blocks in 4 or 8 bit are recomputed all the same."""
+    num_slots: int = 2
+    """Stages whose weights are on a device at once."""
+    weight_cache_bytes: int = 0
+    """Memory of each device for weights that stay there; see `weight_cache.py`."""
+    watchdog_s: float | None = 600.0
+    """Fail after this long without progress, with all stacks on stderr; None: wait forever."""
+    transfers: TransferOptions | None = None
+    """How transfers share a link; None: the defaults."""

@@ -1,0 +1,145 @@
+"""A schedule made ready for the engine: lowered, with all that is read out of it, once for all of its steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.engine.activations import BoundaryKey
+from roundpipe_cli.engine.carrier import downloads_of
+from roundpipe_cli.engine.dispatch.ledger import Dependencies, links_of
+from roundpipe_cli.engine.kept import KeptActivations, kept_activations
+from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
+from roundpipe_cli.engine.trained import TrainedLayers
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.lower import Program
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What backward stages compute again, and from which inputs."""
+
+    each_layer: bool
+    """One layer at a time, right before its backward; False: a whole stage."""
+    read_layers: frozenset[int]
+    """Layers within a backward stage whose input is read again instead of recomputed."""
+    keep_layers: frozenset[int]
+    """Layers that are not computed again where their activations can stay."""
+
+
+def least_memory(num_layers: int) -> Recomputation:
+    """The recomputation that needs least memory: one layer at a time, nothing kept."""
+    return Recomputation(True, frozenset(range(1, num_layers)), frozenset())
+
+
+def recomputation_of(options: EngineOptions, store: WeightStore) -> Recomputation:
+    """The recomputation that the options ask for."""
+    num_layers, each_layer = len(store.layouts), options.recompute == "layer"
+    read_layers = frozenset(range(1, num_layers)) if each_layer else frozenset()
+    if options.keep_inputs and options.unread:
+        read_layers |= {index + 2 for index, names in options.unread.items() if names}
+    last_blocks = range(max(1, num_layers - 1 - options.keep_blocks), num_layers - 1)
+    packed = {layer for layer in last_blocks if any(place.packed_bits for place in store.layouts[layer].places)}
+    return Recomputation(each_layer, read_layers, frozenset(last_blocks) - packed)
+
+
+@dataclass(frozen=True)
+class PreparedProgram:
+    """A program, and the facts about it that steps ask for."""
+
+    program: Program
+    links: Dependencies
+    downloads: dict[BoundaryKey, int]
+    """Boundary -> the program's download of it."""
+    num_layers: int
+    recompute_each_layer: bool
+    """Backward stages compute one layer at a time again, right before its backward."""
+    read_layers: frozenset[int]
+    """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
+    readers: Counter[int]
+    """Layer -> stages that read the hidden states at its input, for one microbatch."""
+    kept: KeptActivations
+    """Activations that stay on their worker from the forward to the backward."""
+    attended_layers: frozenset[int]
+    """Blocks whose keys and values later chunks of a sequence ask for in the backward; none without chunks."""
+    device_folds: frozenset[int]
+    """Layers whose gradient sums travel with the stage instead of being folded on the host."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.program.schedule
+
+    @property
+    def head(self) -> int:
+        """The last layer."""
+        return self.num_layers - 1
+
+    def has_head(self, layers: StageRange) -> bool:
+        """Whether a stage ends with the head."""
+        return layers[1] == self.head
+
+    def fold_place(self, layer: int, microbatch: int) -> int:
+        """Place of a microbatch in the order in which a layer's gradients are added up."""
+        return self.schedule.backward_place(0 if layer == self.head else 1, microbatch)
+
+
+class ProgramStore:
+    """The prepared programs of an engine: a run has few schedules and uses each for many steps."""
+
+    def __init__(self, store: WeightStore, trained: TrainedLayers, options: EngineOptions, *, copies: bool) -> None:
+        """
+        Args:
+            copies: whether tensors have to be moved to the devices.
+        """
+        self._store, self._trained, self._num_slots, self._copies = store, trained, options.num_slots, copies
+        self._recomputation = recomputation_of(options, store)
+        self._known: dict[int, PreparedProgram] = {}
+        """By the identity of the schedule."""
+
+    def use_less_memory(self) -> None:
+        """Prepare programs that recompute one layer at a time from now on."""
+        self._recomputation = least_memory(self._trained.num_layers)
+        self._known.clear()
+
+    def prepared(self, schedule: Schedule) -> PreparedProgram:
+        """The program of `schedule`."""
+        known = self._known.get(id(schedule))
+        if known is None or known.schedule is not schedule:
+            known = self._known[id(schedule)] = self._prepare(schedule)
+        return known
+
+    def _prepare(self, schedule: Schedule) -> PreparedProgram:
+        recomputation, num_layers = self._recomputation, self._trained.num_layers
+        program = lower_for_engine(schedule, self._store.layouts, self._num_slots, copies=self._copies)
+        # Backward stages below this layer compute nothing, not even a recompute.
+        lowest_read = self._trained.first if recomputation.each_layer else 0
+        return PreparedProgram(
+            program=program,
+            links=links_of(program),
+            downloads=downloads_of(program),
+            num_layers=num_layers,
+            recompute_each_layer=recomputation.each_layer,
+            read_layers=recomputation.read_layers,
+            readers=hidden_readers(schedule, recomputation.read_layers, lowest_read),
+            kept=self._kept(program),
+            attended_layers=_attended(schedule, num_layers, lowest_read),
+            device_folds=device_folds(program) if self._copies else frozenset(),
+        )
+
+    def _kept(self, program: Program) -> KeptActivations:
+        if program.schedule.sequence_chunks > 1:  # a graph would hold earlier chunks' keys and values too
+            return frozenset()
+        trained = {layer for layer in self._recomputation.keep_layers if layer >= self._trained.first}
+        return kept_activations(program, trained)
+
+
+def _attended(schedule: Schedule, num_layers: int, lowest_read: int) -> frozenset[int]:
+    """Blocks whose keys and values go from the forward to the backward."""
+    if schedule.sequence_chunks == 1:
+        return frozenset()
+    stages = [stage for stage in schedule.backward_stages if stage[1] >= lowest_read]
+    layers = {layer for stage in stages for layer in layer_range(stage)}
+    return frozenset(layers - {0, num_layers - 1})

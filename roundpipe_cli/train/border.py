@@ -1,0 +1,83 @@
+"""Between two steps: a checkpoint where one is due or asked for, a pause, a stop."""
+
+from __future__ import annotations
+
+import signal as signals
+import time
+from collections.abc import Callable
+
+from roundpipe_cli.errors import StoppedError
+from roundpipe_cli.events import Paused, Tell
+from roundpipe_cli.train.checkpoint.saver import Saver
+from roundpipe_cli.train.nodes.machines import Machines
+from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+
+PAUSE_LOOK_S = 0.1
+
+
+class Border:
+    """The border between two steps, again and again."""
+
+    def __init__(
+        self, stop: StopSignals, machines: Machines, saver: Saver, save: Callable[[int], None], tell: Tell
+    ) -> None:
+        """
+        Args:
+            stop: what the user asks for.
+            saver: what `save` gives its checkpoints to.
+            save: begins a checkpoint after so many steps.
+        """
+        self._stop, self._machines, self._saver, self._save, self._tell = stop, machines, saver, save, tell
+        self._saved_step = 0
+
+    def at(self, done: int, num_steps: int, *, due: bool, last: bool, may_stop: bool) -> None:
+        """Save where it is due or asked for, wait while the user holds the run, stop if asked.
+
+        Args:
+            done: steps that are done.
+            due: a checkpoint is due here.
+            last: nothing is left to train.
+            may_stop: False: a stop waits, for the workers have been given the next step already.
+
+        Raises:
+            StoppedError: a signal asked for it; a checkpoint is written.
+        """
+        held = False
+        self._saver.poll()
+        while True:
+            signal, paused, asked = self._asked(may_stop)
+            if due or asked or signal:
+                self._save_once(done)
+            if not paused or signal or last or self._stop.requested is not None:
+                break
+            if not held:
+                self._tell(Paused(done, True))
+            held = True
+            time.sleep(PAUSE_LOOK_S)
+        if held:
+            self._tell(Paused(done, False))
+        signal, _, _ = self._asked(may_stop)  # read once: a later one is for the next border
+        if signal:
+            self._save_once(done)
+        if last or signal:
+            self._saver.wait()
+        if signal and not last:
+            raise StoppedError(
+                f"stopped by {signal.name} after step {done} of {num_steps}, with a checkpoint",
+                exit_code=EXIT_CODES[signal],
+                hint="the same command with --resume continues",
+            )
+
+    def _save_once(self, done: int) -> None:
+        if self._saved_step != done:
+            self._save(done)
+            self._saved_step = done
+
+    def _asked(self, may_stop: bool) -> tuple[signals.Signals | None, bool, bool]:
+        """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
+
+        What one machine is told holds for all.
+        """
+        asked = (self._stop.requested or 0) if may_stop else 0
+        number, paused, save = self._machines.most([asked, self._stop.paused, self._stop.take_save()])
+        return signals.Signals(number) if number else None, bool(paused), bool(save)

@@ -1,0 +1,83 @@
+"""A run from its recipe to its result: the output directory, the machines, the checkpoint to continue from."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from roundpipe_cli.costs.processes import was_restarted
+from roundpipe_cli.durable import write_atomically
+from roundpipe_cli.events import Notice
+from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState
+from roundpipe_cli.train.checkpoint.resume import (
+    check_not_past_end,
+    check_state,
+    check_unchanged,
+    is_complete,
+    may_ask_for_more,
+    named_checkpoint,
+    shared_facts,
+)
+from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
+from roundpipe_cli.train.checkpoint.store import load_newest
+from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.nodes.group import nodes_of
+from roundpipe_cli.train.nodes.machines import Machines
+from roundpipe_cli.train.nodes.shard import Shards, make_shards
+from roundpipe_cli.train.reporting import Reporting, Start
+from roundpipe_cli.train.setup import prepare
+from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.watchdog import watching
+
+
+def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signals: StopSignals) -> None:
+    """Train what the recipe says, into its output directory.
+
+    Args:
+        signals: active; asks for a stop.
+
+    Raises:
+        RoundpipeError: with the documented exit code.
+    """
+    recipe, tell = loaded.recipe, reporting.tell
+    with nodes_of(recipe) as nodes, ExitStack() as stack:
+        output_dir = Path(recipe.output_dir).expanduser()
+        resume = start.resume or recipe.resume_from_checkpoint is not None
+        if was_restarted():
+            resume = resume or bool(list_checkpoints(output_dir))
+        if not nodes.is_first:  # what it writes, nobody reads
+            output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
+        held = stack.enter_context(OutputDir(output_dir, resume))
+        finished = nodes.from_first(held.state is RunState.FINISHED)
+        if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
+            tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
+            return
+        checkpoint = None
+        if resume:
+            folder = named_checkpoint(recipe, output_dir)
+            checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
+            check_state(checkpoint)
+        checkpoint = nodes.share_checkpoint(checkpoint)
+        with watching(recipe.watchdog_s):
+            shards: list[Shards] = []
+
+            def share_out(layouts: Sequence[LayerLayout]) -> frozenset[int]:
+                shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
+                return shards[0].elsewhere if shards else frozenset()
+
+            setup = prepare(loaded, offline=start.offline, tell=tell, elsewhere=share_out)
+            nodes.check_same(shared_facts(setup))
+            if checkpoint is not None:
+                check_unchanged(checkpoint.meta, setup, start.allow_changed)
+            trainer = Trainer(setup, output_dir, signals, reporting, Machines(nodes, *shards))
+            if checkpoint is not None:
+                if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
+                    tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
+                    return
+                check_not_past_end(checkpoint, trainer.num_steps)
+            write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
+            trainer.run(checkpoint)

@@ -1,0 +1,65 @@
+"""What is done about a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end."""
+
+from __future__ import annotations
+
+import math
+
+from roundpipe_cli.data.batching import RowBatch
+from roundpipe_cli.data.dataset import TokenizedDataset
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.errors import NotFiniteError
+from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.optim.loss_scale import LossScale
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""One more and the weights are to blame, not the rows."""
+
+
+class FiniteGuard:
+    """Counts steps that are left out, and holds float16's loss scale."""
+
+    def __init__(self, recipe: Recipe, dataset: TokenizedDataset) -> None:
+        self.loss_scale = LossScale.of(recipe.dtype)
+        self.num_skipped = 0
+        """Steps left out since the start of the run."""
+        self.num_in_a_row = 0
+        """Steps left out since the last one that was not."""
+        self._may_skip = recipe.on_nonfinite == "skip"
+        self._dataset = dataset
+
+    def is_finite(self, result: StepResult) -> bool:
+        """Whether the step's update may be made."""
+        is_finite = math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
+        if is_finite:
+            self.num_in_a_row = 0
+        return is_finite
+
+    def skip(self, step: int, batches: list[RowBatch], result: StepResult, tell: Tell) -> None:
+        """Have the update left out, where float16's loss scale was too large or the recipe says so.
+
+        Raises:
+            NotFiniteError: neither, or too often.
+        """
+        if math.isfinite(result.loss) and self.loss_scale.may_be_too_large:
+            self.loss_scale.overflowed()
+            scale = self.loss_scale.value
+            tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {scale:g}"))
+            return
+        dataset = self._dataset
+        self.num_skipped += 1
+        self.num_in_a_row += 1
+        rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for rows in batch for index in rows]
+        what = "loss" if not math.isfinite(result.loss) else "gradient"
+        found = f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}"
+        if self._may_skip and self.num_in_a_row < MAX_SKIPPED_IN_A_ROW:
+            text = f"step {step + 1}: the {what} is not finite ({found}): no update; {self.num_skipped} skipped so far"
+            tell(Notice(text))
+            return
+        raise NotFiniteError(
+            f"the {what} is not finite: stopped before the update",
+            where=f"step {step + 1}",
+            found=found,
+            hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
+            "such steps out with on_nonfinite=skip",
+        )

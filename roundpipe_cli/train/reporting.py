@@ -1,0 +1,38 @@
+"""What a run is asked for beside its recipe: how it starts, and whom it reports to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.events import Tell
+from roundpipe_cli.schedule.actions import Schedule
+
+Planned = Callable[[Schedule, bool], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins."""
+
+    resume: bool = False
+    """Continue from the newest valid checkpoint."""
+    offline: bool = False
+    """Use local files only."""
+    allow_changed: Sequence[str] = ()
+    """Recipe keys that may differ from the checkpoint's."""
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a run tells of itself while it lasts, and leaves behind beside its result."""
+
+    tell: Tell
+    """Is told what happens."""
+    live: bool = False
+    """Tell several times a second what the workers do."""
+    trace: bool = False
+    """Write what the workers did in the last steps to trace.json."""
+    planned: Planned | None = None
+    """Says for the report what was predicted of a schedule, besides its times: of the schedule, and whether all weights
+    stay on the devices."""

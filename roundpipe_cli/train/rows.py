@@ -1,0 +1,106 @@
+"""The rows that a recipe names: to train on, and to evaluate on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.hold_out import hold_out
+from roundpipe_cli.data.pairs import build_pairs
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Notice, Say, Tell
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import DatasetConfig
+
+
+def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
+    """The recipe's data keys in the data room's terms."""
+    recipe = loaded.recipe
+    return DataSettings(
+        datasets=tuple(_spec(dataset) for dataset in recipe.datasets),
+        max_seq_length=recipe.max_seq_length,
+        train_on_inputs=recipe.train_on_inputs,
+        long_rows=recipe.long_rows,
+        on_bad_row=recipe.on_bad_row,
+        shuffle=recipe.shuffle,
+        seed=recipe.seed,
+        folder=loaded.folder,
+        offline=offline,
+        chat_template=recipe.chat_template,
+    )
+
+
+def read_rows(
+    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say
+) -> tuple[TokenizedDataset, TokenizedRows | None]:
+    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them.
+
+    Raises:
+        RefusedError: see `build_dataset` and `build_pairs`.
+    """
+    settings = data_settings(loaded, offline)
+    if loaded.recipe.objective == "dpo":
+        return build_pairs(settings, tokenizer, tell)
+    return build_dataset(settings, tokenizer, tell), None
+
+
+def _spec(dataset: DatasetConfig) -> DatasetSpec:
+    return DatasetSpec(
+        path=dataset.path,
+        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` knows
+        split=dataset.split,
+        name=dataset.name,
+        columns={str(key): value for key, value in dataset.columns.items()},
+    )
+
+
+def evaluation_rows(
+    loaded: LoadedRecipe, dataset: TokenizedDataset, tokenizer: Any, offline: bool, tell: Tell
+) -> tuple[TokenizedDataset, list[Row]]:
+    """The rows left to train on, and those to evaluate on."""
+    recipe = loaded.recipe
+    rows: list[Row] = []
+    if recipe.val_set_size:
+        dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
+        rows += held.rows
+    if recipe.eval_datasets:
+        specs = tuple(_spec(entry) for entry in recipe.eval_datasets)
+        other = build_dataset(replace(data_settings(loaded, offline), datasets=specs), tokenizer)
+        for text in other.notices:
+            tell(Notice(f"evaluation: {text}"))
+        rows += other.rows
+    if rows:
+        tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
+    return dataset, rows
+
+
+def longest_row(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_rows: Sequence[Row]) -> int:
+    """Tokens of the longest row."""
+    lengths = [int(rows.lengths.max()) for rows in (dataset.rows, rejected) if rows is not None and len(rows)]
+    return max([*lengths, *(len(row.input_ids) for row in eval_rows)])
+
+
+def refuse_unknown_ids(
+    model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
+) -> None:
+    """Refuse data with tokens that the model has no embedding for.
+
+    Raises:
+        RefusedError: the tokenizer is not the model's.
+    """
+    found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    num_rows = int(table.weight.shape[0])
+    if found >= num_rows:
+        raise RefusedError(
+            "the data has tokens that the model has no embedding for",
+            where="datasets",
+            found=f"token {found}, {tokenizer.convert_ids_to_tokens(found)!r}",
+            expected=f"ids below {num_rows}, the rows of the model's embedding",
+            hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
+        )

@@ -1,0 +1,65 @@
+"""What a run measured of its steps, for the report, the trace and the time that is left."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.events import StepFinished
+from roundpipe_cli.schedule.timeline import Timeline
+from roundpipe_cli.train.result.report import RunFigures
+
+ETA_STEPS = 20
+TRACED_STEPS = 3
+
+
+class RunLog:
+    """The steps since the start or the last resume."""
+
+    def __init__(self, *, trace: bool) -> None:
+        """
+        Args:
+            trace: keep the timelines of the last steps.
+        """
+        self.earlier_s = 0.0
+        """Seconds that the run took before it was resumed."""
+        self.timelines: deque[tuple[float, Timeline]] = deque(maxlen=TRACED_STEPS if trace else 0)
+        """The last steps, each with its start, of `time.perf_counter`."""
+        self._rows: list[StepFinished] = []
+        self._pipeline_s: list[float] = []
+        self._started_s = time.monotonic()
+
+    def start(self) -> None:
+        """Training starts now."""
+        self._started_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before the last resume included."""
+        return self.earlier_s + time.monotonic() - self._started_s
+
+    @property
+    def tokens(self) -> float | None:
+        """Median of the steps' tokens; None before the first step."""
+        return statistics.median(row.tokens for row in self._rows) if self._rows else None
+
+    def computed(self, result: StepResult, pipeline_s: float) -> None:
+        """A step's forward and backward are done, in `pipeline_s` seconds."""
+        self._pipeline_s.append(pipeline_s)
+        if self.timelines.maxlen:
+            self.timelines.append((result.started_s, result.timeline))
+
+    def finished(self, row: StepFinished) -> None:
+        """A step is done."""
+        self._rows.append(row)
+
+    def eta_s(self, step_s: float, steps_left: int) -> float:
+        """Seconds until the end, where the newest step took `step_s`."""
+        recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
+        return statistics.median(recent) * steps_left
+
+    def figures(self, num_steps: int, moments_bytes: int) -> RunFigures:
+        """The figures of the run until now, after `num_steps` steps."""
+        return RunFigures(self._rows, self._pipeline_s, num_steps, self.seconds, moments_bytes)

@@ -1,0 +1,132 @@
+"""What of a model is trained: adapters put into it, or its own parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
+from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
+from roundpipe_cli.model.lora import ADAPTER, LoraSettings, add_lora, continue_lora, refuse_adapters_outside_blocks
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.split import ModelSplit
+from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
+from roundpipe_cli.recipe.schema import LoraConfig, Recipe
+
+
+def make_trainable(
+    model: nn.Module, split: ModelSplit, recipe: Recipe, source: ModelSource, dtype: torch.dtype, start: Path | None
+) -> Any:
+    """Put adapters into a model, or mark which of its parameters are trained.
+
+    Args:
+        dtype: of adapters' weights while training.
+        start: folder of an adapter to train further.
+
+    Returns:
+        PEFT's model around it; None for full fine-tuning.
+    """
+    noisy: Any = model.get_input_embeddings()  # type: ignore[operator]
+    setattr(noisy, NOISE_ATTRIBUTE, recipe.neftune_noise_alpha)
+    if recipe.method == "full":
+        _train_all_but(model, recipe.frozen_parameters)
+        return None
+    name = source.name if source.gguf_file is None else str(source.folder)
+    if start is not None:
+        peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
+        refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
+        refuse_adapters_outside_blocks(model, split.blocks_path)
+        return peft_model
+    settings = LoraSettings(
+        r=recipe.lora.r,
+        alpha=recipe.lora.alpha,
+        dropout=recipe.lora.dropout,
+        target_modules=recipe.lora.target_modules,
+        modules_to_save=recipe.lora.modules_to_save,
+        use_rslora=recipe.lora.use_rslora,
+        use_dora=recipe.lora.use_dora,
+        init=recipe.lora.init,
+    )
+    peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
+    refuse_adapters_outside_blocks(model, split.blocks_path)
+    return peft_model
+
+
+def _train_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Full fine-tuning of every parameter in whose name none of the patterns is found.
+
+    Raises:
+        RefusedError: a pattern that is none or is found nowhere, or nothing is left.
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
+        except re.error as error:
+            raise RefusedError(
+                "not a regular expression", where="frozen_parameters", found=f"{pattern}: {error}"
+            ) from error
+        if not found:
+            example = next(name for name, _ in model.named_parameters())
+            raise RefusedError(
+                "no parameter has such a name",
+                where="frozen_parameters",
+                found=pattern,
+                expected=f"names like {example}",
+            )
+        frozen |= found
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if all(not parameter.requires_grad for parameter in model.parameters()):
+        raise RefusedError("nothing is left to train", where="frozen_parameters", found=", ".join(patterns))
+
+
+def start_folder(loaded: LoadedRecipe) -> Path | None:
+    """Folder of the adapter to train further.
+
+    Raises:
+        RefusedError: it is named and not there.
+    """
+    named = loaded.recipe.lora.start_from
+    if named is None or loaded.recipe.method == "full":
+        return None
+    folder = resolve_path(named, loaded.folder)
+    if folder is None or not (folder / ADAPTER_WEIGHTS).is_file():
+        tried = ", ".join(str(path / ADAPTER_WEIGHTS) for path in tried_paths(named, loaded.folder))
+        raise RefusedError("no adapter there", where="lora.start_from", found=named, expected=f"one of {tried}")
+    return folder
+
+
+def refuse_other_shape(lora: LoraConfig, adapter: Any, folder: Path) -> None:
+    """Keys of the recipe must not say something else than the adapter that is trained further; a key that stands at
+    its default says nothing.
+
+    Raises:
+        RefusedError: one does.
+    """
+    targets = adapter.target_modules
+    theirs = {
+        "r": adapter.r,
+        "alpha": float(adapter.lora_alpha),
+        "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets)),
+        "modules_to_save": tuple(sorted(adapter.modules_to_save or ())),
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+    }
+    for key, value in theirs.items():
+        asked = getattr(lora, key)
+        asked = tuple(sorted(asked)) if isinstance(asked, tuple) else asked
+        if asked not in (value, getattr(LoraConfig(), key)):
+            raise RefusedError(
+                "the adapter to start from has another shape",
+                where=f"lora.{key}",
+                found=str(asked),
+                expected=f"{value}, as in {folder}",
+                hint="delete the line",
+            )
