@@ -9,7 +9,7 @@ from typing import Literal
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
-from roundpipe_cli.planning.search.evaluate import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
+from roundpipe_cli.planning.search.chain import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
 from roundpipe_cli.planning.search.explain import explain
 from roundpipe_cli.planning.search.run import Candidate, Search, SearchEffort
 from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds

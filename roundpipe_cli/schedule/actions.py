@@ -25,8 +25,6 @@ class Kind(str, Enum):
     OPTIMIZER = "O"
 
 
-COMPUTE_KINDS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
-
 _TEXT = re.compile(r"^(\d+)([FRBUDO])(\d+)$")
 
 

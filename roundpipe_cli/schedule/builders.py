@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
@@ -20,22 +21,17 @@ from roundpipe_cli.schedule.dealing import Dealer, Options, WorkerRow, backward_
 from roundpipe_cli.schedule.durations import equal_costs, stage_times
 from roundpipe_cli.schedule.validate import check_chunks, check_stages
 
-SCHEDULES = ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b")
-"""All schedules, in the order in which `bench` lists them."""
 
-BOUND_SCHEDULES = SCHEDULES[1:]
-"""Schedules that bind a stage to a worker; their backward stages mirror their forward stages."""
-
-
-def schedule_name(name: str) -> str:
+def schedule_name(name: str) -> ScheduleName:
     """The schedule's own name for any spelling with dashes, spaces or capitals.
 
     Raises:
         RefusedError: no such schedule.
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    if plain in SCHEDULES:
-        return plain
+    for known in SCHEDULES:
+        if plain == known:
+            return known
     nearest = closest(plain, list(SCHEDULES))
     raise RefusedError(
         "unknown schedule",
@@ -79,8 +75,9 @@ def build_schedule(
             not fit either.
     """
     name = schedule_name(name)
+    binds_stages = SCHEDULE_KINDS[name].binds_stages
     forward, backward = tuple(forward_stages), tuple(backward_stages or ())
-    if name != "roundpipe" and not backward:
+    if binds_stages and not backward:
         backward = tuple(reversed(forward))
     for what, count in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
         if count < 1:
@@ -91,15 +88,9 @@ def build_schedule(
     if per_round is None:  # whole sequences
         per_round = -(-num_workers // sequence_chunks) * sequence_chunks
     check_chunks(name, backward[0], num_layers, num_microbatches, per_round, sequence_chunks)
-    if name == "roundpipe":
+    if not binds_stages:
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
-        if sequence_chunks > 1 and (options or Options()).replicas > 1:
-            raise RefusedError(
-                "the chunks of a sequence stay together: one worker takes all of them through a stage",
-                where="replicas",
-                expected="1",
-            )
         costs = costs or equal_costs(num_layers)
         dealer = _dealer(num_workers, costs, forward, backward, options or Options(), sequence_chunks)
         dealer.waits = staleness == 1 and costs.has_updates
@@ -117,7 +108,7 @@ def build_schedule(
         num_microbatches=num_microbatches,
         forward_stages=forward,
         backward_stages=backward,
-        fused_head=name == "roundpipe",
+        fused_head=not binds_stages,
         actions=_actions(rows),
         microbatches_per_round=min(per_round, num_microbatches),
         num_steps=num_steps,
@@ -294,7 +285,7 @@ def interleaved_groups(num_microbatches: int, num_workers: int) -> list[range]:
     return groups
 
 
-_BOUND_ROWS: dict[str, Callable[[int, int, int, int], WorkerRow]] = {
+_BOUND_ROWS: dict[ScheduleName, Callable[[int, int, int, int], WorkerRow]] = {
     "gpipe": _gpipe_row,
     "1f1b": _1f1b_row,
     "looped_bfs": _looped_bfs_row,

@@ -69,7 +69,7 @@ def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:
     rank_sums = 64 * ((5120 + 8192) * 2 + (5120 + 1024) * 2 + 3 * (5120 + 25600))
     assert sum(trainable_params(architecture, settings)) == 16 * rank_sums
     assert part(need, "masters") == 4 * 16 * rank_sums
-    in_4bit = replace(settings, load_in_4bit=True)
+    in_4bit = replace(settings, packed_bits=4)
     assert part(host_need(costs, architecture, in_4bit, hardware, (65, 65), 8), "frozen") < 0.32 * part(need, "frozen")
 
 
@@ -284,19 +284,18 @@ def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
 )
 def test_three_changes_are_proposed_and_each_makes_it_fit(model: str, hardware: str, changes: dict[str, Any]) -> None:
     architecture, settings, machine = ask(model, hardware, **changes)
-    solution = solve(architecture, settings, machine, {"load_in_4bit"})
+    solution = solve(architecture, settings, machine)
     assert len(solution.changes) == 3
     assert [change.rank for change in solution.changes] == sorted(change.rank for change in solution.changes)
-    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r"}
+    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r", "load_in_4bit": "packed_bits"}
     for change in solution.changes:
-        assert "load_in_4bit" not in change.what
         changed, target = settings, architecture
         for override in change.overrides:
             key, value = override.split("=")
             if key == "model":
                 target = find_architecture(value)
             else:
-                typed: Any = int(value) if value.isdigit() else value
+                typed: Any = int(value) if value.isdigit() else 4 if key == "load_in_4bit" else value
                 changed = _with(changed, names.get(key, key), typed)
         if change.overrides:
             assert judge_coarsest(target, changed, machine).fits, change.what

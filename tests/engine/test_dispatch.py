@@ -24,8 +24,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 DEALT = {
     "head shared": Options(head_workers=3),
-    "stages shared": Options(replicas=2),
-    "both": Options(head_workers=2, replicas=2),
     "earliest free": Options(earliest_free=True),
 }
 

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.app import app
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.backends.emulated import StreamClock, finish, happens_in_s
 from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
+from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s

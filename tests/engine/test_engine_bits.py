@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, build_schedule
+from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.update_rules import AdamW
 from tests.support.tiny import Rig, make_rig, random_microbatches

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
+from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.lower import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program, lower
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
 from tests.support.protocol_machine import Facts, Machine
 
-DEALINGS = (Options(), Options(head_workers=2), Options(replicas=2), Options(earliest_free=True))
+DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True))
 
 
 def costs(num_blocks: int, slots: int) -> CostModel:

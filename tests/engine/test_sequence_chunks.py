@@ -294,7 +294,6 @@ def test_a_run_in_chunks_resumes_to_the_same_bits(folder: Path) -> None:
         (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
         (("pipeline.recompute=none",), "does not go with pipeline.recompute"),
         (("pipeline.keep_activations=1",), "does not go with pipeline.keep_activations"),
-        (("pipeline.replicas=2",), "does not go with pipeline.replicas"),
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused(folder: Path, words: tuple[str, ...], problem: str) -> None:

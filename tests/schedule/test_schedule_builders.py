@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import (
-    BOUND_SCHEDULES,
-    SCHEDULES,
     build_schedule,
     interleaved_groups,
     place_on,
@@ -188,26 +187,6 @@ def test_the_heads_microbatches_spread_over_the_workers() -> None:
         options=Options(head_workers=2),
     )
     assert str(schedule) == "0F0 0F1 0B1 1R0 1B0 1R1 1B1\n0B0"
-    validate_schedule(schedule)
-
-
-def test_stages_replicated_on_two_workers() -> None:
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 2), (0, 1)],
-        num_workers=4,
-        num_microbatches=4,
-        options=Options(head_workers=2, replicas=2),
-    )
-    assert str(schedule) == words(
-        """
-        0F0 0F1 1R0 1B0 1R1 1B1
-        0F2 0F3 1R2 1B2 1R3 1B3
-        0B0 0B1
-        0B2 0B3
-        """
-    )
     validate_schedule(schedule)
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
+from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.lower import Program, lower
 from roundpipe_cli.schedule.simulate import simulate, simulate_program
@@ -22,8 +23,6 @@ from roundpipe_cli.schedule.timeline import (
     bubble,
     busy_s,
     compute_rows,
-    exposed_transfer_s,
-    link_busy_s,
     makespan_s,
 )
 from roundpipe_cli.schedule.validate import parse_rows, validate_schedule
@@ -80,7 +79,7 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
                 *(reversed(draw(cuts(head_first, num_backward))) if num_backward else []),
             ],
             "microbatches_per_round": draw(st.none() | st.integers(1, 6)),
-            "options": Options(draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())),
+            "options": Options(draw(st.integers(1, 3)), draw(st.booleans())),
         }
     else:
         looped = 2 if name not in ("gpipe", "1f1b") and num_layers > num_workers and draw(st.booleans()) else 1
@@ -152,6 +151,15 @@ def durations_of(program: Program, costs: CostModel, timeline: Timeline) -> list
     ]
 
 
+def link_busy_s(timeline: Timeline, lane: str) -> list[float]:
+    """Seconds in which each worker's link moved bytes, in one direction (`UP` or `DOWN`)."""
+    busy = [0.0] * timeline.num_workers
+    for interval in timeline.intervals:
+        if interval.lane == lane and interval.worker >= 0:
+            busy[interval.worker] += interval.end_s - interval.start_s
+    return busy
+
+
 @settings(max_examples=200, deadline=None)
 @given(cases(with_bytes=True))
 def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Schedule, CostModel, int]) -> None:
@@ -167,7 +175,6 @@ def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Sc
     total = sum(op.num_bytes for op in program.ops)
     moved = (sum(link_busy_s(timeline, UP)) + sum(link_busy_s(timeline, DOWN))) * costs.link_bytes_per_s
     assert moved == pytest.approx(total, rel=1e-6, abs=1)
-    assert all(exposed <= makespan * slack for exposed in exposed_transfer_s(timeline))
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundpipe_cli.planning.search.batch import Batch, BatchScorer
-from roundpipe_cli.planning.search.evaluate import RoundChain
+from roundpipe_cli.planning.search.chain import RoundChain
 from roundpipe_cli.planning.search.run import Candidate
 from roundpipe_cli.planning.stages import StageSums
 from roundpipe_cli.units import format_seconds
