@@ -21,6 +21,7 @@ from roundpipe_cli.choices import (
 from roundpipe_cli.model.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.validate import validate_schedule
 from roundpipe_cli.train.optim.update_rules import RULES, RuleSettings, make_rule
 
@@ -33,7 +34,7 @@ def test_every_schedule_has_its_kind_and_can_be_built() -> None:
         stages = ((0, 0), (1, 1))
         dealt: dict[str, Any] = {"forward_stages": ((0, 0),), "backward_stages": ((1, 1), (0, 0))}
         given = {"forward_stages": stages} if kind.binds_stages else dealt
-        validate_schedule(build_schedule(name, **given, num_workers=2, num_microbatches=4))
+        validate_schedule(build_schedule(name, **given, num_workers=2, rounds=Rounds(4)))
 
 
 @pytest.mark.parametrize("has_momentum", [False, True])

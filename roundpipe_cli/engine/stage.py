@@ -35,7 +35,7 @@ from roundpipe_cli.model.head import run_head, score_head
 from roundpipe_cli.model.split import BlockCall
 from roundpipe_cli.model.worker_model import EmbedGradient, Prologue, WorkerModel
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.lower import Op, Program
+from roundpipe_cli.schedule.operations import Op, Program
 
 OnGradient = Callable[[int, Callable[[], float]], None]
 

@@ -27,7 +27,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, Op, Program, Visit
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS, Op, Program, Visit
 from roundpipe_cli.schedule.timeline import DOWN, UP
 
 SLOT_ALIGNMENT_BYTES = 256

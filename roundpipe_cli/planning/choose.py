@@ -24,7 +24,7 @@ from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, forward_ranges, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.dealing import Options, Rounds, options_of
 from roundpipe_cli.schedule.durations import stage_times
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -179,15 +179,7 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     if limits is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
         return replace(_quick(case), explanation=(why,))
-    found = plan_partition(
-        case.costs,
-        num_workers=case.num_workers,
-        num_microbatches=case.num_microbatches if effort == "full" else few_rounds,
-        accounting=case.accounting,
-        staleness=case.staleness,
-        num_steps=case.num_steps,
-        limits=case.limits,
-    )
+    found = plan_partition(case if effort == "full" else replace(case, num_microbatches=few_rounds))
     searched = StageCut(
         found.forward_stages,
         found.backward_stages,
@@ -365,9 +357,8 @@ def _published_s(name: str, partition: StageCut, case: SimulationCase) -> float:
         name,
         forward_stages=partition.forward_stages,
         num_workers=case.num_workers,
-        num_microbatches=case.num_microbatches,
+        rounds=Rounds(case.num_microbatches, sequence_chunks=case.sequence_chunks),
         costs=case.costs,
-        sequence_chunks=case.sequence_chunks,
     )
     return makespan_s(simulate_published(schedule, case.costs))
 

@@ -26,7 +26,7 @@ from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_left_out, without_small_cards
 from roundpipe_cli.planning.verdict import (
     Verdict,
-    coarsest_stages,
+    coarsest_cut,
     judge,
     judge_coarsest,
     stage_limits,
@@ -34,8 +34,9 @@ from roundpipe_cli.planning.verdict import (
 )
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import options_of
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.dealing import Rounds, options_of
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
 from roundpipe_cli.units import format_bytes, format_seconds
@@ -247,28 +248,22 @@ def _cut(question: PlanRequest) -> StageCut:
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
-    stages = coarsest_stages(question.architecture, question.settings, question.hardware, question.analytic)
-    return StageCut(tuple(stages[0]), tuple(stages[1]), question.num_workers, explanation=(why,))
+    cut = coarsest_cut(question.architecture, question.settings, question.hardware, question.analytic)
+    return replace(cut, explanation=(why,))
 
 
 def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     keeps_few = SCHEDULE_KINDS[question.loaded.recipe.pipeline.schedule].keeps_few
-    return judge(
-        question.architecture,
-        question.settings,
-        question.hardware,
-        question.analytic,
-        cut.forward_stages,
-        cut.backward_stages,
-        question.num_workers if keeps_few else _per_round(question, cut),
-    )
+    per_round = question.num_workers if keeps_few else _per_round(question, cut)
+    judged = replace(cut, microbatches_per_round=per_round)
+    return judge(question.architecture, question.settings, question.hardware, question.analytic, judged)
 
 
 def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
     """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
     costs, settings = question.analytic.costs, question.settings
     count = len(costs.layers)
-    most = len(coarsest_stages(question.architecture, settings, question.hardware, question.analytic)[1]) - 1
+    most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
     widest = math.ceil((count - 2) / most)
     limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
     enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
@@ -384,13 +379,15 @@ def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, n
         forward_stages=cut.forward_stages,
         backward_stages=cut.backward_stages,
         num_workers=len(workers),
-        num_microbatches=num_microbatches,
+        rounds=Rounds(
+            num_microbatches,
+            per_round=cut.microbatches_per_round,
+            num_steps=num_steps,
+            staleness=staleness,
+            options=options,
+            sequence_chunks=question.settings.sequence_chunks,
+        ),
         costs=costs,
-        microbatches_per_round=cut.microbatches_per_round,
-        num_steps=num_steps,
-        staleness=staleness,
-        options=options,
-        sequence_chunks=question.settings.sequence_chunks,
     )
     program = lower(schedule, costs, staleness=staleness)
     sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}

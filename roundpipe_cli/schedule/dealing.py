@@ -50,6 +50,24 @@ class Options:
         return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
 
 
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Microbatches that a schedule is built for: how many, how they are grouped, and how roundpipe deals them out."""
+
+    num_microbatches: int
+    """Per step."""
+    per_round: int | None = None
+    """Of roundpipe; None takes the number of workers."""
+    num_steps: int = 1
+    """Chained optimizer steps."""
+    staleness: int = 0
+    """With 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds."""
+    sequence_chunks: int = 1
+    """So many consecutive microbatches are one sequence; rounds hold whole sequences."""
+    options: Options = Options()
+    """Of roundpipe."""
+
+
 def options_of(
     head_workers: int | Literal["auto"], dispatch: Literal["auto", "round_robin", "earliest_free"]
 ) -> Options:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, parse_action
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 
 _COLUMNS_SHOWN = 6
 """Cells shown on either side of the marked one."""
@@ -384,23 +384,3 @@ def marked_grid(rows: Sequence[Sequence[Action]], worker: int, position: int) ->
         f"    worker {index}: {lead}" + " ".join(cell.rjust(width) for cell in cells) + tail
         for index, cells in enumerate(lines)
     )
-
-
-def parse_rows(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The inverse of `str(schedule)`: one line per worker, actions separated by spaces.
-
-    Raises:
-        RefusedError: names the worker and the word that is not an action.
-    """
-    rows: list[tuple[Action, ...]] = []
-    for worker, line in enumerate(text.split("\n")):
-        row: list[Action] = []
-        for position, word in enumerate(line.split()):
-            try:
-                row.append(parse_action(word, worker))
-            except ValueError as error:
-                raise RefusedError(
-                    "not a schedule", where=f"worker {worker}, action {position}", found=repr(word), expected="like 2F0"
-                ) from error
-        rows.append(tuple(row))
-    return tuple(rows)

@@ -20,7 +20,7 @@ from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, rough_costs
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
@@ -119,10 +119,12 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
         len(setup.devices),
         recipe.pipeline,
         _profile_cache(setup, costs),
-        chained=chained,
-        microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
-        weights_stay=not on_gpu and recipe.may_hold_all_weights,
-        shared_bytes=memory_parts.shared_bytes,
+        RunConditions(
+            chained=chained,
+            microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
+            weights_stay=not on_gpu and recipe.may_hold_all_weights,
+            shared_bytes=memory_parts.shared_bytes,
+        ),
     )
 
 

@@ -17,12 +17,13 @@ from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.memory import device_need, disk_need, host_need, rounds_kept, usable_device_bytes
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
 from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits, stages_of_blocks
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, Timeline
 from roundpipe_cli.units import GIB
@@ -99,17 +100,21 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
         speeds = tuple(draw.choice([1.0, 0.5]) for _ in range(workers)) if earliest_free else None
         head = LayerCost("head", 1, 2, False)
         costs = CostModel("random", (*layers, head), hop_s=0.01, worker_speed=speeds)
-        asked = {"num_workers": workers, "num_microbatches": workers * draw.randint(2, 4), "staleness": 1}
-        plan = plan_partition(costs, **asked, num_steps=2, effort=QUICK)
+        num_microbatches = workers * draw.randint(2, 4)
+        plan = plan_partition(SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2), QUICK)
         schedule = build_schedule(
             "roundpipe",
             forward_stages=plan.forward_stages,
             backward_stages=plan.backward_stages,
             costs=costs,
-            microbatches_per_round=plan.microbatches_per_round,
-            num_steps=2,
-            options=Options(earliest_free=earliest_free),
-            **asked,
+            num_workers=workers,
+            rounds=Rounds(
+                num_microbatches,
+                per_round=plan.microbatches_per_round,
+                num_steps=2,
+                staleness=1,
+                options=Options(earliest_free=earliest_free),
+            ),
         )
         stages = len(plan.forward_stages), len(plan.backward_stages)
         counted = rounds_kept(workers, *stages) * plan.microbatches_per_round
@@ -189,7 +194,8 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
     settings = TrainingSettings(max_seq_length=512)
     hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
     analytic = analytic_costs(architecture, settings, hardware)
-    verdict = judge(architecture, settings, hardware, analytic, *stages_of_blocks(32, 5), 2)
+    forward, backward = map(tuple, stages_of_blocks(32, 5))
+    verdict = judge(architecture, settings, hardware, analytic, StageCut(forward, backward, 2))
     assert part(verdict.device, "slots") < 50e6, "adapters' gradients only"
     assert part(verdict.host, "2 CPU workers") == 2 * verdict.device.total_bytes
     assert verdict.fits

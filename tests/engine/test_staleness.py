@@ -19,6 +19,7 @@ import torch
 from roundpipe_cli import faults
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
@@ -128,7 +129,7 @@ def by_one_worker(setup: Setup, trainer: Trainer, staleness: int, overflow_step:
                 forward_stages=[(0, -1)],
                 backward_stages=[(0, last)],
                 num_workers=1,
-                num_microbatches=len(microbatches),
+                rounds=Rounds(len(microbatches)),
             )
             result = engine.run_step(microbatches, schedule, step=step, loss_scale=reference.scale)
             reference.losses.append(result.loss)

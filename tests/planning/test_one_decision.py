@@ -9,7 +9,7 @@ import pytest
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.bench import _question
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.predict import make_plan, stage_case
@@ -31,9 +31,11 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
         replace(question.analytic.costs, device_memory_bytes=memory),
         question.num_workers,
         recipe.pipeline,
-        chained=recipe.overlaps_steps(on_cpu=False),
-        microbatches_per_round=limits.microbatches_per_round,
-        shared_bytes=fixed_device_need(*needs).total_bytes,
+        conditions=RunConditions(
+            chained=recipe.overlaps_steps(on_cpu=False),
+            microbatches_per_round=limits.microbatches_per_round,
+            shared_bytes=fixed_device_need(*needs).total_bytes,
+        ),
     )
 
 

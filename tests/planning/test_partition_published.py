@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange, with_updates
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.search.batch import Batch, BatchScorer
 from roundpipe_cli.planning.search.bound import lower_bounds
 from roundpipe_cli.planning.search.chain import RoundChain, chain_of, worker_speeds
 from roundpipe_cli.planning.stages import StageSums, backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -76,9 +78,7 @@ def test_published_partition_has_its_published_makespan(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "most_ms"), [("Llama3-8B", 5880.1), ("Qwen3-32B", 23770.9)])
 def test_planned_step_is_as_fast_as_the_best_known(name: str, most_ms: float) -> None:
-    plan = plan_partition(
-        costs_of(published_models()[name]), num_workers=8, num_microbatches=16, accounting="published"
-    )
+    plan = plan_partition(SimulationCase(costs_of(published_models()[name]), 8, 16, accounting="published"))
     assert plan.step_s * 1e3 <= most_ms
     assert plan.makespan_s == plan.step_s
 
@@ -86,7 +86,7 @@ def test_planned_step_is_as_fast_as_the_best_known(name: str, most_ms: float) ->
 @pytest.mark.parametrize(("name", "most_ms"), [("Llama3-8B", 2666.6), ("Qwen3-32B", 11274.0)])
 def test_planned_steady_state_is_as_fast_as_the_best_known(name: str, most_ms: float) -> None:
     costs = costs_of(published_models()[name])
-    plan = plan_partition(costs, num_workers=8, num_microbatches=8, accounting="published", staleness=1, num_steps=60)
+    plan = plan_partition(SimulationCase(costs, 8, 8, accounting="published", staleness=1, num_steps=60))
     assert plan.step_s * 1e3 <= most_ms
     whole = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
     recompute = sum(layer.forward_s for layer in costs.layers[: plan.backward_stages[0][0]])
@@ -98,7 +98,7 @@ def test_a_planned_steady_state_lasts(num_blocks: int) -> None:
     """Chained rounds may fall into a slow regime later: a plan must be fast beyond the steps it was judged by."""
     blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True) for index in range(num_blocks)]
     costs = CostModel("m", (*blocks, LayerCost("head", 3.0, 6.0, False)))
-    plan = plan_partition(costs, num_workers=8, num_microbatches=16, accounting="published", staleness=1, num_steps=60)
+    plan = plan_partition(SimulationCase(costs, 8, 16, accounting="published", staleness=1, num_steps=60))
     stages = plan.forward_stages, plan.backward_stages
     busy, _ = scored(costs, stages, 1, chain_of(1, 1, staleness=0, num_steps=1))
     for num_rounds in (60, 120, 240, 960):
@@ -127,7 +127,7 @@ def test_the_search_agrees_with_the_simulator() -> None:
             forward_stages=ranges[0],
             backward_stages=ranges[1],
             num_workers=num_workers,
-            num_microbatches=num_microbatches,
+            rounds=Rounds(num_microbatches),
             costs=costs,
         )
         simulated = makespan_s(simulate(schedule, costs, accounting="published"))
@@ -146,10 +146,8 @@ def test_chained_steps_agree_with_the_simulator() -> None:
                 forward_stages=ranges[0],
                 backward_stages=ranges[1],
                 num_workers=3,
-                num_microbatches=5,
+                rounds=Rounds(5, num_steps=num_steps, staleness=1),
                 costs=costs,
-                num_steps=num_steps,
-                staleness=1,
             )
             ends.append(makespan_s(simulate(schedule, costs, accounting="published", staleness=1)))
         chain = chain_of(5, 3, staleness=1, num_steps=6)
@@ -175,10 +173,8 @@ def test_steps_that_wait_for_updates_agree_with_the_simulator() -> None:
                         forward_stages=ranges[0],
                         backward_stages=ranges[1],
                         num_workers=4,
-                        num_microbatches=num_microbatches,
+                        rounds=Rounds(num_microbatches, num_steps=num_steps, staleness=1),
                         costs=costs,
-                        num_steps=num_steps,
-                        staleness=1,
                     ),
                     costs,
                     staleness=1,

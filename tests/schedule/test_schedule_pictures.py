@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
 from roundpipe_cli.schedule.simulate import simulate
@@ -21,7 +22,7 @@ def timeline() -> Timeline:
     costs = equal_costs(3)
     layers = tuple(replace(layer, param_bytes=1, grad_bytes=1, optimizer_s=0.25) for layer in costs.layers)
     costs = replace(costs, layers=layers, link_bytes_per_s=2.0)
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 2)], num_workers=2, num_microbatches=1)
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 2)], num_workers=2, rounds=Rounds(1))
     return simulate(schedule, costs)
 
 

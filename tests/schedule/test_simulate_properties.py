@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.actions import Kind, Schedule, parse_rows
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
-from roundpipe_cli.schedule.lower import Program, lower
+from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import Program
 from roundpipe_cli.schedule.simulate import simulate, simulate_program
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
@@ -25,7 +26,7 @@ from roundpipe_cli.schedule.timeline import (
     compute_rows,
     makespan_s,
 )
-from roundpipe_cli.schedule.validate import parse_rows, validate_schedule
+from roundpipe_cli.schedule.validate import validate_schedule
 
 MIB = 1024**2
 SECONDS = st.floats(0.001, 5.0)
@@ -69,6 +70,7 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
         worker_speed=tuple(speeds) if speeds else None,
     )
     name = draw(st.sampled_from(SCHEDULES))
+    per_round, options = None, Options()
     if name == "roundpipe":
         head_first = draw(st.integers(0, num_layers - 1))
         num_backward = draw(st.integers(1, head_first)) if head_first else 0
@@ -78,9 +80,9 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
                 (head_first, num_layers - 1),
                 *(reversed(draw(cuts(head_first, num_backward))) if num_backward else []),
             ],
-            "microbatches_per_round": draw(st.none() | st.integers(1, 6)),
-            "options": Options(draw(st.integers(1, 3)), draw(st.booleans())),
         }
+        per_round = draw(st.none() | st.integers(1, 6))
+        options = Options(draw(st.integers(1, 3)), draw(st.booleans()))
     else:
         looped = 2 if name not in ("gpipe", "1f1b") and num_layers > num_workers and draw(st.booleans()) else 1
         stages = {"forward_stages": draw(cuts(num_layers, num_workers * looped))}
@@ -89,10 +91,8 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
         name,
         **stages,
         num_workers=num_workers,
-        num_microbatches=draw(st.integers(1, 6)),
+        rounds=Rounds(draw(st.integers(1, 6)), per_round, draw(st.integers(1, 3)), staleness, options=options),
         costs=costs,
-        num_steps=draw(st.integers(1, 3)),
-        staleness=staleness,
     )
     return schedule, costs, staleness
 

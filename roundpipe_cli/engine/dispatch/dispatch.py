@@ -27,7 +27,7 @@ from roundpipe_cli.engine.dispatch.progress import AbortedError, Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue, TransferRecord
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.lower import WEIGHTS, Op, Program
+from roundpipe_cli.schedule.operations import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 DispatchEvent = Any
