@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 

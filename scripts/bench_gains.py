@@ -34,13 +34,14 @@ from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.choose import even_stages
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.profile import measured_costs, profile_schedule
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.setup import Setup, prepare
 
@@ -103,9 +104,9 @@ def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Op
     if name not in ("roundpipe", "resident"):
         stages = even_stages(len(costs.layers), WORKERS)
         return build_schedule(
-            name, forward_stages=stages, num_workers=WORKERS, num_microbatches=num_microbatches, costs=costs
+            name, forward_stages=stages, num_workers=WORKERS, rounds=Rounds(num_microbatches), costs=costs
         )
-    plan: Any = plan_partition(costs, num_workers=WORKERS, num_microbatches=num_microbatches)
+    plan: Any = plan_partition(SimulationCase(costs, WORKERS, num_microbatches))
     if name == "resident":
         plan = resident_cut(costs, WORKERS, lambda partition: True)
     return build_schedule(
@@ -113,10 +114,8 @@ def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Op
         forward_stages=plan.forward_stages,
         backward_stages=plan.backward_stages,
         num_workers=WORKERS,
-        num_microbatches=num_microbatches,
+        rounds=Rounds(num_microbatches, per_round=plan.microbatches_per_round, options=options),
         costs=costs,
-        microbatches_per_round=plan.microbatches_per_round,
-        options=options,
     )
 
 

@@ -33,6 +33,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions, OnGradient
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.nodes.group import Nodes, Sharing
 from tests.support.tiny import make_rig, random_microbatches
 
@@ -66,7 +67,7 @@ class Bench:
             "backward_stages": [(last, last), *((layer, layer) for layer in range(last - 1, -1, -1))],
         }
         self.schedule = build_schedule(
-            "roundpipe", **stages, num_workers=engine.num_workers, num_microbatches=args.microbatches
+            "roundpipe", **stages, num_workers=engine.num_workers, rounds=Rounds(args.microbatches)
         )
 
     def step(self, on_gradient: OnGradient | None = None) -> StepResult:

@@ -36,11 +36,13 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.build import make_planner, page_locked
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.setup import Setup, prepare
@@ -212,15 +214,14 @@ def recompute_everything(costs: CostModel, num_workers: int, num_microbatches: i
     """The planner's cut with the head alone in its stage, so that every block is recomputed."""
     head = costs.layers[-1]
     alone = StageLimits(head_bytes=max(1, int(head.param_bytes + head.grad_bytes + head.activation_bytes)))
-    plan = plan_partition(costs, num_workers=num_workers, num_microbatches=num_microbatches, limits=alone)
+    plan = plan_partition(SimulationCase(costs, num_workers, num_microbatches, limits=alone))
     return build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,
         backward_stages=plan.backward_stages,
         num_workers=num_workers,
-        num_microbatches=num_microbatches,
+        rounds=Rounds(num_microbatches, per_round=plan.microbatches_per_round),
         costs=costs,
-        microbatches_per_round=plan.microbatches_per_round,
     )
 
 

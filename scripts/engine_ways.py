@@ -29,11 +29,12 @@ from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.lower import WEIGHTS
+from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.operations import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from roundpipe_cli.train.build import page_locked
 from roundpipe_cli.train.setup import Setup, active_parameters
@@ -66,16 +67,16 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
         costs = with_cached_weights(costs, EVERYTHING, layouts[0].trainable_dtype.itemsize)
         plan = resident_cut(costs, num_workers, lambda partition: True) or StageCut((), ())
     else:
-        plan = plan_partition(costs, num_workers=num_workers, num_microbatches=len(microbatches))
+        plan = plan_partition(SimulationCase(costs, num_workers, len(microbatches)))
     schedule = build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,
         backward_stages=plan.backward_stages,
         num_workers=num_workers,
-        num_microbatches=len(microbatches),
+        rounds=Rounds(
+            len(microbatches), per_round=plan.microbatches_per_round, options=DEALING if name == RESIDENT else None
+        ),
         costs=costs,
-        microbatches_per_round=plan.microbatches_per_round,
-        options=DEALING if name == RESIDENT else None,
     )
     cuda.release_workspaces()
     backends = backends_of(args.device, num_workers)

@@ -35,7 +35,7 @@ def shipped_row(shipped: ShippedRecipe) -> str:
     assert verdict is not None and verdict.fits, f"{shipped.name} needs a header that says it fits"
     machine = MACHINE.fullmatch(verdict.hardware)
     assert machine is not None, verdict.hardware
-    method = recipe.method + (", 4 bit" if recipe.load_in_4bit else ", 8 bit" if recipe.load_in_8bit else "")
+    method = recipe.method + (f", {recipe.packed_bits} bit" if recipe.packed_bits else "")
     cells = [
         f"[`{shipped.name}`]({shipped.name}.yaml)",
         f"`{shipped.short_name}`" if shipped.short_name else "",

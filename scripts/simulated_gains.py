@@ -133,16 +133,12 @@ class Column:
         self.rows["published plan"] = (self.step_s(costs, Options(), published_plan(self.model)), "")
         self.rows["the planner's plan"] = (self.step_s(costs, Options()), "")
         heads = {f"{width}": Options(head_workers=width) for width in WIDTHS}
-        shared = {f"r = {width}": Options(replicas=width) for width in WIDTHS}
-        both = {f"r = {width}": Options(head_workers=WORKERS, replicas=width) for width in WIDTHS}
         free = {"earliest free": Options(earliest_free=True)}
         self._best("head's microbatches spread over workers", costs, heads)
-        self._best("stages replicated on r workers", costs, shared)
-        self._best("head on all workers and stages on r", costs, both)
         self._best("earliest-free dispatch", costs, {"": free["earliest free"]})
         self._best("recompute without the last projection", skipped, {"": Options()})
         self._best("activations that fit kept", self.kept(costs), {f"{self.num_kept} blocks": Options()})
-        dispatch = {"planner's": Options(), **{f"head on all, {name}": option for name, option in both.items()}, **free}
+        dispatch = {"planner's": Options(), "head on all": Options(head_workers=WORKERS), **free}
         self._best("together, without kept activations", skipped, dispatch)
         self._best("together", self.kept(skipped), dispatch)
 

@@ -46,9 +46,6 @@ def bench(
     head_workers: Annotated[
         int, typer.Option(min=1, help="roundpipe: workers that share the microbatches of the stage with the head.")
     ] = 1,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="roundpipe: workers that share the microbatches of any other stage.")
-    ] = 1,
     earliest_free: Annotated[
         bool,
         typer.Option("--earliest-free", help="roundpipe: each microbatch goes to the worker that can start first."),
@@ -80,13 +77,14 @@ def bench(
     """
     from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags, changed_question
 
-    flags = RoundpipeFlags(head_workers, replicas, earliest_free, skip_projection, keep_activations)
+    flags = RoundpipeFlags(head_workers, earliest_free, skip_projection, keep_activations)
     if run_really and costs is None:
         from roundpipe_cli.cli.bench_measured import run_for_real
 
         plain = json_output or no_dashboard
         run_for_real(_to_run(recipe, flags), overrides or [], schedule, repetitions or 5, json_output, plain=plain)
         return
+    from roundpipe_cli.choices import BOUND_SCHEDULES
     from roundpipe_cli.planning.compare import check_case, run
     from roundpipe_cli.schedule.dealing import Options
 
@@ -95,13 +93,13 @@ def bench(
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
     partitions = _partitions(schedule, forward_stages, backward_stages, question, changed, flags)
-    results = [run(name, partition, changed if name == "roundpipe" else question) for name, partition in partitions]
+    asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
+    results = [run(*one) for one in asked]
     if svg is not None:
         _write_svg(svg, results)
     if run_really:
         from roundpipe_cli.cli.bench_emulated import run_emulated_bench
 
-        asked = [(name, partition, changed if name == "roundpipe" else question) for name, partition in partitions]
         run_emulated_bench(asked, results, repetitions or 1, json_output)
     elif json_output:
         import json
@@ -181,16 +179,15 @@ def _partitions(
     Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
     `--schedule` the schedules that they suit are simulated.
     """
+    from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
     from roundpipe_cli.cli.bench_options import check_schedules
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.planning.choose import Effort, choose
     from roundpipe_cli.planning.compare import StageCut
-    from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, schedule_name
-    from roundpipe_cli.schedule.validate import CHUNK_SCHEDULES
+    from roundpipe_cli.schedule.builders import schedule_name
 
     known = SCHEDULES if question.sequence_chunks == 1 else CHUNK_SCHEDULES
-    names = [schedule_name(name) for name in schedules or known]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
     if forward is None:
         if backward is not None:
             raise RefusedError(
@@ -199,17 +196,19 @@ def _partitions(
         check_schedules(flags, names, bool(schedules))
         # a recipe's stages are those that `plan` and a run take
         effort: Effort = "full" if question.limits is None else "quick"
-        return [(name, choose(name, changed if name == "roundpipe" else question, effort=effort)) for name in names]
+        return [(name, choose(name, question if name in BOUND_SCHEDULES else changed, effort=effort)) for name in names]
     forward_ranges = _stages("--forward-stages", forward)
     backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
     if not schedules and backward is not None:
-        names = ["roundpipe"]
+        names = [name for name in SCHEDULES if name not in BOUND_SCHEDULES]
     elif not schedules:
         one_each = len(forward_ranges) == question.num_workers
-        names = [name for name in BOUND_SCHEDULES if one_each or name not in ("gpipe", "1f1b")]
+        names = [name for name in BOUND_SCHEDULES if one_each or not SCHEDULE_KINDS[name].one_stage_each]
     check_schedules(flags, names, bool(schedules))
-    if backward is None and "roundpipe" in names:
-        raise RefusedError("roundpipe needs --backward-stages beside --forward-stages", hint="or neither: planned then")
+    dealt = [name for name in names if name not in BOUND_SCHEDULES]
+    if backward is None and dealt:
+        what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
+        raise RefusedError(what, hint=hint)
     return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
 
 

@@ -18,6 +18,7 @@ def run_for_real(
     plain: bool = False,
 ) -> None:
     """Run the schedules of a recipe on its devices and print what was measured."""
+    from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
     from roundpipe_cli.cli.bench_results import entry
     from roundpipe_cli.cli.display import Display, quit_key
     from roundpipe_cli.cli.libraries import quiet_libraries
@@ -25,8 +26,7 @@ def run_for_real(
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
-    from roundpipe_cli.schedule.builders import SCHEDULES, schedule_name
-    from roundpipe_cli.schedule.validate import CHUNK_SCHEDULES
+    from roundpipe_cli.schedule.builders import schedule_name
     from roundpipe_cli.train.preflight import check_sources
 
     loaded = load_recipe(recipe, overrides)
@@ -87,11 +87,13 @@ def most_tokens_per_s(comparison: Comparison) -> Measured:
 
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
     """What to write into the recipe to have the fastest schedule as it was measured."""
+    from roundpipe_cli.choices import BOUND_SCHEDULES
+
     best = most_tokens_per_s(comparison).predicted.schedule
     if not best.forward_stages:  # whole microbatches on each worker, which a run chooses where it may
         return {"pipeline": {"schedule": best.name}}
     keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
-    if best.name == "roundpipe":
+    if best.name not in BOUND_SCHEDULES:
         keep["backward_stages"] = [list(stage) for stage in best.backward_stages]
         if most_tokens_per_s(comparison).predicted.dealing.earliest_free:
             keep["dispatch"] = "earliest_free"
@@ -127,6 +129,7 @@ def _print(comparison: Comparison, repetitions: int) -> None:
         )
     console = Console()
     console.print(table)
+
     best = most_tokens_per_s(comparison)
     others = [item for item in comparison.schedules if item is not best]
     if others:

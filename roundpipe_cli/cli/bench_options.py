@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from roundpipe_cli.choices import BOUND_SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.planning.compare import SimulationCase
-from roundpipe_cli.schedule.builders import BOUND_SCHEDULES
 from roundpipe_cli.schedule.dealing import Options
 
 
@@ -69,7 +69,6 @@ class RoundpipeFlags:
     """What was asked for; the defaults change nothing."""
 
     head_workers: int = 1
-    replicas: int = 1
     earliest_free: bool = False
     skip_projection: bool = False
     keep_activations: int = 0
@@ -79,7 +78,6 @@ class RoundpipeFlags:
         """The flags that are on, as they were typed."""
         flags = {
             f"--head-workers {self.head_workers}": self.head_workers != 1,
-            f"--replicas {self.replicas}": self.replicas != 1,
             "--earliest-free": self.earliest_free,
             "--skip-projection": self.skip_projection,
             f"--keep-activations {self.keep_activations}": self.keep_activations != 0,
@@ -98,10 +96,10 @@ def check_schedules(flags: RoundpipeFlags, names: Sequence[str], are_named: bool
         RefusedError: a bound schedule was asked for, or roundpipe is not simulated at all.
     """
     bound = [name for name in names if name in BOUND_SCHEDULES]
-    if flags.words() and bound and (are_named or "roundpipe" not in names):
+    if flags.words() and bound and (are_named or len(bound) == len(names)):
         raise RefusedError(
             f"{flags.words()}: only roundpipe has this",
-            found=f"also {', '.join(bound)}" if "roundpipe" in names else ", ".join(bound),
+            found=f"also {', '.join(bound)}" if len(bound) < len(names) else ", ".join(bound),
             expected="--schedule roundpipe, or no --schedule at all",
         )
 
@@ -112,21 +110,22 @@ def changed_question(question: SimulationCase, flags: RoundpipeFlags) -> Simulat
     Raises:
         RefusedError: values that mean nothing for these workers and costs.
     """
-    for flag, width in (("--head-workers", flags.head_workers), ("--replicas", flags.replicas)):
-        if not 1 <= width <= question.num_workers:
-            raise RefusedError(
-                f"{flag} does not suit the workers", found=str(width), expected=f"1 to {question.num_workers}"
-            )
-    if flags.earliest_free and (flags.head_workers, flags.replicas) != (1, 1):
+    if not 1 <= flags.head_workers <= question.num_workers:
+        raise RefusedError(
+            "--head-workers does not suit the workers",
+            found=str(flags.head_workers),
+            expected=f"1 to {question.num_workers}",
+        )
+    if flags.earliest_free and flags.head_workers != 1:
         raise RefusedError(
             "--earliest-free deals out every microbatch by itself, which leaves no fixed share to a worker",
             found=flags.words(),
-            expected="--earliest-free, or --head-workers and --replicas",
+            expected="--earliest-free, or --head-workers",
         )
     costs = _kept(question.costs, flags.keep_activations)
     if flags.skip_projection:
         costs = _skipped(costs)
-    options = Options(flags.head_workers, flags.replicas, flags.earliest_free)
+    options = Options(flags.head_workers, flags.earliest_free)
     if options == Options():
         options = question.options
     return replace(question, costs=costs, options=options)

@@ -19,16 +19,13 @@ from packaging.version import InvalidVersion, Version
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.find_model import hub_answers, is_offline
 from roundpipe_cli.costs.machine import free_disk_bytes, host_memory, lockable_bytes, num_cores, processor_name
+from roundpipe_cli.train.floors import FLOORS, OTHER_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CheckState = Literal["good", "note", "fails"]
 """`note`: training runs, but slower, or something of it is missing."""
 
-FLOORS = {
-    **{"torch": "2.10", "transformers": "5.3", "peft": "0.21", "safetensors": "0.8", "PyYAML": "6"},
-    **{"Jinja2": "3.1.6", "huggingface_hub": "1.0"},
-}
-"""Least versions: below them a library can be made to run code or loses data (or, peft, is too old)."""
+LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **OTHER_FLOORS}
 OPTIONAL = {
     "bitsandbytes": "4-bit base weights",
     "pynvml": "temperature and power of GPUs in the dashboard",
@@ -82,7 +79,7 @@ def _program() -> Check:
 
 
 def _versions() -> Iterator[Check]:
-    for name, floor in FLOORS.items():
+    for name, floor in LEAST_VERSIONS.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from roundpipe_cli.choices import PACKED_FORMATS, OptimizerName
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
 from roundpipe_cli.costs.models import Architecture, Block
@@ -41,9 +42,6 @@ HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
 EXPERT_TILE_TOKENS = 64
 """Half of a matrix-product tile: what an expert's last tile wastes on average."""
-NF4_BYTES_PER_PARAM = 0.5 + 4 / 64
-"""4 bit, and a float32 scale for each 64 weights (arXiv 2305.14314, without its second quantization)."""
-INT8_BYTES_PER_PARAM = 1 + 4 / 64
 OPTIMIZER_BYTES_PER_PARAM = 30
 """AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
 
@@ -64,12 +62,13 @@ class TrainingSettings:
     lora_targets: tuple[str, ...] | None = None
     """Names of the adapted projections; None: all of them."""
     dtype: DType = "bfloat16"
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
+    packed_bits: int = 0
+    """Of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
-    optimizer: str = "adamw"
-    """The recipe's `optim`; `sgd_momentum` where that has momentum."""
+    optimizer: OptimizerName = "adamw"
+    has_momentum: bool = False
+    """The recipe's `sgd_momentum` is not 0."""
     head_chunk_tokens: int = 1024
     mlp_chunk_tokens: int | None = None
     """Of a block's feed-forward part, which is computed again in backward; None: whole."""
@@ -113,10 +112,10 @@ class TrainingSettings:
 
     @property
     def packed_bytes_per_param(self) -> float:
-        """The same where it is in 4 or 8 bit, else 0."""
-        if self.method == "full":
+        """The same where it is packed, else 0."""
+        if self.method == "full" or not self.packed_bits:
             return 0.0
-        return NF4_BYTES_PER_PARAM if self.load_in_4bit else INT8_BYTES_PER_PARAM if self.load_in_8bit else 0.0
+        return PACKED_FORMATS[self.packed_bits].bytes_per_param
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,6 @@ class AnalyticCosts:
     host_s_per_microbatch: float
     """Interpreter time for one microbatch, one after the other for all workers."""
     trainable_params: int
-    frozen_params: int
 
 
 def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> AnalyticCosts:
@@ -149,7 +147,6 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
         ),
         host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
         trainable_params=sum(trainable),
-        frozen_params=architecture.parameters if settings.method == "lora" else 0,
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 
+CHUNK_BYTES = 32 * 1024**2
+"""Transfers can be overtaken every so many bytes (DESIGN.md, section 5)."""
 StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 

@@ -11,6 +11,12 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from roundpipe_cli.costs.analytic import (
+    FLOAT32_EFFICIENCY,
+    FP32_ACCUMULATE_EFFICIENCY,
+    REFERENCE_ASYMPTOTE_FLOPS_PER_S,
+    REFERENCE_PEAK_FLOPS_PER_S,
+)
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
 from roundpipe_cli.costs.processes import this_process
 from roundpipe_cli.units import GIB, MIB, format_bytes
@@ -22,6 +28,8 @@ CPU_BFLOAT16_SPEEDUP = 2.6
 CPU_SLOW_BFLOAT16 = 0.75
 """Where it has none, avx512_bf16 included: 102 against 136 tokens/s, measured on a 2-core AVX512-BF16 machine."""
 CPU_MEMORY_BYTES_PER_S = 20e9
+MAX_PARAMETERS_ON_CPU = 2_000_000_000
+"""Above this a model is not trained on the processor unless the recipe names the devices."""
 _NO_LIMIT = 1 << 60
 _LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Limit and use of a cgroup, version 2 and version 1."""
@@ -120,9 +128,9 @@ def cpu_devices(count: int) -> tuple[Device, ...]:
         is_cpu=True,
         memory_bytes=host_memory().total_bytes,
         memory_bytes_per_s=CPU_MEMORY_BYTES_PER_S / count,
-        fp16_accumulate_flops_per_s=rate16 * 330.4 / 220,
-        fp32_accumulate_flops_per_s=rate16 / 0.94,
-        float32_flops_per_s=rate / 0.85,
+        fp16_accumulate_flops_per_s=rate16 * REFERENCE_PEAK_FLOPS_PER_S / REFERENCE_ASYMPTOTE_FLOPS_PER_S,
+        fp32_accumulate_flops_per_s=rate16 / FP32_ACCUMULATE_EFFICIENCY,
+        float32_flops_per_s=rate / FLOAT32_EFFICIENCY,
         has_bfloat16=True,
         link_bytes_per_s=CPU_MEMORY_BYTES_PER_S / 2,
     )

@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes, key_value_bytes, trainable_params
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.units import GIB, MIB, format_bytes
@@ -25,7 +26,9 @@ DEVICE_SHARE = 0.85
 """Share of a device's label that stages and caches fill; the rest is left for what no memory model knows (assumed)."""
 FITTING_SHARE = 0.95
 """Share of a device's label beyond which a run is refused: fragmentation, a display (assumed)."""
-PINNED_RING_BYTES = 8 * 32 * MIB
+INPUTS_SHARE = 0.05
+"""Share of the free host memory for inputs of layers that are kept only so that a recompute can leave more out."""
+PINNED_RING_BYTES = 8 * CHUNK_BYTES
 """Page-locked staging chunks per device and direction."""
 INTERPRETER_BYTES = 460 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
@@ -271,20 +274,11 @@ def host_need(
 
 
 def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> float:
-    """What the optimizer keeps for each trained parameter.
-
-    8 bit: two codes, and two float32 scales for each 256. Adafactor: a float32 for each row and column of a matrix, of
-    r or `hidden_size` on one side and at least `hidden_size` on the other.
-    """
+    """State that the optimizer keeps for each trained parameter. A trained matrix has r or `hidden_size` elements on
+    one side and at least `hidden_size` on the other."""
     narrow = settings.lora_r if settings.method == "lora" else hidden_size
-    return {
-        "adamw": 8.0,
-        "adamw_bf16": 4.0,
-        "adamw_8bit": 2 + 8 / 256,
-        "sgd": 0.0,
-        "sgd_momentum": 4.0,
-        "adafactor": 4 / narrow + 4 / hidden_size,
-    }[settings.optimizer]
+    kind = OPTIMIZERS[settings.optimizer]
+    return kind.state_bytes(narrow, hidden_size, has_momentum=settings.has_momentum)
 
 
 def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

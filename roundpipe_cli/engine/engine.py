@@ -45,7 +45,7 @@ from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.lower import Program
+from roundpipe_cli.schedule.operations import Program
 
 
 @dataclass(frozen=True)

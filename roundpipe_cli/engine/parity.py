@@ -34,6 +34,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 
 TOLERANCE = 1e-5
 """Relative, of a loss, and of a gradient in the 2-norm."""
@@ -309,5 +310,5 @@ def _schedule(num_layers: int, kept: Sequence[int], num_workers: int, num_microb
         forward_stages=stages,
         backward_stages=[(head, head), *reversed(stages)],
         num_workers=num_workers,
-        num_microbatches=num_microbatches,
+        rounds=Rounds(num_microbatches),
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.lower import Op, Program, lower
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import Op, Program
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.layout import LayerLayout

@@ -15,7 +15,7 @@ from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
-from roundpipe_cli.schedule.lower import Program
+from roundpipe_cli.schedule.operations import Program
 
 SLOT_ALIGNMENT_BYTES = 256
 KEPT = -1

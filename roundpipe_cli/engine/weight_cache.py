@@ -20,14 +20,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.lower import Program
-
-CACHE_ALIGNMENT_BYTES = 256
+from roundpipe_cli.schedule.operations import Program
 
 
 def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout], budget_bytes: int) -> tuple[int, ...]:

@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
 
-WEIGHTS_PER_SCALE = 64
 _ALIGNMENT_BYTES = 64
 
 
 def packed_bytes(num_elements: int, bits: int = 4) -> int:
     """Size of a packed weight."""
-    return _codes_bytes(num_elements, bits) + 4 * _num_scales(num_elements)
+    return _codes_bytes(num_elements, bits) + SCALE_BYTES * _num_scales(num_elements)
 
 
 def _codes_bytes(num_elements: int, bits: int) -> int:
@@ -42,7 +42,7 @@ def _codes_bytes(num_elements: int, bits: int) -> int:
 
 def _num_codes(num_elements: int, bits: int) -> int:
     """In bytes."""
-    return num_elements if bits == 8 else (num_elements + 1) // 2
+    return (num_elements * bits + 7) // 8
 
 
 def _num_scales(num_elements: int) -> int:
@@ -94,7 +94,9 @@ def quantize(values: torch.Tensor, packed: torch.Tensor, bits: int = 4) -> None:
     """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel(), bits)]."""
     functional = import_bitsandbytes().functional
     if bits == 8:
-        codes, state = functional.quantize_blockwise(values.contiguous(), _dynamic_map(values.device), blocksize=64)
+        codes, state = functional.quantize_blockwise(
+            values.contiguous(), _dynamic_map(values.device), blocksize=WEIGHTS_PER_SCALE
+        )
     else:
         codes, state = functional.quantize_4bit(values.contiguous(), blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
     put_packed(codes, state.absmax, values.numel(), packed, bits)

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.choices import WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.architectures import WHAT_WORKS, is_stored_in_4bit, quantization_settings
 from roundpipe_cli.model.packed_weights import (
-    WEIGHTS_PER_SCALE,
     dequantize,
     import_bitsandbytes,
     packed_bytes,

@@ -20,7 +20,7 @@ from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, makespan_s
 
@@ -44,6 +44,20 @@ class _KeptStages:
     options: Options
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConditions:
+    """What a run's planner has to respect beside the recipe's pipeline section and the layers' costs."""
+
+    chained: bool = False
+    """Steps may follow each other without a barrier, see `Recipe.overlaps_steps`."""
+    weights_stay: bool = False
+    """Workers have all weights, so that a microbatch may as well stay on one of them."""
+    shared_bytes: int = 0
+    """Of a device's memory, for what any stages need."""
+    microbatches_per_round: int | None = None
+    """At most. None: no limit."""
+
+
 class AdaptivePlanner:
     """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
@@ -53,11 +67,7 @@ class AdaptivePlanner:
         num_workers: int,
         pipeline: PipelineConfig,
         cache: ProfileCache | None = None,
-        *,
-        chained: bool = False,
-        microbatches_per_round: int | None = None,
-        weights_stay: bool = False,
-        shared_bytes: int = 0,
+        conditions: RunConditions | None = None,
     ) -> None:
         """
         Args:
@@ -65,16 +75,15 @@ class AdaptivePlanner:
             num_workers: devices.
             pipeline: the recipe's section.
             cache: of what an earlier run has measured.
-            microbatches_per_round: at most. None: no limit.
-            chained: steps may follow each other without a barrier, see `Recipe.overlaps_steps`.
-            weights_stay: workers have all weights, so that a microbatch may as well stay on one of them.
-            shared_bytes: of a device's memory, for what any stages need.
+            conditions: None: the defaults.
 
         Raises:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
                 schedule that mirrors the forward ones.
         """
         self.costs = self.rough = costs
+        conditions = conditions or RunConditions()
+        chained = conditions.chained
         self._cache = cache
         self._num_workers = num_workers
         self._pipeline = pipeline
@@ -87,9 +96,9 @@ class AdaptivePlanner:
         self._chunks = pipeline.num_chunks
         self._planned = self._given is None
         self._chained = chained and num_workers > 1
-        self._weights_stay = weights_stay and num_workers > 1 and not chained
-        self._most_per_round = microbatches_per_round
-        self._shared_bytes = shared_bytes
+        self._weights_stay = conditions.weights_stay and num_workers > 1 and not chained
+        self._most_per_round = conditions.microbatches_per_round
+        self._shared_bytes = conditions.shared_bytes
         self._chains: dict[int, tuple[StepChain, float] | None] = {}
         """By microbatches of a step; with the seconds that one takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
@@ -140,11 +149,8 @@ class AdaptivePlanner:
                 forward_stages=cut.forward_stages,
                 backward_stages=cut.backward_stages,
                 num_workers=self._num_workers,
-                num_microbatches=num_microbatches,
+                rounds=Rounds(num_microbatches, per_round=cut.microbatches_per_round, num_steps=num_steps, staleness=1),
                 costs=costs,
-                microbatches_per_round=cut.microbatches_per_round,
-                num_steps=num_steps,
-                staleness=1,
             )
 
         half_s, whole_s = (
@@ -232,10 +238,8 @@ class AdaptivePlanner:
             forward_stages=self._kept.stages[0],
             backward_stages=self._kept.stages[1],
             num_workers=self._num_workers,
-            num_microbatches=num_microbatches,
+            rounds=Rounds(num_microbatches, options=self._kept.options, sequence_chunks=self._chunks),
             costs=self._kept.costs,
-            options=self._kept.options,
-            sequence_chunks=self._chunks,
         )
 
     def case(self, num_microbatches: int, *, costs: CostModel | None = None, overlaps: bool = False) -> SimulationCase:

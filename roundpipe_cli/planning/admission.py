@@ -53,7 +53,7 @@ def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
             f"not known: whether `finetune` takes models of the type {architecture.model_type}; it tries the model "
             "itself before it trains, and refuses it where the split would change its numbers"
         )
-    if (recipe.load_in_4bit or recipe.load_in_8bit) and importlib.util.find_spec("bitsandbytes") is None:
+    if recipe.packed_bits and importlib.util.find_spec("bitsandbytes") is None:
         lines.append("note: weights in 4 or 8 bit need the package bitsandbytes, which is not installed here")
     return lines
 

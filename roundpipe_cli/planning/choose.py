@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest_shape
@@ -23,7 +24,7 @@ from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, forward_ranges, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, options_of
+from roundpipe_cli.schedule.dealing import Options, Rounds, options_of
 from roundpipe_cli.schedule.durations import stage_times
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -89,11 +90,11 @@ def dealing_options(pipeline: PipelineConfig) -> Options:
     Raises:
         RefusedError: another dealing than the default for a schedule that binds its stages to workers.
     """
-    options = options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
-    if options != Options() and pipeline.schedule != "roundpipe":
+    options = options_of(pipeline.head_workers, pipeline.dispatch)
+    if options != Options() and pipeline.binds_stages:
         raise RefusedError(
             f"{pipeline.schedule} binds its stages to workers",
-            where="pipeline: head_workers, replicas, dispatch",
+            where="pipeline: head_workers, dispatch",
             found=f"schedule: {pipeline.schedule}",
             expected="schedule: roundpipe, or none of these keys",
         )
@@ -108,14 +109,14 @@ def given_cut(pipeline: PipelineConfig, num_workers: int) -> StageCut | None:
             schedule that mirrors the forward ones.
     """
     forward, backward = pipeline.forward_stages, pipeline.backward_stages
-    if pipeline.schedule == "roundpipe" and (forward == "auto") != (backward == "auto"):
+    if not pipeline.binds_stages and (forward == "auto") != (backward == "auto"):
         raise RefusedError(
             "forward_stages and backward_stages go together",
             where="pipeline",
             found="one of them is auto",
             expected="both given or both auto",
         )
-    if pipeline.schedule != "roundpipe" and backward != "auto":
+    if pipeline.binds_stages and backward != "auto":
         raise RefusedError(
             f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages",
             where="pipeline.backward_stages",
@@ -124,7 +125,7 @@ def given_cut(pipeline: PipelineConfig, num_workers: int) -> StageCut | None:
     if forward == "auto":
         return None
     stages = _ranges(forward)
-    if pipeline.schedule != "roundpipe":
+    if pipeline.binds_stages:
         return StageCut(stages, tuple(reversed(stages)))
     chunks = pipeline.num_chunks
     return StageCut(stages, _ranges(backward), -(-num_workers // chunks) * chunks)
@@ -135,7 +136,7 @@ def _ranges(stages: Sequence[Sequence[int]] | str) -> tuple[StageRange, ...]:
     return tuple((int(first), int(last)) for first, last in stages)
 
 
-def choose(name: str, case: SimulationCase, keeps: Keeps | None = None, effort: Effort = "full") -> StageCut:
+def choose(name: ScheduleName, case: SimulationCase, keeps: Keeps | None = None, effort: Effort = "full") -> StageCut:
     """The stages of one step.
 
     Args:
@@ -146,7 +147,7 @@ def choose(name: str, case: SimulationCase, keeps: Keeps | None = None, effort: 
         ResourceError: roundpipe, and no cut keeps the case's limits.
     """
     allowed = _allowed(case, keeps)
-    if name != "roundpipe":
+    if SCHEDULE_KINDS[name].binds_stages:
         return _bound_cut(name, case, allowed, effort)
     if case.sequence_chunks > 1:
         return chunk_cut(case, allowed)
@@ -178,15 +179,7 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     if limits is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
         return replace(_quick(case), explanation=(why,))
-    found = plan_partition(
-        case.costs,
-        num_workers=case.num_workers,
-        num_microbatches=case.num_microbatches if effort == "full" else few_rounds,
-        accounting=case.accounting,
-        staleness=case.staleness,
-        num_steps=case.num_steps,
-        limits=case.limits,
-    )
+    found = plan_partition(case if effort == "full" else replace(case, num_microbatches=few_rounds))
     searched = StageCut(
         found.forward_stages,
         found.backward_stages,
@@ -215,14 +208,15 @@ def _quick(case: SimulationCase) -> StageCut:
     return StageCut(*stages, explanation=("the best of a few even cuts",))
 
 
-def _bound_cut(name: str, case: SimulationCase, allowed: Keeps, effort: Effort) -> StageCut:
+def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort: Effort) -> StageCut:
     """The fastest of even and balanced stages that keep the limits; the fastest of all where none does."""
     if effort == "quick":
         most = MAX_PLANNED_ROUNDS * case.num_workers * case.sequence_chunks
         case = replace(case, num_microbatches=min(case.num_microbatches, most))
     num_layers, num_workers = len(case.costs.layers), case.num_workers
-    max_loops = 1 if name in ("gpipe", "1f1b") else -(-num_layers // num_workers)
-    per_round = num_workers if name == "1f1b" else case.num_microbatches
+    kind = SCHEDULE_KINDS[name]
+    max_loops = 1 if kind.one_stage_each else -(-num_layers // num_workers)
+    per_round = num_workers if kind.keeps_few else case.num_microbatches
     scored: list[tuple[bool, float, int, StageCut]] = []
     for loops in range(1, max_loops + 1):
         num_stages = loops * num_workers
@@ -363,9 +357,8 @@ def _published_s(name: str, partition: StageCut, case: SimulationCase) -> float:
         name,
         forward_stages=partition.forward_stages,
         num_workers=case.num_workers,
-        num_microbatches=case.num_microbatches,
+        rounds=Rounds(case.num_microbatches, sequence_chunks=case.sequence_chunks),
         costs=case.costs,
-        sequence_chunks=case.sequence_chunks,
     )
     return makespan_s(simulate_published(schedule, case.costs))
 

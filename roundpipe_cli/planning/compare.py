@@ -10,7 +10,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule, place_on
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, makespan_s
 
@@ -135,13 +135,15 @@ def make_schedule(name: str, cut: StageCut, case: SimulationCase, num_steps: int
         forward_stages=cut.forward_stages,
         backward_stages=cut.backward_stages,
         num_workers=len(workers),
-        num_microbatches=case.num_microbatches,
+        rounds=Rounds(
+            case.num_microbatches,
+            per_round=None if published else cut.microbatches_per_round,
+            num_steps=num_steps,
+            staleness=case.staleness,
+            options=cut.dealing or case.options,
+            sequence_chunks=case.sequence_chunks,
+        ),
         costs=replace(without_bytes(case.costs) if published else case.costs, worker_speed=own_speeds),
-        microbatches_per_round=None if published else cut.microbatches_per_round,
-        num_steps=num_steps,
-        staleness=case.staleness,
-        options=cut.dealing or case.options,
-        sequence_chunks=case.sequence_chunks,
     )
     return place_on(schedule, workers, case.num_workers)
 

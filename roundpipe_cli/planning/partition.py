@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
-from roundpipe_cli.planning.search.evaluate import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
-from roundpipe_cli.planning.search.explain import explain
+from roundpipe_cli.planning.search.chain import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
+from roundpipe_cli.planning.search.explain import HostUpdates, Scorers, explain
 from roundpipe_cli.planning.search.run import Candidate, Search, SearchEffort
 from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds
 from roundpipe_cli.planning.stages import (
@@ -21,8 +21,6 @@ from roundpipe_cli.planning.stages import (
     forward_ranges,
 )
 from roundpipe_cli.units import format_bytes
-
-Accounting = Literal["default", "published"]
 
 MIN_ROUNDS = 40
 """Chained rounds by which a plan for staleness 1 is judged at least."""
@@ -132,44 +130,32 @@ class _Plan:
         return self.found[0].value_s if self.found else INFEASIBLE
 
 
-def plan_partition(
-    costs: CostModel,
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    accounting: Accounting = "default",
-    staleness: Literal[0, 1] = 0,
-    num_steps: int = 1,
-    limits: StageLimits | None = None,
-    effort: SearchEffort | None = None,
-) -> PlannedCut:
-    """The partition with the least time per step.
+def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> PlannedCut:
+    """The partition with the least time per step for the published dispatch.
 
-    Args:
-        num_microbatches: per step.
-        accounting: `published` knows neither transfers nor memory and fixes rounds at `num_workers` microbatches.
-        num_steps: chained steps that `step_s` is measured over; with staleness 1 take 30 or more for the steady state.
-        limits: bytes per stage, and the longest round; without them, and under the default accounting,
-            `costs.device_memory_bytes` holds.
+    Published accounting knows neither transfers nor memory and fixes rounds at one microbatch a worker. With staleness
+    1, `num_steps` of 30 or more show the steady state.
 
     Raises:
         RefusedError: costs or counts that mean nothing.
         ResourceError: no partition keeps the limits.
     """
+    costs = case.costs
     check_costs(costs)
-    for name, value in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
+    counts = ("workers", case.num_workers), ("microbatches", case.num_microbatches), ("steps", case.num_steps)
+    for name, value in counts:
         if value < 1:
             raise RefusedError(f"the number of {name} must be 1 or more", found=str(value))
     task = _Task(
         costs,
         StageSums(costs),
-        tuple(range(num_workers)),
-        num_microbatches,
-        accounting == "default",
-        staleness,
-        num_steps,
-        limits,
-        effort or _usual_effort(accounting, staleness, num_steps),
+        tuple(range(case.num_workers)),
+        case.num_microbatches,
+        case.accounting == "default",
+        case.staleness,
+        case.num_steps,
+        case.limits,
+        effort or _usual_effort(case.accounting, case.staleness, case.num_steps),
     )
     plan = _best_workers(task)
     if not plan.found:
@@ -266,11 +252,8 @@ def _to_partition(plan: _Plan) -> PlannedCut:
             plan.found,
             sums=task.sums,
             chain=task.judged(),
-            scorer=task.scorer(),
-            without_hops=task.scorer(hop_s=0.0),
-            without_links=task.scorer(links=False),
-            updates_s=updates_s,
-            staleness=task.staleness,
+            scorers=Scorers(task.scorer(), task.scorer(hop_s=0.0), task.scorer(links=False)),
+            updates=HostUpdates(updates_s, task.staleness),
         ),
         workers=task.workers,
     )

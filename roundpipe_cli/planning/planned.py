@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.cache_size import with_all_weights, with_auto_cache
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.verdict import Verdict, judge
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -23,8 +24,8 @@ def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool) -> 
         return {}
 
     def verdict_on(question: PlanRequest) -> Verdict:
-        cut = schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round
-        return judge(question.architecture, question.settings, question.hardware, question.analytic, *cut)
+        cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
+        return judge(question.architecture, question.settings, question.hardware, question.analytic, cut)
 
     whole = with_all_weights(question) if holds_all else None
     verdict = verdict_on(whole or with_auto_cache(question, verdict_on(question))[0])

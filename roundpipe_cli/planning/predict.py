@@ -1,6 +1,6 @@
 """From a recipe and a machine to a plan: figures of the model, costs, stages, simulated step, verdict. No torch.
 
-`costs_for_recipe` serves `bench`, `check_fits` serves `finetune`, `make_plan` is all of `roundpipe plan`.
+`check_fits` serves `finetune`, `make_plan` is all of `roundpipe plan`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import host_memory, num_machines
@@ -25,17 +26,17 @@ from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_left_out, without_small_cards
 from roundpipe_cli.planning.verdict import (
     Verdict,
-    coarsest_stages,
+    coarsest_cut,
     judge,
     judge_coarsest,
     stage_limits,
     stages_of_blocks,
 )
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.supported import NOT_YET
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import options_of
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.dealing import Rounds, options_of
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
 from roundpipe_cli.units import format_bytes, format_seconds
@@ -81,15 +82,6 @@ class Plan:
     def tokens_per_s(self) -> float:
         settings = self.question.settings
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
-
-
-def costs_for_recipe(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> CostModel:
-    """Analytic costs of a recipe's layers; `hardware` in words, or None for the recipe's devices.
-
-    Raises:
-        RefusedError: no such model or hardware.
-    """
-    return ask(loaded, hardware).analytic.costs
 
 
 def check_fits(loaded: LoadedRecipe) -> None:
@@ -170,7 +162,7 @@ def _plan(question: PlanRequest) -> Plan:
     question, kept = with_auto_cache(question, verdict)
     if kept is not None:
         verdict = _judged(question, cut)
-    step = _simulate_step(question, cut, question.loaded.recipe.pipeline.schedule)
+    step = _simulate_step(question, cut)
     resident = _resident(whole, step.step_s if verdict.fits else math.inf)
     if resident is not None:
         question, cut, verdict, step = resident
@@ -213,7 +205,7 @@ def _resident(question: PlanRequest | None, streamed_s: float) -> tuple[PlanRequ
     if found is None:
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
-    step = _simulate_step(question, cut, "roundpipe")
+    step = _simulate_step(question, cut)
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
 
 
@@ -238,7 +230,7 @@ def _cut(question: PlanRequest) -> StageCut:
     if given is not None:
         return given
     case = stage_case(question)
-    if pipeline.schedule != "roundpipe":
+    if pipeline.binds_stages:
         return choose(pipeline.schedule, case, effort="quick")
     if settings.sequence_chunks > 1:
         why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
@@ -256,28 +248,22 @@ def _cut(question: PlanRequest) -> StageCut:
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
-    stages = coarsest_stages(question.architecture, question.settings, question.hardware, question.analytic)
-    return StageCut(tuple(stages[0]), tuple(stages[1]), question.num_workers, explanation=(why,))
+    cut = coarsest_cut(question.architecture, question.settings, question.hardware, question.analytic)
+    return replace(cut, explanation=(why,))
 
 
 def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
-    schedule = question.loaded.recipe.pipeline.schedule
-    return judge(
-        question.architecture,
-        question.settings,
-        question.hardware,
-        question.analytic,
-        cut.forward_stages,
-        cut.backward_stages,
-        question.num_workers if schedule == "1f1b" else _per_round(question, cut),
-    )
+    keeps_few = SCHEDULE_KINDS[question.loaded.recipe.pipeline.schedule].keeps_few
+    per_round = question.num_workers if keeps_few else _per_round(question, cut)
+    judged = replace(cut, microbatches_per_round=per_round)
+    return judge(question.architecture, question.settings, question.hardware, question.analytic, judged)
 
 
 def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
     """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
     costs, settings = question.analytic.costs, question.settings
     count = len(costs.layers)
-    most = len(coarsest_stages(question.architecture, settings, question.hardware, question.analytic)[1]) - 1
+    most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
     widest = math.ceil((count - 2) / most)
     limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
     enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
@@ -288,12 +274,12 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
         for per_round in sorted({question.num_workers, enough}):
             cuts.append(StageCut(tuple(forward), tuple(backward), per_round, explanation=(why,)))
     fitting = [one for one in cuts if _judged(question, one).fits]
-    return min(fitting, key=lambda one: _simulate_step(question, one, "roundpipe").step_s, default=cut)
+    return min(fitting, key=lambda one: _simulate_step(question, one).step_s, default=cut)
 
 
 def _per_round(question: PlanRequest, cut: StageCut) -> int:
     """Microbatches of a round; of schedules that have no rounds, all of a step's."""
-    usual = question.num_workers if question.loaded.recipe.pipeline.schedule == "roundpipe" else 0
+    usual = 0 if question.loaded.recipe.pipeline.binds_stages else question.num_workers
     return cut.microbatches_per_round or usual or question.settings.num_microbatches
 
 
@@ -312,22 +298,22 @@ def _overlaps_steps(question: PlanRequest) -> bool:
     return may and question.num_workers > 1 and question.analytic.costs.equal_workers
 
 
-def _simulate_step(question: PlanRequest, cut: StageCut, schedule_name: str) -> _Step:
+def _simulate_step(question: PlanRequest, cut: StageCut) -> _Step:
     """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
-    wanted = question.settings.num_microbatches
-    rounds = max(1, _per_round(question, cut)) if schedule_name == "roundpipe" else 1
+    wanted, is_dealt = question.settings.num_microbatches, not question.loaded.recipe.pipeline.binds_stages
+    rounds = max(1, _per_round(question, cut)) if is_dealt else 1
     full = wanted
     if wanted > MAX_SIMULATED_MICROBATCHES:
         surplus = wanted - MAX_SIMULATED_MICROBATCHES
         full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
-    one = _simulated(question, cut, schedule_name, full, num_steps=1)
+    one = _simulated(question, cut, full, num_steps=1)
     busy, alone_s = sum(busy_s(one.timeline)), makespan_s(one.timeline)
     step_s = alone_s
-    if _overlaps_steps(question) and schedule_name == "roundpipe":
-        ends_s = [makespan_s(_simulated(question, cut, schedule_name, full, num_steps=n).timeline) for n in (2, 4)]
+    if _overlaps_steps(question):
+        ends_s = [makespan_s(_simulated(question, cut, full, num_steps=n).timeline) for n in (2, 4)]
         step_s = (ends_s[1] - ends_s[0]) / 2
     if full < wanted:
-        fewer = _simulated(question, cut, schedule_name, full - 2 * rounds, num_steps=1)
+        fewer = _simulated(question, cut, full - 2 * rounds, num_steps=1)
         growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
         step_s, busy = step_s + growth_s, busy * wanted / full
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
@@ -381,27 +367,27 @@ def _costs_for_links(question: PlanRequest) -> CostModel:
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
 
 
-def _simulated(
-    question: PlanRequest, cut: StageCut, schedule_name: str, num_microbatches: int, *, num_steps: int
-) -> _Simulated:
+def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> _Simulated:
     costs, staleness = _costs_for_links(question), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
-    options = cut.dealing or options_of(pipeline.head_workers, pipeline.replicas, pipeline.dispatch)
+    options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)
     if costs.worker_speed is not None:
         costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
     schedule = build_schedule(
-        schedule_name,
+        pipeline.schedule,
         forward_stages=cut.forward_stages,
-        backward_stages=cut.backward_stages if schedule_name == "roundpipe" else None,
+        backward_stages=cut.backward_stages,
         num_workers=len(workers),
-        num_microbatches=num_microbatches,
+        rounds=Rounds(
+            num_microbatches,
+            per_round=cut.microbatches_per_round,
+            num_steps=num_steps,
+            staleness=staleness,
+            options=options,
+            sequence_chunks=question.settings.sequence_chunks,
+        ),
         costs=costs,
-        microbatches_per_round=cut.microbatches_per_round if schedule_name == "roundpipe" else None,
-        num_steps=num_steps,
-        staleness=staleness,
-        options=options,
-        sequence_chunks=question.settings.sequence_chunks,
     )
     program = lower(schedule, costs, staleness=staleness)
     sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
@@ -456,9 +442,8 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
 
 
 def solve_recipe(plan: Plan) -> Solution:
-    """What would fit in place of what the recipe asks; changes whose feature has not landed are not proposed."""
+    """Changes that would make it fit."""
     question = plan.question
-    unsupported = {entry.key for entry in NOT_YET}
     asked = question.loaded.recipe.pipeline.weight_cache  # what `auto` takes of what is spare is in nobody's way
     settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
-    return solve(question.architecture, settings, question.hardware, unsupported)
+    return solve(question.architecture, settings, question.hardware)

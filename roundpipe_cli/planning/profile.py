@@ -15,6 +15,7 @@ from dataclasses import replace
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.timeline import Timeline
 
 MIN_DIFFERENCE = 0.1
@@ -43,8 +44,7 @@ def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int, s
         forward_stages=forward,
         backward_stages=backward,
         num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        sequence_chunks=sequence_chunks,
+        rounds=Rounds(num_microbatches, sequence_chunks=sequence_chunks),
     )
 
 

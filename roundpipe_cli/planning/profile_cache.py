@@ -55,8 +55,3 @@ class ProfileCache:
         with suppress(OSError, ResourceError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, json.dumps({"layers": rows, "worker_speed": costs.worker_speed}).encode())
-
-    def forget(self) -> None:
-        """Drop times that turned out wrong."""
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
-from roundpipe_cli.costs.machine import cpu_devices, this_machine, visible_gpus
-from roundpipe_cli.costs.memory import frozen_bytes, host_need, usable_host_bytes
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
+from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.planning.admission import check_model
 from roundpipe_cli.planning.counting import counted
@@ -20,10 +20,7 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.units import format_bytes
 
 ASSUMED_HARDWARE = "8x4090"
-INPUTS_SHARE = 0.05
-"""Of the host memory that frozen weights leave, for inputs of layers that are kept to leave more out of a recompute."""
-MAX_PARAMETERS_ON_CPU = 2_000_000_000
-"""Without a GPU a larger model is planned for `ASSUMED_HARDWARE`, since `finetune` would refuse it here."""
+"""Planned for without a GPU, where `finetune` would refuse a model of more than `MAX_PARAMETERS_ON_CPU`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,11 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         lora_dropout=recipe.lora.dropout,
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
-        load_in_4bit=recipe.load_in_4bit,
-        load_in_8bit=recipe.load_in_8bit,
+        packed_bits=recipe.packed_bits,
         recompute=recipe.pipeline.recompute,
         staleness=recipe.pipeline.optimizer_staleness,
-        optimizer="sgd_momentum" if recipe.sgd_momentum else recipe.optim,
+        optimizer=recipe.optim,
+        has_momentum=recipe.sgd_momentum > 0,
         head_chunk_tokens=recipe.head_chunk_tokens,
         mlp_chunk_tokens=recipe.mlp_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
@@ -89,7 +86,7 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
     machine = hardware or hardware_of(recipe, architecture)
     settings = settings_of(recipe)
     if architecture.stored_in_4bit:
-        settings = replace(settings, load_in_4bit=True, load_in_8bit=False)
+        settings = replace(settings, packed_bits=4)
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
     if settings.dtype == "bfloat16" and lacking:
         settings = replace(settings, dtype="float16")
@@ -123,7 +120,7 @@ def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSetting
 def _kept_blocks(recipe: Recipe, num_workers: int) -> int:
     """Blocks that certainly find their activations where they left them: all that are asked for, where forward and
     backward of a block run on the same worker; with roundpipe on several that happens too seldom to be promised."""
-    kept, same_worker = recipe.pipeline.keep_activations, recipe.pipeline.schedule != "roundpipe" or num_workers == 1
+    kept, same_worker = recipe.pipeline.keep_activations, recipe.pipeline.binds_stages or num_workers == 1
     return 0 if kept == "auto" or not same_worker else kept
 
 

@@ -13,6 +13,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.planning.verdict import stages_of_blocks
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -36,10 +37,8 @@ def quick_cut(
             forward_stages=cut[0],
             backward_stages=cut[1],
             num_workers=num_workers,
-            num_microbatches=simulated,
+            rounds=Rounds(simulated, per_round=cut[2], staleness=staleness),
             costs=costs,
-            microbatches_per_round=cut[2],
-            staleness=staleness,
         )
         return makespan_s(simulate(schedule, costs, staleness=staleness))
 

@@ -7,7 +7,7 @@ every answer is exact for the model: one more token, or one more row, does not f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -52,14 +52,13 @@ def solve(
     architecture: Architecture,
     settings: TrainingSettings,
     hardware: Hardware,
-    unsupported_keys: Collection[str] = (),
 ) -> Solution:
-    """What would fit; changes of `unsupported_keys` are not proposed."""
+    """What would fit."""
     fits_as_is = judge_coarsest(architecture, settings, hardware).fits
     return Solution(
         max_seq_length=longest_sequence(architecture, settings, hardware),
         micro_batch_size=largest_micro_batch(architecture, settings, hardware),
-        changes=() if fits_as_is else cheapest_changes(architecture, settings, hardware, unsupported_keys),
+        changes=() if fits_as_is else cheapest_changes(architecture, settings, hardware),
     )
 
 
@@ -96,14 +95,9 @@ def cheapest_changes(
     architecture: Architecture,
     settings: TrainingSettings,
     hardware: Hardware,
-    unsupported_keys: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """The three cheapest changes that make it fit: single ones, then pairs, then another machine."""
-    candidates = [
-        candidate
-        for candidate in _candidates(architecture, settings)
-        if not any(override.split("=")[0] in unsupported_keys for override in candidate[0].overrides)
-    ]
+    candidates = list(_candidates(architecture, settings))
     found: list[tuple[Change, frozenset[str]]] = []
     for size in (1, 2):
         joined = [
@@ -181,14 +175,14 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
             Change(("method=lora",), "method=lora: trains adapters in place of all weights", 2.0),
             lambda s: replace(s, method="lora"),
         )
-    elif not settings.load_in_4bit:
+    elif settings.packed_bits != 4:
         yield (
             Change(
-                ("load_in_4bit=true", *(("load_in_8bit=false",) if settings.load_in_8bit else ())),
+                ("load_in_4bit=true", *(("load_in_8bit=false",) if settings.packed_bits else ())),
                 "load_in_4bit=true: frozen weights in 4 bit",
                 2.1,
             ),
-            lambda s: replace(s, load_in_4bit=True, load_in_8bit=False),
+            lambda s: replace(s, packed_bits=4),
         )
     if settings.method == "lora" and settings.lora_r > 8:
         yield (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
@@ -20,6 +19,7 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
 )
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes
 
@@ -45,15 +45,14 @@ def judge(
     settings: TrainingSettings,
     hardware: Hardware,
     analytic: AnalyticCosts,
-    forward_stages: Sequence[StageRange],
-    backward_stages: Sequence[StageRange],
-    microbatches_per_round: int,
+    cut: StageCut,
 ) -> Verdict:
-    """The verdict on one cut of the layers into stages."""
+    """The verdict on one cut of the layers into stages, and on the rounds that it has."""
+    assert cut.microbatches_per_round is not None
     costs = analytic.costs
-    device = device_need(costs, architecture, settings, hardware, forward_stages, backward_stages)
-    stages = len(forward_stages), len(backward_stages)
-    host = host_need(costs, architecture, settings, hardware, stages, microbatches_per_round)
+    device = device_need(costs, architecture, settings, hardware, cut.forward_stages, cut.backward_stages)
+    stages = len(cut.forward_stages), len(cut.backward_stages)
+    host = host_need(costs, architecture, settings, hardware, stages, cut.microbatches_per_round)
     cpu_workers = sum(one.is_cpu for one in hardware.devices)
     if cpu_workers:
         host = Need((*host.parts, NeedPart(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
@@ -72,14 +71,13 @@ def judge_coarsest(architecture: Architecture, settings: TrainingSettings, hardw
     Larger stages need more device memory and, with fewer boundaries to keep, less host memory.
     """
     analytic = analytic_costs(architecture, settings, hardware)
-    stages = coarsest_stages(architecture, settings, hardware, analytic)
-    return judge(architecture, settings, hardware, analytic, *stages, len(hardware.devices))
+    return judge(architecture, settings, hardware, analytic, coarsest_cut(architecture, settings, hardware, analytic))
 
 
-def coarsest_stages(
+def coarsest_cut(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
-) -> tuple[list[StageRange], list[StageRange]]:
-    """Forward and backward stages of as many blocks each as the devices hold; one block each if not even two fit."""
+) -> StageCut:
+    """Stages of as many blocks each as the devices hold, one block each if not even two fit; the shortest rounds."""
     num_layers = len(analytic.costs.layers)
     budget = worker_budget_bytes(architecture, settings, hardware, analytic)
     low, high = 1, num_layers - 1
@@ -91,7 +89,8 @@ def coarsest_stages(
             low = blocks
         else:
             high = blocks - 1
-    return stages_of_blocks(num_layers, low)
+    forward, backward = stages_of_blocks(num_layers, low)
+    return StageCut(tuple(forward), tuple(backward), len(hardware.devices))
 
 
 def worker_budget_bytes(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from roundpipe_cli.choices import OPTIMIZERS
+
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for what this tool does anyway, or for nothing."""
 
@@ -123,6 +125,7 @@ ALIASES: dict[str, AliasConversion] = {
     "adapter": _one_of({**_FULL_OR_LORA, **_QLORA, None: {"method": "full"}}),
     "finetuning_type": _one_of(_FULL_OR_LORA),
     "use_peft": _one_of({True: {"method": "lora"}, False: {"method": "full"}}),
+    "pipeline.replicas": _one_of({1: {}}),  # was a key; `dispatch: earliest_free` is never slower
     "quantization_bit": _one_of({4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}, None: {}}),
     "lora_target": _target_list,
     "additional_target": _saved_list,
@@ -177,11 +180,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {**_DTYPES, **{f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}},
     "method": {"full_finetune": "full", "sft": "full"},
-    "optim": {
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
-        **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit_bnb", "AdamW8bit"), "adamw_8bit"),
-        "paged_adamw_32bit": "adamw",
-    },
+    "optim": {other: name for name, kind in OPTIMIZERS.items() for other in kind.other_names},
     "lr_scheduler_type": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
     "lora.init": {True: "default"},
     "report_to": {"none": [], None: [], **{name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")}},

@@ -9,9 +9,10 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin
 
 from roundpipe_cli.recipe.check import describe_type, hints_of, section_of
-from roundpipe_cli.recipe.schema import Recipe, with_lists
+from roundpipe_cli.recipe.schema import Explained, Recipe, with_lists
 
 DERIVED = {"output_dir": "outputs/<name of the recipe file>"}
 """Keys without a default in the schema that are nevertheless optional: `load.py` derives them."""
@@ -48,10 +49,15 @@ def _keys(schema: type, prefix: str) -> Iterator[RecipeKey]:
             type=_type_of(hints[field.name], section, is_list),
             default=derived if has_none else _as_yaml(default),
             is_required=default is MISSING and derived is None,
-            meaning=meanings[field.name],
+            meaning=" ".join([meanings[field.name], *_explanations(hints[field.name])]),
         )
         if section is not None:
             yield from _keys(section, f"{name}{'[]' if is_list else ''}.")
+
+
+def _explanations(hint: Any) -> list[str]:
+    constraints = get_args(hint) if get_origin(hint) is Annotated else ()
+    return [constraint.meanings for constraint in constraints if isinstance(constraint, Explained)]
 
 
 def _type_of(hint: object, section: type | None, is_list: bool) -> str:

@@ -20,7 +20,6 @@ from roundpipe_cli.recipe.references import escape, refuse_bad_references, resol
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.shipped import find_recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes, parse_scalar
-from roundpipe_cli.recipe.supported import find_unsupported
 from roundpipe_cli.recipe.together import find_contradictions
 from roundpipe_cli.recipe.translate import apply_overrides, translate_file
 
@@ -36,21 +35,19 @@ class LoadedRecipe:
     """Its folder: relative paths are tried from the working directory, then from here."""
     notices: tuple[str, ...]
     """One line each, for stderr: aliases, a shipped recipe in place of a missing file."""
-    resolved: dict[str, Any]
-    """Every key with the value in force, as plain data."""
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, check_supported: bool = True) -> LoadedRecipe:
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read, translate, override, resolve and check a recipe.
 
-    `overrides` are `key=value` texts. With `check_supported` features that have not landed are refused too.
+    `overrides` are `key=value` texts.
 
     Raises:
         RefusedError: there is no such file, or it cannot be read.
         RecipeError: one or more mistakes in the file or the overrides.
     """
     file, notice = find_recipe(path)
-    return _load(_read(file), file, [notice] if notice else [], overrides, check_supported)
+    return _load(_read(file), file, [notice] if notice else [], overrides)
 
 
 def load_text(text: str, name: str) -> LoadedRecipe:
@@ -59,10 +56,10 @@ def load_text(text: str, name: str) -> LoadedRecipe:
     Raises:
         RecipeError: one or more mistakes.
     """
-    return _load(text.encode(), Path(name), [], (), True)
+    return _load(text.encode(), Path(name), [], ())
 
 
-def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str], check_supported: bool) -> LoadedRecipe:
+def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) -> LoadedRecipe:
     name = str(file)
     document = parse_bytes(raw, name)
     findings = Findings({**document.places, (): Place(name, 0)})
@@ -76,15 +73,13 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str], 
     _fill_defaults(data, file.stem)
     data = resolve_references(data, findings)
     recipe = check(data, Recipe, (), findings)
-    if check_supported:
-        find_unsupported(data, findings)
     if isinstance(recipe, Recipe):
         find_contradictions(recipe, findings)
     if findings.problems:
         raise RecipeError(findings.problems)
     assert isinstance(recipe, Recipe)
     notices += _unused(recipe)
-    return LoadedRecipe(recipe, file, file.parent, tuple(notices), plain_data(recipe))
+    return LoadedRecipe(recipe, file, file.parent, tuple(notices))
 
 
 def tried_paths(text: str, folder: Path) -> tuple[Path, ...]:

@@ -11,6 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
+from roundpipe_cli.choices import (
+    OPTIMIZERS,
+    PACKED_FORMATS,
+    SCHEDULE_KINDS,
+    OptimizerKind,
+    OptimizerName,
+    ScheduleName,
+)
+
 MAX_INTEGER = 2**31 - 1
 
 
@@ -47,6 +56,23 @@ class Matching:
 
     def describe(self, noun: str) -> str:
         return self.form
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """One of a table's names; the meanings of its entries follow the key's own in the list of keys."""
+
+    table: Mapping[Any, OptimizerKind]
+
+    def accepts(self, value: Any) -> bool:
+        return value in self.table
+
+    def describe(self, noun: str) -> str:
+        return noun
+
+    @property
+    def meanings(self) -> str:
+        return "; ".join(f"{name} {kind.meaning}" for name, kind in self.table.items()) + "."
 
 
 @dataclass(frozen=True)
@@ -176,7 +202,7 @@ class PipelineConfig:
     devices: Literal["auto", "emulated"] | Annotated[tuple[DeviceName, ...], NotEmpty()] = "auto"
     """One worker for each entry: [cuda:0, cuda:1] or [cpu, cpu]; a device may be listed twice. `auto` is all GPUs, or
     [cpu, cpu] where there is none. `emulated` runs the real dispatcher without mathematics (bench only)."""
-    schedule: Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"] = "roundpipe"
+    schedule: ScheduleName = "roundpipe"
     """Order of the work; all but roundpipe are there for comparison."""
     forward_stages: Literal["auto"] | Stages = "auto"
     """Inclusive ranges of layers, in order: [[0, 6], [7, 13]]; layer 0 is the embedding. `auto`: the planner cuts."""
@@ -201,9 +227,6 @@ class PipelineConfig:
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
     much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for
     each other. `auto` is all GPUs where the head is frozen and the simulator finds a step faster so, else 1."""
-    replicas: PositiveInt = 1
-    """Workers that share the microbatches of every other stage (roundpipe only); each uploads the stage's weights, and
-    gradients are added up on the host, microbatch after microbatch."""
     dispatch: Literal["auto", "round_robin", "earliest_free"] = "auto"
     """Who gets the next stage (roundpipe only): the next worker in turn, or for every microbatch the one that would be
     done with it first, which suits workers of different speed. `auto` is the latter where the first steps show that
@@ -212,7 +235,7 @@ class PipelineConfig:
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
     chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks). Not
-    with packing, dpo, kept activations, replicas or recurrent blocks. Four chunks a worker keep the bubble small.
+    with packing, dpo, kept activations or recurrent blocks. Four chunks a worker keep the bubble small.
     `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
@@ -223,6 +246,11 @@ class PipelineConfig:
     lets workers begin that step while others end this one, and needs 6 more bytes of host memory for each trainable
     parameter in 16 bit. Steps wait for each other all the same with float16, dpo, on_oom: adapt, several machines, a
     weight cache, another dispatch than in turn, or workers of different speed."""
+
+    @property
+    def binds_stages(self) -> bool:
+        """Whether each stage belongs to one worker, see `ScheduleKind`."""
+        return SCHEDULE_KINDS[self.schedule].binds_stages
 
     @property
     def num_chunks(self) -> int:
@@ -313,10 +341,8 @@ class Recipe:
     that is refused, as is any step with a negative or infinite learning rate."""
     warmup_steps: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.03
     """Steps in which the learning rate rises from zero: a number of steps, or a fraction (below 1) of all steps."""
-    optim: Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"] = "adamw"
-    """The optimizer on the host. Bytes of its state for each trained parameter: adamw 8; adamw_bf16 4, the moments in
-    bfloat16; adamw_8bit 2 (bitsandbytes; many times slower on the host); sgd 0, with momentum 4; adafactor (that of
-    transformers, with this recipe's learning rate) next to nothing."""
+    optim: Annotated[OptimizerName, Explained(OPTIMIZERS)] = "adamw"
+    """The optimizer on the host. Bytes of its state for each trained parameter:"""
     adam_beta1: Annotated[float, Range(0, 1, below=True)] = 0.9
     """AdamW: decay of the gradient's average."""
     adam_beta2: Annotated[float, Range(0, 1, below=True)] = 0.999
@@ -395,6 +421,11 @@ class Recipe:
     """Settings for several machines; not used on one."""
 
     @property
+    def packed_bits(self) -> int:
+        """Bits of a frozen base weight's code; 0 where the weights lie whole."""
+        return next((bits for bits, kind in PACKED_FORMATS.items() if getattr(self, kind.key)), 0)
+
+    @property
     def may_hold_all_weights(self) -> bool:
         """Whether GPUs may hold all frozen weights, and stages be cut and dealt out for that, as far as the recipe
         goes: it leaves the cache, the stages and their dealing to us. Not with preference pairs, of which a microbatch
@@ -402,11 +433,9 @@ class Recipe:
         pipeline = self.pipeline
         is_plain = self.method == "lora" and self.objective != "dpo" and not self.lora.modules_to_save
         is_cache_open = is_plain and pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
-        is_cut_open = pipeline.schedule == "roundpipe" and pipeline.forward_stages == pipeline.backward_stages == "auto"
+        is_cut_open = not pipeline.binds_stages and pipeline.forward_stages == pipeline.backward_stages == "auto"
         recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)
-        is_dealing_open = (
-            pipeline.dispatch != "round_robin" and pipeline.head_workers in ("auto", 1) and pipeline.replicas == 1
-        )
+        is_dealing_open = pipeline.dispatch != "round_robin" and pipeline.head_workers in ("auto", 1)
         return is_cache_open and is_cut_open and recomputes and is_dealing_open
 
     def overlaps_steps(self, *, on_cpu: bool) -> bool:
@@ -420,8 +449,8 @@ class Recipe:
         pipeline, cache = self.pipeline, self.pipeline.weight_cache
         caches = not on_cpu and (self.method == "lora" if cache == "auto" else cache > 0)
         needs_outcome = self.dtype == "float16" or self.objective == "dpo" or self.on_oom == "adapt"
-        in_turn = pipeline.schedule == "roundpipe" and pipeline.dispatch != "earliest_free" and pipeline.num_chunks == 1
-        whole_stages = pipeline.head_workers in ("auto", 1) and pipeline.replicas == 1
+        in_turn = not pipeline.binds_stages and pipeline.dispatch != "earliest_free" and pipeline.num_chunks == 1
+        whole_stages = pipeline.head_workers in ("auto", 1)
         return pipeline.optimizer_staleness == 1 and in_turn and whole_stages and not (caches or needs_outcome)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schedules import find_schedule_problems
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
@@ -17,7 +18,7 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
-IN_TURN = {"head_workers": ("auto", 1), "replicas": (1,), "dispatch": ("auto", "round_robin")}
+IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
 """Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
 
 
@@ -29,8 +30,10 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     _find_optimizer_problems(recipe, findings)
     _find_frozen_full(recipe, findings)
     _find_stage_problems(recipe.pipeline, findings)
-    if recipe.load_in_4bit and recipe.load_in_8bit:
-        findings.add(("load_in_8bit",), "the base weights cannot be in 4 and in 8 bit", hint="delete one of the lines")
+    packed = [kind for kind in PACKED_FORMATS.values() if getattr(recipe, kind.key)]
+    for other in packed[1:]:
+        what = f"the base weights cannot be in {packed[0].bits} and in {other.bits} bit"
+        findings.add((other.key,), what, hint="delete one of the lines")
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -77,10 +80,9 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
         (recipe.packing, "packing", "chunks of packed rows are not offered yet"),
         (recipe.objective == "dpo", "objective", "pairs are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
-        (pipeline.schedule in ("1f1b", "interleaved_1f1b"), "pipeline.schedule", bound),
+        (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),
         (pipeline.recompute == "none", "pipeline.recompute", kept),
         (pipeline.keep_activations not in ("auto", 0), "pipeline.keep_activations", kept),
-        (pipeline.replicas > 1, "pipeline.replicas", "one worker takes all chunks of a sequence through a stage"),
     )
     for clash, key, why in clashes:
         if clash:
@@ -91,8 +93,7 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
 def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:
     """Weights in 4 or 8 bit or on a mapped file cannot be trained."""
     kinds = (
-        ("load_in_4bit", recipe.load_in_4bit),
-        ("load_in_8bit", recipe.load_in_8bit),
+        *((kind.key, getattr(recipe, kind.key)) for kind in PACKED_FORMATS.values()),
         ("weights", recipe.weights == "mmap"),
     )
     for key, asked in kinds:
@@ -104,7 +105,7 @@ def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:
 def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
     """Stages and devices that no schedule takes."""
     forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
-    is_bound = pipeline.schedule != "roundpipe"
+    is_bound = pipeline.binds_stages
     if not is_bound and forward_auto != backward_auto:
         what, expected = "forward_stages and backward_stages go together", "both given or both auto"
         findings.add(("pipeline",), what, found="one of them is auto", expected=expected)
@@ -114,9 +115,12 @@ def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
     for key, plain in IN_TURN.items():
         if is_bound and getattr(pipeline, key) not in plain:
             what = f"{pipeline.schedule} binds its stages to workers"
-            expected = "schedule: roundpipe, or none of head_workers, replicas and dispatch"
+            expected = "schedule: roundpipe, or neither head_workers nor dispatch"
             findings.add(("pipeline", key), what, found=f"schedule: {pipeline.schedule}", expected=expected)
     devices = pipeline.devices
+    if devices == "emulated":
+        what, hint = "not yet supported: training on emulated devices", "delete the line, or write `devices: auto`"
+        findings.add(("pipeline", "devices"), what, found=devices, expected="pipeline.devices: auto", hint=hint)
     if not isinstance(devices, str) and len({device == "cpu" for device in devices}) > 1:
         what, found = "processors and GPUs cannot work in one pool", ", ".join(devices)
         findings.add(("pipeline", "devices"), what, found=found, expected="either cpu or cuda devices")
@@ -125,10 +129,9 @@ def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
 def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:
     """What would be read by nobody."""
     defaults = {field.name: field.default for field in fields(Recipe)}
-    unused = ["sgd_momentum"] if recipe.optim != "sgd" else []
-    unused += [] if recipe.optim.startswith("adamw") else ["adam_beta1", "adam_beta2", "adam_epsilon"]
-    for key in unused:
-        if getattr(recipe, key) != defaults[key]:
+    used = OPTIMIZERS[recipe.optim].keys
+    for key in OPTIMIZER_KEYS:
+        if key not in used and getattr(recipe, key) != defaults[key]:
             findings.add((key,), f"{key} is not used by optim {recipe.optim}", hint=f"delete the line {key}")
     if recipe.frozen_parameters and recipe.method == "lora":
         hint = "choose what is adapted with lora.target_modules"

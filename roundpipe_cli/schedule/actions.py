@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.errors import RefusedError
 
 
 class Kind(str, Enum):
@@ -24,8 +25,6 @@ class Kind(str, Enum):
     DOWNLOAD = "D"
     OPTIMIZER = "O"
 
-
-COMPUTE_KINDS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 _TEXT = re.compile(r"^(\d+)([FRBUDO])(\d+)$")
 
@@ -98,3 +97,23 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(action) for action in row) for row in self.actions)
+
+
+def parse_rows(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The inverse of `str(schedule)`: one line per worker, actions separated by spaces.
+
+    Raises:
+        RefusedError: names the worker and the word that is not an action.
+    """
+    rows: list[tuple[Action, ...]] = []
+    for worker, line in enumerate(text.split("\n")):
+        row: list[Action] = []
+        for position, word in enumerate(line.split()):
+            try:
+                row.append(parse_action(word, worker))
+            except ValueError as error:
+                raise RefusedError(
+                    "not a schedule", where=f"worker {worker}, action {position}", found=repr(word), expected="like 2F0"
+                ) from error
+        rows.append(tuple(row))
+    return tuple(rows)

@@ -13,29 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
-from roundpipe_cli.schedule.dealing import Dealer, Options, WorkerRow, backward_order, backward_run, forward_run
+from roundpipe_cli.schedule.dealing import Dealer, Options, Rounds, WorkerRow, backward_order, backward_run, forward_run
 from roundpipe_cli.schedule.durations import equal_costs, stage_times
 from roundpipe_cli.schedule.validate import check_chunks, check_stages
 
-SCHEDULES = ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b")
-"""All schedules, in the order in which `bench` lists them."""
 
-BOUND_SCHEDULES = SCHEDULES[1:]
-"""Schedules that bind a stage to a worker; their backward stages mirror their forward stages."""
-
-
-def schedule_name(name: str) -> str:
+def schedule_name(name: str) -> ScheduleName:
     """The schedule's own name for any spelling with dashes, spaces or capitals.
 
     Raises:
         RefusedError: no such schedule.
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    if plain in SCHEDULES:
-        return plain
+    for known in SCHEDULES:
+        if plain == known:
+            return known
     nearest = closest(plain, list(SCHEDULES))
     raise RefusedError(
         "unknown schedule",
@@ -51,65 +47,50 @@ def build_schedule(
     forward_stages: Sequence[StageRange],
     backward_stages: Sequence[StageRange] | None = None,
     num_workers: int,
-    num_microbatches: int,
+    rounds: Rounds,
     costs: CostModel | None = None,
-    microbatches_per_round: int | None = None,
-    num_steps: int = 1,
-    staleness: int = 0,
-    options: Options | None = None,
-    sequence_chunks: int = 1,
 ) -> Schedule:
-    """Build any of the five schedules.
+    """Build any of the schedules.
 
     Args:
         name: one of `SCHEDULES`, or a spelling that `schedule_name` accepts.
         forward_stages: layer ranges in execution order. For roundpipe they leave out what the first backward stage
             computes itself; for the bound schedules they cover every layer.
         backward_stages: layer ranges in execution order, head first. None for the bound schedules: the mirror.
-        num_microbatches: per step.
         costs: decides on which worker the next round of roundpipe starts; None takes equal cost per layer.
-        microbatches_per_round: roundpipe only; None takes the number of workers.
-        num_steps: chained optimizer steps.
-        staleness: with 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds.
-        options: roundpipe only; None deals out stages in the published way.
-        sequence_chunks: so many consecutive microbatches are one sequence; rounds hold whole sequences.
 
     Raises:
         RefusedError: unknown schedule, no worker or microbatch, stages that do not fit the schedule, or chunks that do
             not fit either.
     """
     name = schedule_name(name)
+    binds_stages = SCHEDULE_KINDS[name].binds_stages
     forward, backward = tuple(forward_stages), tuple(backward_stages or ())
-    if name != "roundpipe" and not backward:
+    if binds_stages and not backward:
         backward = tuple(reversed(forward))
-    for what, count in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", num_steps)):
+    num_microbatches, chunks = rounds.num_microbatches, rounds.sequence_chunks
+    for what, count in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", rounds.num_steps)):
         if count < 1:
             raise RefusedError(f"a schedule needs at least one of: {what}", found=str(count), expected="1 or more")
     num_layers = len(costs.layers) if costs else 1 + max((last for _, last in (*forward, *backward)), default=-1)
     check_stages(name, forward, backward, num_layers=num_layers, num_workers=num_workers)
-    per_round = microbatches_per_round
+    per_round = rounds.per_round
     if per_round is None:  # whole sequences
-        per_round = -(-num_workers // sequence_chunks) * sequence_chunks
-    check_chunks(name, backward[0], num_layers, num_microbatches, per_round, sequence_chunks)
-    if name == "roundpipe":
+        per_round = -(-num_workers // chunks) * chunks
+    check_chunks(name, backward[0], num_layers, num_microbatches, per_round, chunks)
+    if not binds_stages:
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
-        if sequence_chunks > 1 and (options or Options()).replicas > 1:
-            raise RefusedError(
-                "the chunks of a sequence stay together: one worker takes all of them through a stage",
-                where="replicas",
-                expected="1",
-            )
         costs = costs or equal_costs(num_layers)
-        dealer = _dealer(num_workers, costs, forward, backward, options or Options(), sequence_chunks)
-        dealer.waits = staleness == 1 and costs.has_updates
-        rows = _roundpipe_rows(dealer, num_microbatches, per_round, num_steps, staleness)
+        dealer = _dealer(num_workers, costs, forward, backward, rounds.options, chunks)
+        dealer.waits = rounds.staleness == 1 and costs.has_updates
+        rows = _roundpipe_rows(dealer, num_microbatches, per_round, rounds.num_steps, rounds.staleness)
     else:
         row_of = _BOUND_ROWS[name]
         one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
-        if sequence_chunks > 1:
-            one_step = [_in_chunk_order(row, num_microbatches, sequence_chunks) for row in one_step]
-        rows = [_chain(row, num_microbatches, num_steps) for row in one_step]
+        if chunks > 1:
+            one_step = [_in_chunk_order(row, num_microbatches, chunks) for row in one_step]
+        rows = [_chain(row, num_microbatches, rounds.num_steps) for row in one_step]
         per_round = num_microbatches
     return Schedule(
         name=name,
@@ -117,11 +98,11 @@ def build_schedule(
         num_microbatches=num_microbatches,
         forward_stages=forward,
         backward_stages=backward,
-        fused_head=name == "roundpipe",
+        fused_head=not binds_stages,
         actions=_actions(rows),
         microbatches_per_round=min(per_round, num_microbatches),
-        num_steps=num_steps,
-        sequence_chunks=sequence_chunks,
+        num_steps=rounds.num_steps,
+        sequence_chunks=chunks,
     )
 
 
@@ -294,7 +275,7 @@ def interleaved_groups(num_microbatches: int, num_workers: int) -> list[range]:
     return groups
 
 
-_BOUND_ROWS: dict[str, Callable[[int, int, int, int], WorkerRow]] = {
+_BOUND_ROWS: dict[ScheduleName, Callable[[int, int, int, int], WorkerRow]] = {
     "gpipe": _gpipe_row,
     "1f1b": _1f1b_row,
     "looped_bfs": _looped_bfs_row,

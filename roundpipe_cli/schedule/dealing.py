@@ -3,9 +3,9 @@
 By default stage after stage goes to the next worker in turn, forward stages first, then backward stages, and a round
 starts on the worker that is free first. `Options` has what may be better where the planner says so:
 
-    head spread over all workers          stages on two workers at once (replicas 2)
-    worker 0   0F0 0F1   0B0              worker 0   0F0   2F0 ...
-    worker 1   1F0 1F1   0B1              worker 1   0F1   2F1
+    head spread over all workers
+    worker 0   0F0 0F1   0B0
+    worker 1   1F0 1F1   0B1
 
 Where workers differ in speed, in turn means that all wait for the slowest. Earliest-free dispatch gives each microbatch
 of a stage to the worker that would be done with it first, so that a worker of half the speed takes half as many, and
@@ -38,8 +38,6 @@ class Options:
 
     head_workers: int = 1
     """Workers that share the microbatches of the stage with the head."""
-    replicas: int = 1
-    """Workers that share the microbatches of any other stage; each uploads the stage's weights."""
     earliest_free: bool = False
     """Every microbatch of a stage goes to the worker that would end it first, in place of the next in turn; of a
     sequence in chunks, all of them together."""
@@ -52,11 +50,29 @@ class Options:
         return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
 
 
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Microbatches that a schedule is built for: how many, how they are grouped, and how roundpipe deals them out."""
+
+    num_microbatches: int
+    """Per step."""
+    per_round: int | None = None
+    """Of roundpipe; None takes the number of workers."""
+    num_steps: int = 1
+    """Chained optimizer steps."""
+    staleness: int = 0
+    """With 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds."""
+    sequence_chunks: int = 1
+    """So many consecutive microbatches are one sequence; rounds hold whole sequences."""
+    options: Options = Options()
+    """Of roundpipe."""
+
+
 def options_of(
-    head_workers: int | Literal["auto"], replicas: int, dispatch: Literal["auto", "round_robin", "earliest_free"]
+    head_workers: int | Literal["auto"], dispatch: Literal["auto", "round_robin", "earliest_free"]
 ) -> Options:
-    """What a recipe says of the dealing; `auto` is the published way until something is known of the workers."""
-    return Options(1 if head_workers == "auto" else head_workers, replicas, dispatch == "earliest_free")
+    """The dealing that a recipe asks for; `auto` is the published way until something is known of the workers."""
+    return Options(1 if head_workers == "auto" else head_workers, dispatch == "earliest_free")
 
 
 def backward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
@@ -141,9 +157,8 @@ class Dealer:
                 yield ends.index(min(ends)), dealt
             return
         is_head = position == len(self.times.forward_s)
-        width = self.options.head_workers if is_head else self.options.replicas
-        width = max(1, min(width, num_workers, count))
-        first = first_worker + position * min(self.options.replicas, num_workers)
+        width = max(1, min(self.options.head_workers if is_head else 1, num_workers, count))
+        first = first_worker + position
         for share in range(width):
             yield (first + share) % num_workers, range(count * share // width, count * (share + 1) // width)
 

@@ -28,79 +28,29 @@ staleness 1 step k uses the weights after update k - 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
-from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+from roundpipe_cli.schedule.folds import host_folded
+from roundpipe_cli.schedule.operations import (
+    ACTIVATION,
+    GRADIENT,
+    LAST,
+    NEXT,
+    SAVED,
+    URGENT,
+    WEIGHT_GRADIENT,
+    WEIGHTS,
+    Op,
+    Program,
+    Visit,
+)
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 NUM_STAGING = 2
 """Boundary tensors that may wait on a worker, per direction (DESIGN.md, section 5), and microbatches whose gradients
 may wait for their download."""
-
-WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
-"""What a transfer carries. `GRADIENT` is that of a boundary."""
-
-URGENT, NEXT, SAVED, LAST = 0, 1, 2, 3
-"""First part of a priority: unblocks compute; weights, by visit; kept for a recompute; weight gradients."""
-
-
-class Op(NamedTuple):
-    """One operation of a program. Bytes; indices as in `Action`; -1 where something does not apply."""
-
-    id: int
-    kind: Kind
-    lane: str
-    worker: int
-    """-1 for updates, which run on the host."""
-    stage: int
-    """Forward stage for F, backward stage for R and B; a transfer has that of the compute operation it belongs to; an
-    update has its layer, or -1 for the gate that waits for the step's gradients."""
-    microbatch: int
-    step: int
-    payload: str
-    num_bytes: int
-    visit: int
-    """Index into `Program.visits`."""
-    priority: tuple[int, int]
-    deps: list[int]
-    late_deps: list[int]
-    boundary: int = -1
-    """Of a transfer of hidden states or their gradient: the layer at whose input they are."""
-
-
-@dataclass(slots=True)
-class Visit:
-    """A worker's stay on one range of layers."""
-
-    worker: int
-    layers: StageRange
-    step: int
-    slot: int
-    num_bytes: int
-    """Of weights and gradient accumulators while in the slot."""
-    ops: list[int] = field(default_factory=list)
-    """Compute operations, in order."""
-    upload: int = -1
-    downloads: list[int] = field(default_factory=list)
-    """Of gradient sums: one, or where they are added up on the host one for each backward."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """A lowered schedule."""
-
-    schedule: Schedule
-    ops: list[Op]
-    compute: list[list[int]]
-    """Per worker: ids of F, R and B in order."""
-    visits: list[Visit]
-    staleness: int
-    host_folded: frozenset[StageRange] = frozenset()
-    """Backward stages whose visits do not follow each other microbatch by microbatch, because several workers share
-    them, or share a round of them: each microbatch's gradients go down by themselves and are added up on the host, in
-    order."""
 
 
 def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Program:
@@ -114,13 +64,31 @@ def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Progra
     lowering.add_compute()
     for row in lowering.compute:
         lowering.connect_boundaries(row)
-    lowering.find_host_folded()
+    lowering.host_folded = host_folded(schedule, lowering.layers, lowering.visits, lowering.ops)
     for step in range(schedule.num_steps):
         lowering.add_updates(step)
     for visit_id in range(len(lowering.visits)):
         lowering.connect_weights(visit_id)
-    host_folded = frozenset(lowering.host_folded)
-    return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness, host_folded)
+    return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness, lowering.host_folded)
+
+
+class _Load(NamedTuple):
+    """What a transfer carries, as in `Op`."""
+
+    payload: str
+    num_bytes: int
+    boundary: int = -1
+    visit: int = -1
+
+
+class _Reader(NamedTuple):
+    """A compute operation that reads a boundary tensor."""
+
+    op: Op
+    consumer: Op
+    """The operation that ends the use of the tensor's buffer."""
+    position: int
+    """In the worker's row."""
 
 
 class _Lowering:
@@ -157,34 +125,30 @@ class _Lowering:
         self.last_visit = [-1] * schedule.num_workers
         self.resident: list[dict[StageRange, int]] = [{} for _ in range(schedule.num_workers)]
         """Per worker: layer range -> visit that holds it, least recently used first."""
-        self.host_folded: set[StageRange] = set()
+        self.host_folded: frozenset[StageRange] = frozenset()
         self.updates_cost = costs.has_updates
 
-    def _add(
-        self, kind: Kind, lane: str, worker: int, stage: int, microbatch: int, step: int, payload: str = "",
-        num_bytes: int = 0, visit: int = -1, priority: tuple[int, int] = (0, 0), deps: list[int] | None = None,
-        boundary: int = -1,
-    ) -> int:  # fmt: skip
+    def _compute(self, action: Action, step: int, visit: int) -> int:
+        """Add one of the schedule's own operations."""
         op_id = len(self.ops)
-        deps = [] if deps is None else deps
+        place = action.worker, action.stage, action.microbatch, step
+        self.ops.append(Op(op_id, action.kind, COMPUTE, *place, "", 0, visit, (0, 0), [], []))
+        return op_id
+
+    def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], deps: list[int]) -> int:
+        """Add what a link carries for the compute operation `op`."""
+        op_id, kind = len(self.ops), Kind.UPLOAD if lane == UP else Kind.DOWNLOAD
+        microbatch = op.microbatch if load.boundary >= 0 else -1
+        place = op.worker, op.stage, microbatch, op.step
         self.ops.append(
-            Op(
-                op_id,
-                kind,
-                lane,
-                worker,
-                stage,
-                microbatch,
-                step,
-                payload,
-                num_bytes,
-                visit,
-                priority,
-                deps,
-                [],
-                boundary,
-            )
+            Op(op_id, kind, lane, *place, load.payload, load.num_bytes, load.visit, priority, deps, [], load.boundary)
         )
+        return op_id
+
+    def _update(self, step: int, layer: int, deps: list[int]) -> int:
+        """Add the host's update of a layer; layer -1 is the gate."""
+        op_id = len(self.ops)
+        self.ops.append(Op(op_id, Kind.OPTIMIZER, HOST, -1, layer, -1, step, "", 0, -1, (step, layer), deps, []))
         return op_id
 
     def add_compute(self) -> None:
@@ -197,7 +161,7 @@ class _Lowering:
                 step = microbatch // schedule.num_microbatches
                 layers = (schedule.forward_stages if forward else schedule.backward_stages)[stage]
                 visit = self._visit_for(worker, layers, step)
-                op_id = self._add(kind, COMPUTE, worker, stage, microbatch, step, visit=visit)
+                op_id = self._compute(action, step, visit)
                 self.compute[worker].append(op_id)
                 if visit >= 0:
                     self.visits[visit].ops.append(op_id)
@@ -234,16 +198,16 @@ class _Lowering:
         for position, op_id in enumerate(row):
             op = self.ops[op_id]
             if op.kind is Kind.FORWARD:
-                self._input(op, op, self.schedule.forward_stages[op.stage][0], position, inputs)
+                self._input(_Reader(op, op, position), self.schedule.forward_stages[op.stage][0], inputs)
                 self._forward_output(op, outputs)
                 continue
             fused = self.schedule.fused_head
             if op.kind is Kind.RECOMPUTE or (fused and op.stage == 0):
                 consumer = op if op.kind is Kind.BACKWARD else self.ops[row[position + 1]]
-                self._input(op, consumer, self.schedule.backward_stages[op.stage][0], position, inputs)
+                self._input(_Reader(op, consumer, position), self.schedule.backward_stages[op.stage][0], inputs)
             if (op.kind is Kind.BACKWARD) == fused:
                 consumer = op if fused else self.ops[row[position + 1]]
-                self._gradient_input(op, consumer, position, gradients)
+                self._gradient_input(_Reader(op, consumer, position), gradients)
             if op.kind is Kind.BACKWARD:
                 if row[position - 1] == op_id - 1 and self.ops[op_id - 1].kind is Kind.RECOMPUTE:
                     op.deps.append(op_id - 1)
@@ -258,28 +222,16 @@ class _Lowering:
         op = self.ops[producer]
         last = self.schedule.forward_stages[op.stage][1]
         priority = (URGENT if boundary == last + 1 else SAVED, producer)
-        num_bytes = self.hidden_bytes[boundary]
-        self.boundary_ops[key] = self._add(
-            Kind.DOWNLOAD,
-            DOWN,
-            op.worker,
-            op.stage,
-            microbatch,
-            op.step,
-            ACTIVATION,
-            num_bytes,
-            -1,
-            priority,
-            [producer],
-            boundary,
-        )
+        load = _Load(ACTIVATION, self.hidden_bytes[boundary], boundary)
+        self.boundary_ops[key] = self._transfer(DOWN, op, load, priority, [producer])
         return self.boundary_ops[key]
 
-    def _input(self, op: Op, consumer: Op, boundary: int, position: int, staged: list[int]) -> None:
-        """The hidden states that `op` reads; `consumer` ends the use of their buffer."""
+    def _input(self, reader: _Reader, boundary: int, staged: list[int]) -> None:
+        """The hidden states that an operation reads."""
+        op = reader.op
         if self._bytes_at(boundary):
             deps = [] if boundary == 0 else [self._boundary_download(boundary, op.microbatch)]
-            self._upload(op, consumer, ACTIVATION, boundary, position, deps, staged)
+            op.deps.append(self._upload(reader, _Load(ACTIVATION, self._bytes_at(boundary), boundary), deps, staged))
         elif op.kind is Kind.FORWARD:
             if op.stage:
                 op.deps.append(self.forward_ops[op.stage - 1][op.microbatch])
@@ -288,41 +240,24 @@ class _Lowering:
         elif not self.schedule.fused_head:
             op.deps.append(self.forward_ops[len(self.forward_ops) - 1 - op.stage][op.microbatch])
 
-    def _gradient_input(self, op: Op, consumer: Op, position: int, staged: list[int]) -> None:
+    def _gradient_input(self, reader: _Reader, staged: list[int]) -> None:
+        op = reader.op
         if op.stage == 0:
             return
         if self._gradient_bytes(op.stage - 1):
             deps = [self._gradient_download(op.stage - 1, op.microbatch)]
             boundary = self.schedule.backward_stages[op.stage - 1][0]
-            late = self.schedule.fused_head
-            upload = self._upload(op, consumer, GRADIENT, boundary, position, deps, staged, late=late)
+            needed = self._upload(reader, _Load(GRADIENT, self._bytes_at(boundary), boundary), deps, staged)
         else:
-            upload = self.backward_ops[op.stage - 1][op.microbatch]
-            (op.late_deps if self.schedule.fused_head else op.deps).append(upload)
+            needed = self.backward_ops[op.stage - 1][op.microbatch]
+        (op.late_deps if self.schedule.fused_head else op.deps).append(needed)
 
-    def _upload(
-        self, op: Op, consumer: Op, payload: str, boundary: int, position: int, deps: list[int], staged: list[int],
-        late: bool = False,
-    ) -> int:  # fmt: skip
+    def _upload(self, reader: _Reader, load: _Load, deps: list[int], staged: list[int]) -> int:
+        """The upload of a boundary tensor, behind the use of the buffer that it takes."""
         if len(staged) >= NUM_STAGING:
             deps.append(staged[-NUM_STAGING])
-        staged.append(consumer.id)
-        upload = self._add(
-            Kind.UPLOAD,
-            UP,
-            op.worker,
-            op.stage,
-            op.microbatch,
-            op.step,
-            payload,
-            self._bytes_at(boundary),
-            -1,
-            (URGENT, position),
-            deps,
-            boundary,
-        )
-        (op.late_deps if late else op.deps).append(upload)
-        return upload
+        staged.append(reader.consumer.id)
+        return self._transfer(UP, reader.op, load, (URGENT, reader.position), deps)
 
     def _bytes_at(self, boundary: int) -> int:
         """Bytes of what goes up to a stage that begins there; the embedding's rows come from the host."""
@@ -337,10 +272,8 @@ class _Lowering:
         key = (stage, microbatch)
         if key not in self.gradient_ops:
             op = self.ops[self.backward_ops[stage][microbatch]]
-            self.gradient_ops[key] = self._add(
-                Kind.DOWNLOAD, DOWN, op.worker, stage, microbatch, op.step, GRADIENT, self._gradient_bytes(stage), -1,
-                (URGENT, op.id), [op.id], self.schedule.backward_stages[stage][0],
-            )  # fmt: skip
+            load = _Load(GRADIENT, self._gradient_bytes(stage), self.schedule.backward_stages[stage][0])
+            self.gradient_ops[key] = self._transfer(DOWN, op, load, (URGENT, op.id), [op.id])
         return self.gradient_ops[key]
 
     def _forward_output(self, op: Op, outputs: list[list[int]]) -> None:
@@ -367,27 +300,6 @@ class _Lowering:
                 op.deps.extend(outputs[-NUM_STAGING])
             outputs.append(downloads)
 
-    def find_host_folded(self) -> None:
-        """Which stages' gradient sums cannot travel with the stage; see `Program.host_folded`."""
-        spans: dict[tuple[StageRange, int], list[list[int]]] = {}
-        workers: dict[tuple[StageRange, int, int], set[int]] = {}
-        for visit in self.visits:
-            ops = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
-            backwards = [self.schedule.backward_place(op.stage, op.microbatch) for op in ops]
-            trained = any(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
-            if backwards and trained:
-                spans.setdefault((visit.layers, visit.step), []).append(backwards)
-                for op in ops:
-                    turn = op.microbatch % self.schedule.num_microbatches // self.schedule.microbatches_per_round
-                    workers.setdefault((visit.layers, visit.step, turn), set()).add(visit.worker)
-        # Workers that share a stage's microbatches of one round would wait for each other's sums.
-        self.host_folded = {layers for (layers, _, _), sharing in workers.items() if len(sharing) > 1}
-        for (layers, step), shares in spans.items():
-            first = step * self.schedule.num_microbatches
-            in_turn = [microbatch for share in sorted(shares) for microbatch in share]
-            if in_turn != list(range(first, first + len(in_turn))):
-                self.host_folded.add(layers)
-
     def add_updates(self, step: int) -> None:
         """Weight gradients of the step's visits, the gate that waits for all of them, and one update per layer."""
         landed: list[int] = []
@@ -397,10 +309,8 @@ class _Lowering:
             num_bytes = sum(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
             if backwards and num_bytes:
                 for op in map(self.ops.__getitem__, backwards if visit.layers in self.host_folded else backwards[-1:]):
-                    download = self._add(
-                        Kind.DOWNLOAD, DOWN, visit.worker, op.stage, -1, step, WEIGHT_GRADIENT, num_bytes, index,
-                        (LAST, op.id), [op.id],
-                    )  # fmt: skip
+                    load = _Load(WEIGHT_GRADIENT, num_bytes, visit=index)
+                    download = self._transfer(DOWN, op, load, (LAST, op.id), [op.id])
                     if len(visit.downloads) >= NUM_STAGING:  # gradients that wait for the lane take device memory
                         self.ops[op.id].deps.append(visit.downloads[-NUM_STAGING])
                     visit.downloads.append(download)
@@ -413,13 +323,11 @@ class _Lowering:
             last_op = next((op_id for op_id in reversed(row) if self.ops[op_id].step == step), None)
             if last_op is not None:
                 landed.append(last_op)
-        gate = self._add(Kind.OPTIMIZER, HOST, -1, -1, -1, step, priority=(step, -1), deps=landed)
+        gate = self._update(step, -1, landed)
         updates = {-1: gate}
         for index, layer in enumerate(self.layers):
             if layer.optimizer_s:
-                updates[index] = self._add(
-                    Kind.OPTIMIZER, HOST, -1, index, -1, step, priority=(step, index), deps=[gate]
-                )
+                updates[index] = self._update(step, index, [gate])
         self.update_ops[step] = updates
         if not self.staleness:  # the barrier holds for stages without layers too, which have no visit
             for row in self.compute:
@@ -440,7 +348,8 @@ class _Lowering:
         previous = self._previous_in_slot(visit_id)
         slot_deps = [] if previous is None else [previous.ops[-1], *previous.downloads]
         if num_bytes:
-            visit.upload = self._weights_upload(visit_id, WEIGHTS, first_op, num_bytes, deps + slot_deps)
+            load = _Load(WEIGHTS, num_bytes, visit=visit_id)
+            visit.upload = self._transfer(UP, first_op, load, (NEXT, visit_id), deps + slot_deps)
             first_op.deps.append(visit.upload)
         else:
             first_op.deps.extend(deps)
@@ -448,14 +357,8 @@ class _Lowering:
         if before is not None:  # on its own, because a visit may begin with forwards, which must not wait for this
             backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD)
             num_bytes = sum(layer.grad_bytes for layer in self.layers[first : last + 1])
-            upload = self._weights_upload(visit_id, WEIGHT_GRADIENT, backward, num_bytes, [*slot_deps, before])
-            backward.deps.append(upload)
-
-    def _weights_upload(self, visit_id: int, payload: str, op: Op, num_bytes: int, deps: list[int]) -> int:
-        priority = (NEXT, visit_id)
-        return self._add(
-            Kind.UPLOAD, UP, op.worker, op.stage, -1, op.step, payload, num_bytes, visit_id, priority, deps
-        )
+            load = _Load(WEIGHT_GRADIENT, num_bytes, visit=visit_id)
+            backward.deps.append(self._transfer(UP, backward, load, (NEXT, visit_id), [*slot_deps, before]))
 
     def _version_deps(self, visit: Visit) -> list[int]:
         needed = visit.step - 1 - self.staleness

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.lower import ACTIVATION, GRADIENT, Program
+from roundpipe_cli.schedule.operations import ACTIVATION, GRADIENT, Program
 from roundpipe_cli.schedule.timeline import DOWN, UP
 
 _Changes = list[tuple[float, int]]

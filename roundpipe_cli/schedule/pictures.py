@@ -1,4 +1,4 @@
-"""Pictures of timelines: text for a terminal, SVG for a page, a trace for Perfetto. All from a `Timeline` alone."""
+"""Pictures of timelines: SVG for a page, a trace for Perfetto. All from a `Timeline` alone."""
 
 from __future__ import annotations
 
@@ -12,44 +12,6 @@ from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, T
 _COLOURS = {Kind.FORWARD: "#4c78a8", Kind.RECOMPUTE: "#f2b447", Kind.BACKWARD: "#54a24b"}
 _NAMES = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 _LABEL_WIDTH, _PICTURE_WIDTH, _LANE_HEIGHT, _TITLE_HEIGHT, _MARGIN = 60, 1000, 14, 30, 10
-
-
-def text_picture(timeline: Timeline, width: int = 100) -> str:
-    """One line a worker, one character a slice of time: what took most of the slice, `.` for idle.
-
-    Args:
-        width: characters of the time axis.
-    """
-    makespan = makespan_s(timeline)
-    lines = []
-    for worker, row in enumerate(compute_rows(timeline)):
-        slices: list[dict[str, float]] = [{} for _ in range(width)]
-        for interval in row:
-            first = min(width - 1, int(interval.start_s / makespan * width))
-            last = min(width - 1, int(interval.end_s / makespan * width))
-            for index in range(first, last + 1):
-                begin, end = index * makespan / width, (index + 1) * makespan / width
-                covered = min(end, interval.end_s) - max(begin, interval.start_s)
-                letter = interval.kind.value
-                slices[index][letter] = slices[index].get(letter, 0.0) + max(0.0, covered)
-        cells = "".join(_most(shares, makespan / width) for shares in slices)
-        lines.append(f"worker {worker} |{cells}|")
-    return "\n".join(lines)
-
-
-def _most(shares: dict[str, float], slice_s: float) -> str:
-    idle = slice_s - sum(shares.values())
-    letter = max(shares, key=lambda key: shares[key], default=".")
-    return letter if shares.get(letter, 0.0) > idle else "."
-
-
-def text_grid(timeline: Timeline) -> str:
-    """One line a worker, its actions in order of time in columns of equal width; for small schedules."""
-    rows = [[f"{i.stage}{i.kind.value}{i.microbatch}" for i in row] for row in compute_rows(timeline)]
-    width = max((len(cell) for row in rows for cell in row), default=1)
-    return "\n".join(
-        f"worker {worker} | " + " ".join(cell.rjust(width) for cell in row) for worker, row in enumerate(rows)
-    )
 
 
 def svg_picture(rows: Sequence[tuple[str, Timeline]]) -> str:

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import heapq
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.durations import StageTimes, stage_times
-from roundpipe_cli.schedule.lower import Op, Program, lower
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import Op, Program
 from roundpipe_cli.schedule.peak import device_peak_bytes
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline
-
-CHUNK_BYTES = 32 * 1024**2
-"""Transfers can be overtaken every so many bytes (DESIGN.md, section 5)."""
 
 ACCOUNTINGS = ("default", "published")
 

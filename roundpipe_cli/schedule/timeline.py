@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from roundpipe_cli.schedule.actions import COMPUTE_KINDS, Kind
+from roundpipe_cli.schedule.actions import Kind
 
 COMPUTE, UP, DOWN, HOST = "compute", "up", "down", "host"
 """Lanes of a worker: its compute stream, its link from and to the host; and the host's optimizer (worker -1)."""
@@ -147,58 +147,3 @@ def compute_rows(timeline: Timeline) -> list[list[Interval]]:
     for row in rows:
         row.sort(key=lambda interval: (interval.start_s, interval.end_s))
     return rows
-
-
-def exposed_transfer_s(timeline: Timeline) -> list[float]:
-    """Per worker: idle seconds of the compute stream during which one of the worker's links moved bytes.
-
-    An upper bound of what transfers cost: a worker may idle for another reason while a link happens to be busy.
-    """
-    exposed = [0.0] * timeline.num_workers
-    moving: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_workers)]
-    for interval in timeline.intervals:
-        if interval.lane in (UP, DOWN):
-            moving[interval.worker].append((interval.start_s, interval.end_s))
-    for worker, row in enumerate(compute_rows(timeline)):
-        spans = _merge(moving[worker])
-        covered = sum(end - start for start, end in spans)
-        busy = _merge([(interval.start_s, interval.end_s) for interval in row])
-        exposed[worker] = covered - _overlap_s(spans, busy)
-    return exposed
-
-
-def link_busy_s(timeline: Timeline, lane: str) -> list[float]:
-    """Seconds in which each worker's link moved bytes, in one direction (`UP` or `DOWN`)."""
-    busy = [0.0] * timeline.num_workers
-    for interval in timeline.intervals:
-        if interval.lane == lane and interval.worker >= 0:
-            busy[interval.worker] += interval.end_s - interval.start_s
-    return busy
-
-
-def actions_done(timeline: Timeline) -> int:
-    """Number of F, R and B intervals."""
-    return sum(interval.kind in COMPUTE_KINDS for interval in timeline.intervals)
-
-
-def _merge(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sorted spans without overlaps."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _overlap_s(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
-    """Seconds covered by both of two lists of sorted, disjoint spans."""
-    total, i, j = 0.0, 0, 0
-    while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] <= right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total

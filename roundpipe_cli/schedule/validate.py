@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, parse_action
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 
 _COLUMNS_SHOWN = 6
 """Cells shown on either side of the marked one."""
@@ -55,7 +56,7 @@ def check_stages(
         raise RefusedError("no backward stages", expected="at least the stage that holds the head")
     for direction, stages in (("forward", forward_stages), ("backward", backward_stages)):
         _check_ranges(direction, stages, num_layers)
-    if name == "roundpipe":
+    if not SCHEDULE_KINDS[name].binds_stages:
         _check_count("backward", len(backward_stages), num_layers, 1)
         _check_count("forward", len(forward_stages), num_layers, 1)
         head_first, head_last = backward_stages[0]
@@ -81,12 +82,13 @@ def check_stages(
     _check_cover("backward", tuple(reversed(backward_stages)), num_layers)
 
 
-CHUNK_SCHEDULES = ("roundpipe", "looped_bfs", "gpipe")
-"""Schedules in which all chunks of a sequence go forward through all stages before one goes backward."""
-
-
 def check_chunks(
-    name: str, head_stage: StageRange, num_layers: int, num_microbatches: int, per_round: int, sequence_chunks: int
+    name: str,
+    head_stage: StageRange,
+    num_layers: int,
+    num_microbatches: int,
+    per_round: int,
+    sequence_chunks: int,
 ) -> None:
     """Refuse chunks of sequences that do not suit the schedule.
 
@@ -102,15 +104,16 @@ def check_chunks(
             found=f"{name}, {sequence_chunks} chunks",
             expected=", ".join(CHUNK_SCHEDULES),
         )
+    is_dealt = not SCHEDULE_KINDS[name].binds_stages
     for what, count in (("a step", num_microbatches), ("a round", per_round)):
-        if (what == "a step" or name == "roundpipe") and count % sequence_chunks:
+        if (what == "a step" or is_dealt) and count % sequence_chunks:
             raise RefusedError(
                 f"{what} holds whole sequences",
                 where="microbatches",
                 found=f"{count} microbatches, {sequence_chunks} chunks a sequence",
                 expected=f"a multiple of {sequence_chunks}",
             )
-    if name == "roundpipe" and head_stage != (num_layers - 1, num_layers - 1):
+    if is_dealt and head_stage != (num_layers - 1, num_layers - 1):
         raise RefusedError(
             "the stage with the head goes forward and backward at once, so it holds no blocks where sequences are cut",
             where="backward stage 0",
@@ -142,7 +145,7 @@ def _check_count(direction: str, num_stages: int, num_layers: int, multiple: int
 
 
 def _check_bound_count(name: str, num_stages: int, num_workers: int) -> None:
-    if name in ("gpipe", "1f1b") and num_stages != num_workers:
+    if SCHEDULE_KINDS[name].one_stage_each and num_stages != num_workers:
         raise RefusedError(
             f"{name} has one stage per worker",
             where="forward stages",
@@ -381,23 +384,3 @@ def marked_grid(rows: Sequence[Sequence[Action]], worker: int, position: int) ->
         f"    worker {index}: {lead}" + " ".join(cell.rjust(width) for cell in cells) + tail
         for index, cells in enumerate(lines)
     )
-
-
-def parse_rows(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The inverse of `str(schedule)`: one line per worker, actions separated by spaces.
-
-    Raises:
-        RefusedError: names the worker and the word that is not an action.
-    """
-    rows: list[tuple[Action, ...]] = []
-    for worker, line in enumerate(text.split("\n")):
-        row: list[Action] = []
-        for position, word in enumerate(line.split()):
-            try:
-                row.append(parse_action(word, worker))
-            except ValueError as error:
-                raise RefusedError(
-                    "not a schedule", where=f"worker {worker}, action {position}", found=repr(word), expected="like 2F0"
-                ) from error
-        rows.append(tuple(row))
-    return tuple(rows)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
@@ -71,7 +72,7 @@ class Comparison:
 
 def compare_for_real(
     loaded: LoadedRecipe,
-    names: Sequence[str],
+    names: Sequence[ScheduleName],
     *,
     repetitions: int,
     tell: Tell,
@@ -106,7 +107,7 @@ def compare_for_real(
         bound = replace(case, options=Options())
         measured = []
         for name in names:
-            asked = case if name == "roundpipe" else bound
+            asked = bound if name in BOUND_SCHEDULES else case
             found = run(name, choose(name, asked, effort="quick"), asked)
             measured.append(Measured(found, num_tokens=num_tokens))
         for repetition in range(repetitions + 1):

@@ -13,7 +13,7 @@ import torch
 from roundpipe_cli.costs.analytic import head_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
-from roundpipe_cli.costs.memory import CONTEXT_BYTES, backward_workspace_bytes
+from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
@@ -21,16 +21,14 @@ from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
-from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token, packed_bits
+from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
-INPUTS_SHARE = 0.05
-"""Of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
 processor, and ten for a slow one. Sequences of some tens of tokens will do."""
@@ -117,10 +115,12 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
         len(setup.devices),
         recipe.pipeline,
         _profile_cache(setup, costs),
-        chained=chained,
-        microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
-        weights_stay=not on_gpu and recipe.may_hold_all_weights,
-        shared_bytes=memory_parts.shared_bytes,
+        RunConditions(
+            chained=chained,
+            microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
+            weights_stay=not on_gpu and recipe.may_hold_all_weights,
+            shared_bytes=memory_parts.shared_bytes,
+        ),
     )
 
 
@@ -221,7 +221,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "skip_last_projection": recipe.pipeline.skip_last_projection,
             "sequence_chunks": recipe.pipeline.num_chunks,
             "keep_activations": recipe.pipeline.keep_activations,
-            "packed_bits": packed_bits(recipe),
+            "packed_bits": recipe.packed_bits,
         }
     )
 

@@ -15,6 +15,8 @@ FLOORS = {
     "PyYAML": ("6", "unsafe loaders by default before"),
     "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
 }
+OTHER_FLOORS = {"peft": "0.21", "huggingface_hub": "1.0"}
+"""The oldest versions of libraries that are known to work, where older ones are not unsafe."""
 
 
 def check_floors() -> None:

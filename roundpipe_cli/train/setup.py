@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.costs.machine import host_memory
+from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
 from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.durable import disk_error, require_free_bytes
 from roundpipe_cli.engine.weights import WeightStore
@@ -48,8 +49,6 @@ from roundpipe_cli.units import format_bytes, format_count
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_MEMORY_SHARE = 0.8
 """Of the free host memory, for weights; `weights: auto` maps more of them from a file."""
-MAX_CPU_PARAMETERS = 2_000_000_000
-"""Above this a model is not trained on the processor unless the recipe names the devices."""
 
 
 @dataclass
@@ -158,9 +157,9 @@ class _Base:
 def _find_base(loaded: LoadedRecipe, offline: bool) -> _Base:
     """The base model, and how its weights are to lie."""
     recipe = loaded.recipe
-    bits = packed_bits(recipe)
+    bits = recipe.packed_bits
     if bits:
-        require_bitsandbytes(f"load_in_{bits}bit: true")
+        require_bitsandbytes(f"{PACKED_FORMATS[bits].key}: true")
     source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
     if not stored_in_4bit(source):
         return _Base(source, bits, False)
@@ -274,11 +273,6 @@ def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: T
     return files
 
 
-def packed_bits(recipe: Recipe) -> int:
-    """Of a frozen base weight: 4, 8, or 0 where they lie whole."""
-    return 4 if recipe.load_in_4bit else 8 if recipe.load_in_8bit else 0
-
-
 def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:
     """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short."""
     staleness = recipe.pipeline.optimizer_staleness
@@ -300,12 +294,12 @@ def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewher
 
 def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
-    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_CPU_PARAMETERS:
+    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
         raise RefusedError(
             "no GPU found, and this model is too large to train on the processor by default",
             where="pipeline.devices",
             found=f"{format_count(count)} parameters, no GPU",
-            expected=f"a GPU, or at most {format_count(MAX_CPU_PARAMETERS)} parameters",
+            expected=f"a GPU, or at most {format_count(MAX_PARAMETERS_ON_CPU)} parameters",
             hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
         )
 

@@ -39,7 +39,6 @@ def makespan_s(path: Path, *flags: str, stages: list[str] | None = None, workers
     ("workers", "flags"),
     [
         (4, ["--head-workers", "4"]),
-        (4, ["--head-workers", "4", "--replicas", "4"]),
         (4, ["--earliest-free"]),
         (2, ["--skip-projection"]),
         (2, ["--keep-activations", "6"]),
@@ -54,19 +53,6 @@ def test_each_option_makes_a_step_faster(tmp_path: Path, workers: int, flags: li
         assert makespan_s(path, *flags, stages=stages, workers=workers) < plain_s
 
 
-def test_replicas_share_the_blocks_stages_and_upload_their_weights_each(tmp_path: Path) -> None:
-    """One long stage each way and a head without work: only with replicas have four workers something to do."""
-    light = loaded(forward_s=0.0, backward_s=0.0)
-    one_stage = ["--forward-stages", "[[0, 5]]", "--backward-stages", "[[6, 6], [0, 5]]"]
-    path = write(tmp_path, light)
-    assert makespan_s(path, "--replicas", "4", stages=one_stage) < 0.75 * makespan_s(path, stages=one_stage)
-    for layer in light["layers"]:
-        layer["param_bytes"] = 10**9
-    slow = write(tmp_path, {**light, "link_bytes_per_s": 1e9})
-    (alone, shared) = (makespan_s(slow, *flags, stages=one_stage) for flags in ([], ["--replicas", "4"]))
-    assert shared > 0.75 * alone
-
-
 def test_skipping_saves_exactly_the_recompute_that_is_left_out_on_one_worker(tmp_path: Path) -> None:
     path = write(tmp_path, loaded())
     spans = [
@@ -79,7 +65,7 @@ def test_skipping_saves_exactly_the_recompute_that_is_left_out_on_one_worker(tmp
 
 def test_all_off_is_as_without_flags(tmp_path: Path) -> None:
     path = write(tmp_path, loaded())
-    off = ["--head-workers", "1", "--replicas", "1", "--keep-activations", "0"]
+    off = ["--head-workers", "1", "--keep-activations", "0"]
     assert invoke(path, *off, "--json").stdout == invoke(path, "--json").stdout
 
 
@@ -92,7 +78,7 @@ def test_the_bound_schedules_beside_it_stay_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accounting", ["default", "published"])
-@pytest.mark.parametrize("options", [Options(head_workers=2), Options(replicas=2), Options(earliest_free=True)])
+@pytest.mark.parametrize("options", [Options(head_workers=2), Options(earliest_free=True)])
 def test_stages_are_never_worse_than_the_planners(tmp_path: Path, accounting: Any, options: Options) -> None:
     question = SimulationCase(load_costs(write(tmp_path, loaded())), 3, 6, accounting=accounting)
     planned = choose("roundpipe", question)
@@ -108,7 +94,7 @@ def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
     peaks = []
     for limit in (None, 500):
         costs = load_costs(write(tmp_path, {**data, "device_memory_bytes": limit}))
-        question = SimulationCase(costs, 2, 4, options=Options(replicas=2))
+        question = SimulationCase(costs, 2, 4, options=Options(earliest_free=True))
         chosen = choose("roundpipe", question)
         peaks.append(max(run("roundpipe", chosen, question).timeline.device_peak_bytes))
     assert peaks[1] <= 500 < peaks[0]
@@ -118,11 +104,11 @@ def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--head-workers", "3"], "--head-workers does not suit the workers"),
-        (["--replicas", "9"], "expected: 1 to 2"),
-        (["--earliest-free", "--replicas", "2"], "--earliest-free deals out every microbatch by itself"),
+        (["--head-workers", "9"], "expected: 1 to 2"),
+        (["--earliest-free", "--head-workers", "2"], "--earliest-free deals out every microbatch by itself"),
         (["--keep-activations", "7"], "expected: 0 to 6"),
         (["--skip-projection"], "nothing in the recompute can be left out"),
-        (["--schedule", "gpipe", "--replicas", "2"], "--replicas 2: only roundpipe has this"),
+        (["--schedule", "gpipe", "--head-workers", "2"], "--head-workers 2: only roundpipe has this"),
         (["--schedule", "gpipe", "--schedule", "roundpipe", "--earliest-free"], "also gpipe"),
         (["--forward-stages", "[[0, 2], [3, 6]]", "--keep-activations", "1"], "only roundpipe has this"),
     ],
@@ -136,6 +122,6 @@ def test_options_are_refused_where_a_recipe_is_run(tmp_path: Path) -> None:
     assert "not yet supported: --earliest-free with --run" in refusal(done)
 
 
-@pytest.mark.parametrize("arguments", [["--head-workers", "0"], ["--replicas", "-1"], ["--keep-activations", "-1"]])
+@pytest.mark.parametrize("arguments", [["--head-workers", "0"], ["--keep-activations", "-1"]])
 def test_counts_below_the_least_are_usage_errors(tmp_path: Path, arguments: list[str]) -> None:
     assert invoke(write(tmp_path, costs_of()), *arguments).exit_code == 2

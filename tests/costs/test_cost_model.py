@@ -19,6 +19,7 @@ from roundpipe_cli.costs.models import parse_config, shipped_architecture, shipp
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -228,11 +229,8 @@ def _published_tokens_per_s(
             forward_stages=forward,
             backward_stages=backward,
             num_workers=num_workers,
-            num_microbatches=20,
+            rounds=Rounds(20, per_round=10, num_steps=num_steps, staleness=1),
             costs=costs,
-            microbatches_per_round=10,
-            num_steps=num_steps,
-            staleness=1,
         )
         return makespan_s(simulate(schedule, costs, staleness=1))
 

@@ -17,12 +17,13 @@ from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.memory import device_need, disk_need, host_need, rounds_kept, usable_device_bytes
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
 from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits, stages_of_blocks
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, Timeline
 from roundpipe_cli.units import GIB
@@ -69,7 +70,7 @@ def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:
     rank_sums = 64 * ((5120 + 8192) * 2 + (5120 + 1024) * 2 + 3 * (5120 + 25600))
     assert sum(trainable_params(architecture, settings)) == 16 * rank_sums
     assert part(need, "masters") == 4 * 16 * rank_sums
-    in_4bit = replace(settings, load_in_4bit=True)
+    in_4bit = replace(settings, packed_bits=4)
     assert part(host_need(costs, architecture, in_4bit, hardware, (65, 65), 8), "frozen") < 0.32 * part(need, "frozen")
 
 
@@ -99,17 +100,21 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
         speeds = tuple(draw.choice([1.0, 0.5]) for _ in range(workers)) if earliest_free else None
         head = LayerCost("head", 1, 2, False)
         costs = CostModel("random", (*layers, head), hop_s=0.01, worker_speed=speeds)
-        asked = {"num_workers": workers, "num_microbatches": workers * draw.randint(2, 4), "staleness": 1}
-        plan = plan_partition(costs, **asked, num_steps=2, effort=QUICK)
+        num_microbatches = workers * draw.randint(2, 4)
+        plan = plan_partition(SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2), QUICK)
         schedule = build_schedule(
             "roundpipe",
             forward_stages=plan.forward_stages,
             backward_stages=plan.backward_stages,
             costs=costs,
-            microbatches_per_round=plan.microbatches_per_round,
-            num_steps=2,
-            options=Options(earliest_free=earliest_free),
-            **asked,
+            num_workers=workers,
+            rounds=Rounds(
+                num_microbatches,
+                per_round=plan.microbatches_per_round,
+                num_steps=2,
+                staleness=1,
+                options=Options(earliest_free=earliest_free),
+            ),
         )
         stages = len(plan.forward_stages), len(plan.backward_stages)
         counted = rounds_kept(workers, *stages) * plan.microbatches_per_round
@@ -189,7 +194,8 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
     settings = TrainingSettings(max_seq_length=512)
     hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
     analytic = analytic_costs(architecture, settings, hardware)
-    verdict = judge(architecture, settings, hardware, analytic, *stages_of_blocks(32, 5), 2)
+    forward, backward = map(tuple, stages_of_blocks(32, 5))
+    verdict = judge(architecture, settings, hardware, analytic, StageCut(forward, backward, 2))
     assert part(verdict.device, "slots") < 50e6, "adapters' gradients only"
     assert part(verdict.host, "2 CPU workers") == 2 * verdict.device.total_bytes
     assert verdict.fits
@@ -284,19 +290,18 @@ def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
 )
 def test_three_changes_are_proposed_and_each_makes_it_fit(model: str, hardware: str, changes: dict[str, Any]) -> None:
     architecture, settings, machine = ask(model, hardware, **changes)
-    solution = solve(architecture, settings, machine, {"load_in_4bit"})
+    solution = solve(architecture, settings, machine)
     assert len(solution.changes) == 3
     assert [change.rank for change in solution.changes] == sorted(change.rank for change in solution.changes)
-    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r"}
+    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r", "load_in_4bit": "packed_bits"}
     for change in solution.changes:
-        assert "load_in_4bit" not in change.what
         changed, target = settings, architecture
         for override in change.overrides:
             key, value = override.split("=")
             if key == "model":
                 target = find_architecture(value)
             else:
-                typed: Any = int(value) if value.isdigit() else value
+                typed: Any = int(value) if value.isdigit() else 4 if key == "load_in_4bit" else value
                 changed = _with(changed, names.get(key, key), typed)
         if change.overrides:
             assert judge_coarsest(target, changed, machine).fits, change.what

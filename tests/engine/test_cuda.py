@@ -17,6 +17,7 @@ from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.sink_attention import sink_attention
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from tests.support.e2e import fresh, make_model, make_workspace, metrics
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
@@ -127,8 +128,7 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
         forward_stages=found.forward_stages,
         backward_stages=found.backward_stages,
         num_workers=2,
-        num_microbatches=len(sizes),
-        options=found.dealing,
+        rounds=Rounds(len(sizes), options=found.dealing or Options()),
     )
     backends = [late_in(late)(0) for _ in range(2)]
     options = EngineOptions(weight_cache_bytes=10**9)

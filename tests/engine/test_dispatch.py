@@ -11,8 +11,9 @@ from roundpipe_cli.engine.program import device_folds, layer_range, lower_for_en
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, Program, lower
+from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, Program
 from roundpipe_cli.schedule.timeline import DOWN
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
@@ -24,8 +25,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 DEALT = {
     "head shared": Options(head_workers=3),
-    "stages shared": Options(replicas=2),
-    "both": Options(head_workers=2, replicas=2),
     "earliest free": Options(earliest_free=True),
 }
 
@@ -37,9 +36,7 @@ def dealt(rig: Rig, num_workers: int, options: Options, per_round: int | None = 
         forward_stages=[(0, 1), (2, last - 1)],
         backward_stages=[(last, last), (2, last - 1), (0, 1)],
         num_workers=num_workers,
-        num_microbatches=len(SIZES),
-        microbatches_per_round=per_round,
-        options=options,
+        rounds=Rounds(len(SIZES), per_round=per_round, options=options),
     )
 
 
@@ -99,10 +96,8 @@ def two_blocks_and_a_head(forward: list[StageRange], backward: list[StageRange],
         forward_stages=forward,
         backward_stages=backward,
         num_workers=2,
-        num_microbatches=num_microbatches,
-        microbatches_per_round=2,
+        rounds=Rounds(num_microbatches, per_round=2, options=Options(earliest_free=True)),
         costs=costs,
-        options=Options(earliest_free=True),
     )
     return lower(schedule, costs)
 

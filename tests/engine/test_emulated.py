@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.app import app
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.backends.emulated import StreamClock, finish, happens_in_s
 from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
-from roundpipe_cli.schedule.lower import WEIGHT_GRADIENT, WEIGHTS, lower
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s
 
@@ -50,11 +53,9 @@ def schedule(name: str, num_workers: int, num_steps: int = 1, staleness: int = 0
         stages = {"forward_stages": [(first, end - 1) for first, end in zip(cut, cut[1:], strict=False)]}
     return build_schedule(
         name,
-        **stages,  # type: ignore[arg-type]
+        **stages,
         num_workers=num_workers,
-        num_microbatches=NUM_MICROBATCHES,
-        num_steps=num_steps,
-        staleness=staleness,
+        rounds=Rounds(NUM_MICROBATCHES, num_steps=num_steps, staleness=staleness),
     )
 
 
@@ -119,9 +120,13 @@ def check_order(result: Emulated, chained: Schedule) -> None:
 def test_workers_of_different_speed() -> None:
     model = replace(costs(with_bytes=False), worker_speed=(1.0, 0.5))
     chained = build_schedule(
-        "roundpipe", forward_stages=[(0, 5)], backward_stages=[(6, 6), (0, 5)], num_workers=2, num_microbatches=2,
+        "roundpipe",
+        forward_stages=[(0, 5)],
+        backward_stages=[(6, 6), (0, 5)],
+        num_workers=2,
+        rounds=Rounds(2),
         costs=model,
-    )  # fmt: skip
+    )
     result, simulated = run_emulated(chained, model), simulate(chained, model)
     assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
 

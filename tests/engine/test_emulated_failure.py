@@ -14,6 +14,7 @@ from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 
 NUM_WORKERS, NUM_MICROBATCHES, NUM_STEPS, NUM_BLOCKS = 8, 8, 3, 16
 MIB = 1024**2
@@ -49,8 +50,7 @@ def run(watchdog_s: float = 60.0) -> None:
         forward_stages=[(start, start + 3) for start in range(0, NUM_BLOCKS, 4)],
         backward_stages=[(NUM_BLOCKS, NUM_BLOCKS), *((start, start + 1) for start in range(NUM_BLOCKS - 2, -1, -2))],
         num_workers=NUM_WORKERS,
-        num_microbatches=NUM_MICROBATCHES,
-        num_steps=NUM_STEPS,
+        rounds=Rounds(NUM_MICROBATCHES, num_steps=NUM_STEPS),
         costs=COSTS,
     )
     run_emulated(schedule, COSTS, watchdog_s=watchdog_s)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import BOUND_SCHEDULES, SCHEDULES, build_schedule
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.update_rules import AdamW
 from tests.support.tiny import Rig, make_rig, random_microbatches
@@ -66,14 +68,13 @@ def roundpipe(partition: str, num_workers: int, per_round: int | None = None) ->
         forward_stages=forward,
         backward_stages=backward,
         num_workers=num_workers,
-        num_microbatches=len(SIZES),
-        microbatches_per_round=per_round,
+        rounds=Rounds(len(SIZES), per_round=per_round),
     )
 
 
 def bound(name: str, num_workers: int) -> Schedule:
     stages = BOUND_STAGES[num_workers][name in ("looped_bfs", "interleaved_1f1b")]
-    return build_schedule(name, forward_stages=stages, num_workers=num_workers, num_microbatches=len(SIZES))
+    return build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(len(SIZES)))
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))

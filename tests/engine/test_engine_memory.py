@@ -24,6 +24,7 @@ import torch
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 HIDDEN, INTERMEDIATE, NUM_BLOCKS, VOCABULARY = 128, 512, 24, 1024
@@ -55,7 +56,7 @@ def cut(blocks_per_stage: int, num_microbatches: int = NUM_MICROBATCHES) -> Sche
         forward_stages=[(0, stages[0][1]), *stages[1:]],
         backward_stages=[(HEAD, HEAD), *reversed(stages[1:]), (0, stages[0][1])],
         num_workers=NUM_WORKERS,
-        num_microbatches=num_microbatches,
+        rounds=Rounds(num_microbatches),
     )
 
 

@@ -11,6 +11,7 @@ from roundpipe_cli.engine.kept import kept_activations
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 9), (1, 7), (2, 5), (1, 11)]
@@ -29,13 +30,13 @@ def roundpipe(num_workers: int) -> Schedule:
         forward_stages=[(0, 0), (1, 1), (2, 2), (3, 3)],
         backward_stages=[(HEAD, HEAD), (3, 3), (1, 2), (0, 0)],
         num_workers=num_workers,
-        num_microbatches=len(SIZES),
+        rounds=Rounds(len(SIZES)),
     )
 
 
 def one_f_one_b(num_workers: int) -> Schedule:
     stages = {1: [(0, 4)], 2: [(0, 1), (2, 4)], 3: [(0, 1), (2, 3), (4, 4)]}[num_workers]
-    return build_schedule("1f1b", forward_stages=stages, num_workers=num_workers, num_microbatches=len(SIZES))
+    return build_schedule("1f1b", forward_stages=stages, num_workers=num_workers, rounds=Rounds(len(SIZES)))
 
 
 def bits(rig: Rig, schedule: Schedule, **options: Any) -> tuple[object, ...]:
@@ -90,8 +91,7 @@ def test_memory_of_what_is_kept() -> None:
         forward_stages=[(0, 1), (2, 3)],
         backward_stages=[(HEAD, HEAD), (2, 3), (0, 1)],
         num_workers=1,
-        num_microbatches=3,
-        microbatches_per_round=3,
+        rounds=Rounds(3, per_round=3),
     )
     peaks = []
     for keep_blocks in (0, 1, 2):

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.builders import SCHEDULES, build_schedule
-from roundpipe_cli.schedule.dealing import Options
-from roundpipe_cli.schedule.lower import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program, lower
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
 from tests.support.protocol_machine import Facts, Machine
 
-DEALINGS = (Options(), Options(head_workers=2), Options(replicas=2), Options(earliest_free=True))
+DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True))
 
 
 def costs(num_blocks: int, slots: int) -> CostModel:
@@ -40,15 +42,13 @@ def program_of(
         half = num_blocks // 2
         forward = [(0, half - 1), (half, num_blocks - 1)]
         extra["backward_stages"] = [(num_blocks, num_blocks), (half, num_blocks - 1), (0, half - 1)]
-        extra |= {"options": options or Options(), "costs": model, "microbatches_per_round": per_round}
+        extra["costs"] = model
     else:
         count = num_workers * (2 if name in ("looped_bfs", "interleaved_1f1b") else 1)
         cut = [round(index * (num_blocks + 1) / count) for index in range(count + 1)]
         forward = [(first, end - 1) for first, end in zip(cut, cut[1:], strict=False)]
-    schedule = build_schedule(
-        name, forward_stages=forward, num_workers=num_workers, num_microbatches=num_microbatches,
-        num_steps=num_steps, staleness=staleness, **extra,
-    )  # fmt: skip
+    rounds = Rounds(num_microbatches, per_round, num_steps, staleness, options=options or Options())
+    schedule = build_schedule(name, forward_stages=forward, num_workers=num_workers, rounds=rounds, **extra)
     return lower(schedule, model, staleness=staleness)
 
 

@@ -20,13 +20,13 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.actions import Schedule, parse_rows
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
-from roundpipe_cli.schedule.validate import InvalidScheduleError, parse_rows, validate_schedule
+from roundpipe_cli.schedule.validate import InvalidScheduleError, validate_schedule
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
 
@@ -34,7 +34,9 @@ TOLERANCE = 1e-5
 SIZES = ((1, 23), (2, 16))
 
 
-def chunk_schedule(num_layers: int, num_sequences: int, chunks: int, num_workers: int = 2, **options: Any) -> Schedule:
+def chunk_schedule(
+    num_layers: int, num_sequences: int, chunks: int, num_workers: int = 2, per_round: int | None = None
+) -> Schedule:
     """Two blocks a forward stage, one a backward stage but for the last, the head alone."""
     last = num_layers - 1
     return build_schedule(
@@ -42,9 +44,7 @@ def chunk_schedule(num_layers: int, num_sequences: int, chunks: int, num_workers
         forward_stages=[(start, min(start + 1, last - 1)) for start in range(0, last, 2)],
         backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)],
         num_workers=num_workers,
-        num_microbatches=num_sequences * chunks,
-        sequence_chunks=chunks,
-        **options,
+        rounds=Rounds(num_sequences * chunks, per_round, sequence_chunks=chunks),
     )
 
 
@@ -121,11 +121,11 @@ def test_schedules_with_a_stage_per_worker_and_rounds_of_two_sequences() -> None
     loss = plain_step(rig, microbatches)
     stages = [(0, 1), (2, 3)]
     schedules = [
-        build_schedule(name, forward_stages=stages, num_workers=2, num_microbatches=16, sequence_chunks=4)
+        build_schedule(name, forward_stages=stages, num_workers=2, rounds=Rounds(16, sequence_chunks=4))
         for name in ("gpipe", "looped_bfs")
     ]
-    schedules.append(chunk_schedule(4, 4, 4, microbatches_per_round=8))
-    schedules.append(chunk_schedule(4, 4, 4, microbatches_per_round=16, num_workers=2))
+    schedules.append(chunk_schedule(4, 4, 4, per_round=8))
+    schedules.append(chunk_schedule(4, 4, 4, per_round=16, num_workers=2))
     for schedule in schedules:
         validate_schedule(schedule)
         assert chunk_step(rig, microbatches, schedule=schedule, copy=True).loss == pytest.approx(loss, rel=TOLERANCE)
@@ -143,8 +143,7 @@ def test_keys_and_values_of_frozen_lower_blocks(recompute: str, backward: Any) -
         forward_stages=[(0, 3)],
         backward_stages=backward,
         num_workers=2,
-        num_microbatches=8,
-        sequence_chunks=4,
+        rounds=Rounds(8, sequence_chunks=4),
     )
     result = chunk_step(rig, microbatches, schedule=schedule, copy=True, recompute=recompute)
     assert result.loss == pytest.approx(loss, rel=TOLERANCE)
@@ -235,8 +234,7 @@ def test_schedules_that_chunks_do_not_suit_are_refused(name: str, stages: Any, m
             forward_stages=forward,
             backward_stages=stages,
             num_workers=2,
-            num_microbatches=microbatches,
-            sequence_chunks=4,
+            rounds=Rounds(microbatches, sequence_chunks=4),
         )
 
 
@@ -294,7 +292,6 @@ def test_a_run_in_chunks_resumes_to_the_same_bits(folder: Path) -> None:
         (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
         (("pipeline.recompute=none",), "does not go with pipeline.recompute"),
         (("pipeline.keep_activations=1",), "does not go with pipeline.keep_activations"),
-        (("pipeline.replicas=2",), "does not go with pipeline.replicas"),
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused(folder: Path, words: tuple[str, ...], problem: str) -> None:

@@ -20,6 +20,7 @@ from roundpipe_cli import faults
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
@@ -130,7 +131,7 @@ def by_one_worker(setup: Setup, trainer: Trainer, staleness: int, overflow_step:
                 forward_stages=[(0, -1)],
                 backward_stages=[(0, last)],
                 num_workers=1,
-                num_microbatches=len(microbatches),
+                rounds=Rounds(len(microbatches)),
             )
             gradients = GradientOptions(reference.scale)
             result = engine.run_step(microbatches, schedule, step=step, gradients=gradients)

@@ -20,7 +20,8 @@ from roundpipe_cli.errors import InternalError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_forward, build_schedule
-from roundpipe_cli.schedule.lower import WEIGHTS
+from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.operations import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
@@ -56,7 +57,7 @@ def train(rig: Rig, schedule: Schedule, cache: int, **options: Any) -> tuple[Bit
 
 def one_f_one_b(rig: Rig) -> Schedule:
     return build_schedule(
-        "1f1b", forward_stages=[(0, 2), (3, rig.num_layers - 1)], num_workers=2, num_microbatches=len(SIZES)
+        "1f1b", forward_stages=[(0, 2), (3, rig.num_layers - 1)], num_workers=2, rounds=Rounds(len(SIZES))
     )
 
 

@@ -14,10 +14,11 @@ from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.auto_cache import modelled_bytes
 from tests.engine.test_engine_memory import saved_bytes_per_block
 from tests.support.tiny import EXTRA, gpu_costs, make_rig, random_microbatches
@@ -144,11 +145,7 @@ def test_a_device_s_peak_grows_by_what_was_found() -> None:
         stages = [(first, first + size - 1) for first in range(1, 7, size)]
         backward: list[StageRange] = [(7, 7), *reversed(stages[1:]), (0, stages[0][1])]
         schedule = build_schedule(
-            "roundpipe",
-            forward_stages=[(0, 3), (4, 6)],
-            backward_stages=backward,
-            num_workers=1,
-            num_microbatches=2,
+            "roundpipe", forward_stages=[(0, 3), (4, 6)], backward_stages=backward, num_workers=1, rounds=Rounds(2)
         )
         layers = gpu_costs(rig, 10**9).layers
         slots.append(2 * largest_stage_bytes(layers, schedule.forward_stages, backward))
@@ -199,7 +196,9 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
     rig, shared = make_rig("llama", "lora", num_hidden_layers=12), 50_000
     sizes = []
     for memory in (800_000, 1_600_000, 3_200_000, 10_000_000):
-        planner = AdaptivePlanner(gpu_costs(rig, memory), 1, PipelineConfig(), shared_bytes=shared)
+        planner = AdaptivePlanner(
+            gpu_costs(rig, memory), 1, PipelineConfig(), conditions=RunConditions(shared_bytes=shared)
+        )
         planner.measured = True
         schedule = planner.schedule(4)
         needed = modelled_bytes(planner.costs, schedule.forward_stages, schedule.backward_stages)

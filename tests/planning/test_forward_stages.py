@@ -9,12 +9,14 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.stages import limits_for
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -45,13 +47,13 @@ def test_even_stages_hold_every_layer_once_and_are_no_slower(seed: int) -> None:
     workers, blocks = draw.choice([1, 2, 3, 4, 8]), draw.randint(8, 40)
     costs = drawn(draw, blocks)
     limits = limits_for(costs, sum(layer.param_bytes for layer in costs.layers) * draw.randint(20, 60) // 100)
-    plan = plan_partition(costs, num_workers=workers, num_microbatches=4 * workers, limits=limits, effort=QUICK)
+    plan = plan_partition(SimulationCase(costs, workers, 4 * workers, limits=limits), QUICK)
     step = build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,
         backward_stages=plan.backward_stages,
         num_workers=workers,
-        num_microbatches=4 * workers,
+        rounds=Rounds(4 * workers),
         costs=costs,
     )
     own = every_stage(step)

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.bench import _question
 from roundpipe_cli.cli.bench_options import CaseFlags
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
-from roundpipe_cli.schedule.builders import SCHEDULES
 
 MODELS = ("qwen3-8b", "llama3.1-8b", "gpt-oss-20b")
 MACHINES = ("8x4090", "2x3090", "4x5090,host_memory_gib=256")
@@ -32,9 +32,11 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
         replace(question.analytic.costs, device_memory_bytes=memory),
         question.num_workers,
         recipe.pipeline,
-        chained=recipe.overlaps_steps(on_cpu=False),
-        microbatches_per_round=limits.microbatches_per_round,
-        shared_bytes=fixed_device_need(*needs).total_bytes,
+        conditions=RunConditions(
+            chained=recipe.overlaps_steps(on_cpu=False),
+            microbatches_per_round=limits.microbatches_per_round,
+            shared_bytes=fixed_device_need(*needs).total_bytes,
+        ),
     )
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.search.run import SearchEffort
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -45,15 +48,9 @@ def check_cover(plan: PlannedCut, num_layers: int) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 7, 16])
 @pytest.mark.parametrize("accounting", ["default", "published"])
-def test_every_layer_once_in_both_directions(num_workers: int, num_microbatches: int, accounting: str) -> None:
+def test_every_layer_once_in_both_directions(num_workers: int, num_microbatches: int, accounting: Any) -> None:
     for costs in (model(11), model(1), model(9, embed=0.0), model(0), model(0, embed=0.1)):
-        plan = plan_partition(
-            costs,
-            num_workers=num_workers,
-            num_microbatches=num_microbatches,
-            accounting=accounting,  # type: ignore[arg-type]
-            effort=SMALL,
-        )
+        plan = plan_partition(SimulationCase(costs, num_workers, num_microbatches, accounting=accounting), SMALL)
         check_cover(plan, len(costs.layers))
         assert plan.explanation
         if accounting == "published":
@@ -70,11 +67,7 @@ def test_more_workers_are_never_slower() -> None:
         for accounting in ("published", "default"):
             times = [
                 plan_partition(
-                    costs,
-                    num_workers=num_workers,
-                    num_microbatches=num_microbatches,
-                    accounting=accounting,  # type: ignore[arg-type]
-                    effort=SMALL,
+                    SimulationCase(costs, num_workers, num_microbatches, accounting=accounting), SMALL
                 ).step_s
                 for num_workers in range(1, 7)
             ]
@@ -83,15 +76,15 @@ def test_more_workers_are_never_slower() -> None:
 
 def test_a_slow_worker_is_left_idle() -> None:
     costs = replace(model(8), worker_speed=(1.0, 0.01, 1.0))
-    plan = plan_partition(costs, num_workers=3, num_microbatches=6, accounting="published", effort=SMALL)
+    plan = plan_partition(SimulationCase(costs, 3, 6, accounting="published"), SMALL)
     assert plan.workers == (0, 2)
-    two = plan_partition(model(8), num_workers=2, num_microbatches=6, accounting="published", effort=SMALL)
+    two = plan_partition(SimulationCase(model(8), 2, 6, accounting="published"), SMALL)
     assert plan.step_s == pytest.approx(two.step_s)
 
 
 def test_same_costs_same_plan() -> None:
     costs = with_bytes(model(13, embed=0.2))
-    plans = [plan_partition(costs, num_workers=4, num_microbatches=9, effort=SMALL) for _ in range(2)]
+    plans = [plan_partition(SimulationCase(costs, 4, 9), SMALL) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -100,7 +93,7 @@ def test_no_stage_over_its_limit(limit: int) -> None:
     costs = with_bytes(model(12))
     sums = StageSums(costs)
     limits = StageLimits(forward_bytes=limit, backward_bytes=limit + 60)
-    plan = plan_partition(costs, num_workers=4, num_microbatches=8, limits=limits, effort=SMALL)
+    plan = plan_partition(SimulationCase(costs, 4, 8, limits=limits), SMALL)
     check_cover(plan, 13)
     assert all(sums.param_bytes[first][last + 1] <= limit for first, last in plan.forward_stages)
     assert all(sums.backward_bytes(first, last + 1) <= limit + 60 for first, last in plan.backward_stages)
@@ -110,11 +103,7 @@ def test_rounds_are_no_longer_than_their_limit() -> None:
     slow = replace(with_bytes(model(12)), link_bytes_per_s=100.0)
     sizes = [
         plan_partition(
-            slow,
-            num_workers=2,
-            num_microbatches=8,
-            limits=StageLimits(microbatches_per_round=most),
-            effort=SMALL,
+            SimulationCase(slow, 2, 8, limits=StageLimits(microbatches_per_round=most)), SMALL
         ).microbatches_per_round
         for most in (None, 4, 3, 1)
     ]
@@ -123,7 +112,7 @@ def test_rounds_are_no_longer_than_their_limit() -> None:
 
 def test_device_memory_holds_slots_and_activations() -> None:
     costs = replace(with_bytes(model(12)), device_memory_bytes=900)
-    plan = plan_partition(costs, num_workers=4, num_microbatches=8, effort=SMALL)
+    plan = plan_partition(SimulationCase(costs, 4, 8), SMALL)
     sums = StageSums(costs)
     held = [sums.param_bytes[first][last + 1] for first, last in plan.forward_stages]
     held += [sums.param_bytes[a][b + 1] + sums.grad_bytes[a][b + 1] for a, b in plan.backward_stages]
@@ -134,15 +123,15 @@ def test_device_memory_holds_slots_and_activations() -> None:
 def test_what_cannot_fit_is_named() -> None:
     costs = replace(with_bytes(model(4)), device_memory_bytes=100)
     with pytest.raises(ResourceError) as caught:
-        plan_partition(costs, num_workers=2, num_microbatches=4)
+        plan_partition(SimulationCase(costs, 2, 4))
     assert "layer 2 (block.2)" in str(caught.value)
     assert caught.value.exit_code == 5
 
 
 def test_without_bytes_the_default_accounting_gains_only_by_its_rounds() -> None:
     costs = model(10)
-    published = plan_partition(costs, num_workers=4, num_microbatches=4, accounting="published", effort=SMALL)
-    default = plan_partition(costs, num_workers=4, num_microbatches=4, effort=SMALL)
+    published = plan_partition(SimulationCase(costs, 4, 4, accounting="published"), SMALL)
+    default = plan_partition(SimulationCase(costs, 4, 4), SMALL)
     assert default.step_s <= published.step_s * 1.002
     if default.microbatches_per_round == 4:
         assert default.step_s == pytest.approx(published.step_s, rel=0.002)
@@ -153,15 +142,14 @@ def test_default_time_is_that_of_the_simulator(boundary: int, tolerance: float) 
     """Exact for weights and gradients; boundaries that share a link with them are estimated."""
     for num_workers, num_microbatches in ((1, 4), (2, 4), (4, 8), (3, 7)):
         costs = with_bytes(model(12), boundary=boundary)
-        plan = plan_partition(costs, num_workers=num_workers, num_microbatches=num_microbatches, effort=SMALL)
+        plan = plan_partition(SimulationCase(costs, num_workers, num_microbatches), SMALL)
         schedule = build_schedule(
             "roundpipe",
             forward_stages=plan.forward_stages,
             backward_stages=plan.backward_stages,
             num_workers=len(plan.workers),
-            num_microbatches=num_microbatches,
+            rounds=Rounds(num_microbatches, per_round=plan.microbatches_per_round),
             costs=costs,
-            microbatches_per_round=plan.microbatches_per_round,
         )
         simulated = makespan_s(simulate(schedule, costs))
         assert plan.makespan_s == pytest.approx(simulated, rel=tolerance), (num_workers, num_microbatches)
@@ -169,10 +157,7 @@ def test_default_time_is_that_of_the_simulator(boundary: int, tolerance: float) 
 
 def test_link_that_binds_makes_rounds_larger() -> None:
     free, slow = with_bytes(model(12)), replace(with_bytes(model(12)), link_bytes_per_s=20.0)
-    rounds = [
-        plan_partition(costs, num_workers=2, num_microbatches=8, effort=SMALL).microbatches_per_round
-        for costs in (free, slow)
-    ]
+    rounds = [plan_partition(SimulationCase(costs, 2, 8), SMALL).microbatches_per_round for costs in (free, slow)]
     assert rounds[1] >= rounds[0]
     assert rounds[1] > 2, "one upload serves all microbatches of a round"
 
@@ -189,13 +174,13 @@ def test_link_that_binds_makes_rounds_larger() -> None:
 )
 def test_meaningless_costs_are_refused(costs: CostModel) -> None:
     with pytest.raises(RefusedError):
-        plan_partition(costs, num_workers=2, num_microbatches=4)
+        plan_partition(SimulationCase(costs, 2, 4))
 
 
 def test_meaningless_counts_are_refused() -> None:
     for workers, microbatches, steps in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(RefusedError):
-            plan_partition(model(3), num_workers=workers, num_microbatches=microbatches, num_steps=steps)
+            plan_partition(SimulationCase(model(3), workers, microbatches, num_steps=steps))
 
 
 def test_balanced_partition() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost, with_updates
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange, with_updates
+from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.search.batch import Batch, BatchScorer
 from roundpipe_cli.planning.search.bound import lower_bounds
-from roundpipe_cli.planning.search.evaluate import chain_of, evaluate_partition, stage_works, walk_rounds, worker_speeds
+from roundpipe_cli.planning.search.chain import RoundChain, chain_of, worker_speeds
 from roundpipe_cli.planning.stages import StageSums, backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -52,27 +55,30 @@ def random_sizes(rng: random.Random, total: int, parts: int) -> list[int]:
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
+def scored(
+    costs: CostModel, stages: tuple[Sequence[StageRange], Sequence[StageRange]], num_workers: int, chain: RoundChain
+) -> tuple[float, float]:
+    """Makespan of the first step and time per step, as the search scores them."""
+    forward, backward = ([last - first + 1 for first, last in direction] for direction in stages)
+    scorer = BatchScorer(StageSums(costs), speeds=worker_speeds(costs, num_workers), hop_s=costs.hop_s)
+    return scorer.measure([*forward, *backward], len(forward), chain)
+
+
 @pytest.mark.parametrize("name", ["Llama3-8B", "Qwen3-32B"])
 def test_published_partition_has_its_published_makespan(name: str) -> None:
     model = published_models()[name]
     partition = model["schedules"]["roundpipe"]
     head, *later = partition["blocks_per_backward_stage"]
-    makespan_s, step_s = evaluate_partition(
-        costs_of(model),
-        forward_ranges(partition["blocks_per_forward_stage"]),
-        backward_ranges([head + 1, *later], model["blocks"] + 1),
-        num_workers=8,
-        chain=chain_of(16, 8, staleness=0, num_steps=1),
-    )
+    forward = forward_ranges(partition["blocks_per_forward_stage"])
+    stages = forward, backward_ranges([head + 1, *later], model["blocks"] + 1)
+    makespan_s, step_s = scored(costs_of(model), stages, 8, chain_of(16, 8, staleness=0, num_steps=1))
     assert makespan_s * 1e3 == pytest.approx(partition["makespan_ms"], rel=1e-6)
     assert step_s == makespan_s
 
 
 @pytest.mark.parametrize(("name", "most_ms"), [("Llama3-8B", 5880.1), ("Qwen3-32B", 23770.9)])
 def test_planned_step_is_as_fast_as_the_best_known(name: str, most_ms: float) -> None:
-    plan = plan_partition(
-        costs_of(published_models()[name]), num_workers=8, num_microbatches=16, accounting="published"
-    )
+    plan = plan_partition(SimulationCase(costs_of(published_models()[name]), 8, 16, accounting="published"))
     assert plan.step_s * 1e3 <= most_ms
     assert plan.makespan_s == plan.step_s
 
@@ -80,7 +86,7 @@ def test_planned_step_is_as_fast_as_the_best_known(name: str, most_ms: float) ->
 @pytest.mark.parametrize(("name", "most_ms"), [("Llama3-8B", 2666.6), ("Qwen3-32B", 11274.0)])
 def test_planned_steady_state_is_as_fast_as_the_best_known(name: str, most_ms: float) -> None:
     costs = costs_of(published_models()[name])
-    plan = plan_partition(costs, num_workers=8, num_microbatches=8, accounting="published", staleness=1, num_steps=60)
+    plan = plan_partition(SimulationCase(costs, 8, 8, accounting="published", staleness=1, num_steps=60))
     assert plan.step_s * 1e3 <= most_ms
     whole = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
     recompute = sum(layer.forward_s for layer in costs.layers[: plan.backward_stages[0][0]])
@@ -92,16 +98,18 @@ def test_a_planned_steady_state_lasts(num_blocks: int) -> None:
     """Chained rounds may fall into a slow regime later: a plan must be fast beyond the steps it was judged by."""
     blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True) for index in range(num_blocks)]
     costs = CostModel("m", (*blocks, LayerCost("head", 3.0, 6.0, False)))
-    plan = plan_partition(costs, num_workers=8, num_microbatches=16, accounting="published", staleness=1, num_steps=60)
-    works = stage_works(StageSums(costs), plan.forward_stages, plan.backward_stages)
-    busy = sum(work.fused_s or work.lead_s + work.rest_s for work in works)
-    ends = walk_rounds(works, [8] * 960, [1.0] * 8, costs.hop_s)
+    plan = plan_partition(SimulationCase(costs, 8, 16, accounting="published", staleness=1, num_steps=60))
+    stages = plan.forward_stages, plan.backward_stages
+    busy, _ = scored(costs, stages, 1, chain_of(1, 1, staleness=0, num_steps=1))
     for num_rounds in (60, 120, 240, 960):
-        assert ends[num_rounds - 1] / num_rounds <= 1.06 * busy, "slow from the start"
-        assert ends[num_rounds - 1] - ends[num_rounds // 2 - 1] <= 1.04 * busy * num_rounds / 2, "slow later"
+        whole, half = (8,) * num_rounds, num_rounds // 2
+        _, from_start = scored(costs, stages, 8, RoundChain(whole, 1, 0, num_rounds))
+        _, later = scored(costs, stages, 8, RoundChain(whole, 1, half, num_rounds - half))
+        assert from_start <= 1.06 * busy, "slow from the start"
+        assert later <= 1.04 * busy, "slow later"
 
 
-def test_evaluators_agree_with_the_simulator_to_the_last_bit() -> None:
+def test_the_search_agrees_with_the_simulator() -> None:
     rng = random.Random(11)
     for _ in range(120):
         num_workers, num_microbatches = rng.randint(1, 8), rng.randint(1, 17)
@@ -112,15 +120,14 @@ def test_evaluators_agree_with_the_simulator_to_the_last_bit() -> None:
         later = random_sizes(rng, num_layers - head, rng.randint(1, num_layers - head))
         ranges = forward_ranges(forward), backward_ranges([head, *later], num_layers)
         chain = chain_of(num_microbatches, num_workers, staleness=0, num_steps=1)
-        makespan, _ = evaluate_partition(costs, *ranges, num_workers=num_workers, chain=chain)
-        scorer = BatchScorer(StageSums(costs), speeds=worker_speeds(costs, num_workers), hop_s=costs.hop_s)
-        assert scorer.measure([*forward, head, *later], len(forward), chain) == (makespan, makespan)
+        makespan, step = scored(costs, ranges, num_workers, chain)
+        assert step == makespan
         schedule = build_schedule(
             "roundpipe",
             forward_stages=ranges[0],
             backward_stages=ranges[1],
             num_workers=num_workers,
-            num_microbatches=num_microbatches,
+            rounds=Rounds(num_microbatches),
             costs=costs,
         )
         simulated = makespan_s(simulate(schedule, costs, accounting="published"))
@@ -139,29 +146,25 @@ def test_chained_steps_agree_with_the_simulator() -> None:
                 forward_stages=ranges[0],
                 backward_stages=ranges[1],
                 num_workers=3,
-                num_microbatches=5,
+                rounds=Rounds(5, num_steps=num_steps, staleness=1),
                 costs=costs,
-                num_steps=num_steps,
-                staleness=1,
             )
             ends.append(makespan_s(simulate(schedule, costs, accounting="published", staleness=1)))
         chain = chain_of(5, 3, staleness=1, num_steps=6)
-        makespan, step = evaluate_partition(costs, *ranges, num_workers=3, chain=chain)
+        makespan, step = scored(costs, ranges, 3, chain)
         assert (makespan, step) == pytest.approx((ends[0], (ends[2] - ends[1]) / 3), rel=1e-9)
 
 
 def test_steps_that_wait_for_updates_agree_with_the_simulator() -> None:
-    """No step begins before the one two before it has ended: both evaluators, the dealer and the simulator say when."""
+    """No step begins before the one two before it has ended: the search, the dealer and the simulator say when."""
     rng = random.Random(8)
     for _ in range(30):
         costs = with_updates(random_costs(rng, 7, 4))
-        sizes, num_forward = (3, 2, *rng.choice(((3, 5), (3, 2, 3), (3, 1, 1, 3)))), 2
+        sizes = (3, 2, *rng.choice(((3, 5), (3, 2, 3), (3, 1, 1, 3))))
         ranges = forward_ranges(sizes[:2]), backward_ranges(sizes[2:], 8)
         num_microbatches = rng.randint(2, 9)
         chain = chain_of(num_microbatches, 4, staleness=1, num_steps=8, waits=True)
-        makespan, step = evaluate_partition(costs, *ranges, num_workers=4, chain=chain)
-        scorer = BatchScorer(StageSums(costs), speeds=worker_speeds(costs, 4), hop_s=costs.hop_s)
-        assert scorer.measure(sizes, num_forward, chain) == (makespan, step)
+        _, step = scored(costs, ranges, 4, chain)
         ends = [
             makespan_s(
                 simulate(
@@ -170,10 +173,8 @@ def test_steps_that_wait_for_updates_agree_with_the_simulator() -> None:
                         forward_stages=ranges[0],
                         backward_stages=ranges[1],
                         num_workers=4,
-                        num_microbatches=num_microbatches,
+                        rounds=Rounds(num_microbatches, num_steps=num_steps, staleness=1),
                         costs=costs,
-                        num_steps=num_steps,
-                        staleness=1,
                     ),
                     costs,
                     staleness=1,

@@ -13,7 +13,7 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.planning.predict import check_fits, costs_for_recipe, make_plan, solve_recipe
+from roundpipe_cli.planning.predict import check_fits, make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_length import steps_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
@@ -288,12 +288,12 @@ def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
 
 
 def test_costs_for_bench(recipe: Path) -> None:
-    costs = costs_for_recipe(load(recipe), "4x3090+2x4060ti")
+    costs = ask(load(recipe), "4x3090+2x4060ti").analytic.costs
     assert [layer.name for layer in costs.layers][:2] == ["embed", "block.0"]
     assert costs.layers[-1].name == "head"
     assert costs.worker_speed is not None and len(costs.worker_speed) == 6
     with pytest.raises(RefusedError):
-        costs_for_recipe(load(recipe), "nonsense")
+        ask(load(recipe), "nonsense")
 
 
 def test_sequences_in_chunks_are_planned(recipe: Path) -> None:

@@ -75,7 +75,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch
     monkeypatch.delenv("ROUNDPIPE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
     ProfileCache({"model": "a"}).save(costs(1.0))
-    ProfileCache({"model": "a"}).forget()
 
 
 def test_a_run_leaves_its_times_and_a_second_one_gives_the_same_numbers(tmp_path: Path, own_cache: Path) -> None:

@@ -26,6 +26,7 @@ from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.auto_cache import AutoCache
 from tests.support.tiny import Rig, gpu_costs, make_rig, random_microbatches, schedule_for
 
@@ -65,7 +66,7 @@ def test_what_does_not_fit_is_recomputed_on_the_same_worker(tmp_path: Path) -> N
     "override",
     [
         *("method=full", "pipeline.weight_cache=0", "pipeline.dispatch=round_robin", "pipeline.head_workers=2"),
-        *("pipeline.replicas=2", "pipeline.recompute=layer", "pipeline.keep_activations=1"),
+        *("pipeline.recompute=layer", "pipeline.keep_activations=1"),
         *("pipeline.sequence_chunks=2", "pipeline.schedule=1f1b", "lora.modules_to_save=[lm_head]", "objective=dpo"),
     ],
 )
@@ -98,14 +99,13 @@ def test_no_stage_is_larger_than_what_is_kept() -> None:
             continue
         first, last = found.backward_stages[0]
         assert last - max(first, 1) == min(limit, blocks) and found.dealing == DEALING
-        schedule = build_schedule(  # which also checks that stages cover all layers
+        schedule = build_schedule(
             "roundpipe",
             forward_stages=found.forward_stages,
             backward_stages=found.backward_stages,
             num_workers=workers,
-            num_microbatches=2 * workers,
+            rounds=Rounds(2 * workers, options=found.dealing),
             costs=costs,
-            options=found.dealing,
         )
         on = {}
         for row in schedule.actions:
@@ -238,6 +238,6 @@ def test_the_report_compares_with_the_stages_that_were_used(tmp_path: Path) -> N
     plan = planned(tmp_path, "2x4090")
     loaded = load_recipe(tmp_path / "recipe.yaml", ["model=HuggingFaceTB/SmolLM2-135M", f"output_dir={tmp_path}"])
     stages = {"forward_stages": (), "backward_stages": ((0, 31),)}
-    schedule = build_schedule("roundpipe", **stages, num_workers=2, num_microbatches=2)
+    schedule = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2))
     assert plan.question.settings.weight_cache_bytes
     assert planned_bytes(loaded, schedule, True) == planned_bytes(loaded, schedule, False)  # on the CPU nothing is kept

@@ -15,7 +15,6 @@ from roundpipe_cli.recipe import schema
 from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe, plain_data
 from roundpipe_cli.recipe.shipped import find_recipe
-from roundpipe_cli.recipe.supported import NOT_YET, unsupported_problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALLEST = "model: some/model\ndatasets:\n  - {path: rows.jsonl}\n"
@@ -38,9 +37,8 @@ def test_the_smallest_recipe_has_every_default(tmp_path: Path) -> None:
     dataset = DatasetConfig(path="rows.jsonl")
     assert loaded.recipe == Recipe(model="some/model", datasets=(dataset,), output_dir="outputs/mine")
     assert loaded.folder == tmp_path and loaded.notices == ()
-    assert loaded.resolved == plain_data(loaded.recipe)
     fixed = {"r": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}
-    assert {key: loaded.resolved["lora"][key] for key in fixed} == fixed
+    assert {key: plain_data(loaded.recipe)["lora"][key] for key in fixed} == fixed
 
 
 def test_every_key_of_the_contract_is_in_the_schema() -> None:
@@ -208,7 +206,7 @@ def test_a_problem_of_an_alias_names_the_written_key(tmp_path: Path) -> None:
 
 def test_references_to_other_keys(tmp_path: Path) -> None:
     text = SMALLEST + "output_dir: out/${model}-r${lora.r}-s${seed}\nrevision: ${datasets[0].path}\n"
-    recipe = load_recipe(write(tmp_path, text), ["lora={r: 4, alpha: '${lora.r}'}"], check_supported=False)
+    recipe = load_recipe(write(tmp_path, text), ["lora={r: 4, alpha: '${lora.r}'}"])
     assert recipe.recipe.output_dir == "out/some/model-r4-s42" and recipe.recipe.revision == "rows.jsonl"
     assert recipe.recipe.lora.alpha == 4.0
     literal = load_recipe(write(tmp_path, SMALLEST + "output_dir: 'a\\${seed}'\n")).recipe
@@ -282,24 +280,16 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
     assert resolve_path("x" * 5000, work) is None and resolve_path("a\0b", work) is None
 
 
-REFUSED_NOW = {
-    "pipeline.devices": "emulated",
-}
+def test_replicas_of_an_older_recipe_are_left_out_where_they_are_off(tmp_path: Path) -> None:
+    loaded = load_recipe(write(tmp_path, SMALLEST + "pipeline: {replicas: 1}\n"))
+    assert "pipeline.replicas: 1 changes nothing here" in loaded.notices[0]
+    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.replicas=2")
+    assert "pipeline.replicas has a value without counterpart here" in found
 
 
-@pytest.mark.parametrize("entry", NOT_YET, ids=lambda entry: str(entry.key))
-def test_features_that_have_not_landed_are_refused(tmp_path: Path, entry: object) -> None:
-    key = entry.key  # type: ignore[attr-defined]
-    file = write(tmp_path, SMALLEST)
-    override = f"{key.replace('[]', '[0]')}={REFUSED_NOW[key]}"
-    found = problems_of(file, override)
-    assert len(found) == 1 and "not yet supported: " in found[0]
-    recipe = load_recipe(file, [override], check_supported=False).recipe
-    assert len(unsupported_problems(recipe)) == 1
-
-
-def test_the_defaults_are_all_supported(tmp_path: Path) -> None:
-    assert unsupported_problems(load_recipe(write(tmp_path, SMALLEST)).recipe) == []
+def test_training_on_emulated_devices_is_refused(tmp_path: Path) -> None:
+    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.devices=emulated")
+    assert "not yet supported: training on emulated devices" in found
 
 
 def test_lora_keys_with_full_fine_tuning_are_noticed(tmp_path: Path) -> None:

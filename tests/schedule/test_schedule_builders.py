@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.schedule.actions import parse_rows
 from roundpipe_cli.schedule.builders import (
-    BOUND_SCHEDULES,
-    SCHEDULES,
     build_schedule,
     interleaved_groups,
     place_on,
     schedule_name,
 )
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
-from roundpipe_cli.schedule.validate import parse_rows, validate_schedule
+from roundpipe_cli.schedule.validate import validate_schedule
 
 
 def cut(num_layers: int, num_stages: int) -> list[StageRange]:
@@ -36,7 +36,7 @@ def words(text: str) -> str:
 
 
 def test_gpipe_grid() -> None:
-    schedule = build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, num_microbatches=2)
+    schedule = build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2))
     assert str(schedule) == words(
         """
         0F0 0F1 1R0 1B0 1R1 1B1
@@ -48,7 +48,7 @@ def test_gpipe_grid() -> None:
 
 
 def test_1f1b_grid() -> None:
-    schedule = build_schedule("1f1b", forward_stages=cut(3, 3), num_workers=3, num_microbatches=4)
+    schedule = build_schedule("1f1b", forward_stages=cut(3, 3), num_workers=3, rounds=Rounds(4))
     assert str(schedule) == words(
         """
         0F0 0F1 0F2 2R0 2B0 0F3 2R1 2B1 2R2 2B2 2R3 2B3
@@ -59,7 +59,7 @@ def test_1f1b_grid() -> None:
 
 
 def test_looped_bfs_grid() -> None:
-    schedule = build_schedule("looped_bfs", forward_stages=cut(4, 4), num_workers=2, num_microbatches=2)
+    schedule = build_schedule("looped_bfs", forward_stages=cut(4, 4), num_workers=2, rounds=Rounds(2))
     assert str(schedule) == words(
         """
         0F0 0F1 2F0 2F1 1R1 1B1 1R0 1B0 3R1 3B1 3R0 3B0
@@ -69,7 +69,7 @@ def test_looped_bfs_grid() -> None:
 
 
 def test_interleaved_1f1b_grid() -> None:
-    schedule = build_schedule("interleaved_1f1b", forward_stages=cut(4, 4), num_workers=2, num_microbatches=4)
+    schedule = build_schedule("interleaved_1f1b", forward_stages=cut(4, 4), num_workers=2, rounds=Rounds(4))
     assert str(schedule) == words(
         """
         0F0 0F1 2F0 2F1 0F2 1R0 1B0 0F3 1R1 1B1 2F2 3R0 3B0 2F3 3R1 3B1 1R2 1B2 1R3 1B3 3R2 3B2 3R3 3B3
@@ -84,7 +84,7 @@ def test_roundpipe_deals_stages_round_robin_and_goes_on_where_a_worker_is_free()
         forward_stages=[(0, 1), (2, 3)],
         backward_stages=[(4, 4), (2, 3), (0, 1)],
         num_workers=2,
-        num_microbatches=3,
+        rounds=Rounds(3),
     )
     # five stages a round: the first round ends on worker 0, so worker 1 starts the second
     assert str(schedule) == words(
@@ -98,18 +98,16 @@ def test_roundpipe_deals_stages_round_robin_and_goes_on_where_a_worker_is_free()
 
 
 def test_a_stage_may_hold_the_whole_model() -> None:
-    schedule = build_schedule(
-        "roundpipe", forward_stages=[], backward_stages=[(0, 2)], num_workers=2, num_microbatches=2
-    )
+    schedule = build_schedule("roundpipe", forward_stages=[], backward_stages=[(0, 2)], num_workers=2, rounds=Rounds(2))
     assert str(schedule) == "0B0 0B1\n"
     validate_schedule(schedule)
 
 
 def test_staleness_0_starts_every_step_afresh_and_staleness_1_goes_on_like_rounds() -> None:
     stages = {"forward_stages": [(0, 1), (2, 3)], "backward_stages": [(4, 4), (2, 3), (0, 1)]}
-    fresh = build_schedule("roundpipe", **stages, num_workers=2, num_microbatches=2, num_steps=2)  # type: ignore[arg-type]
+    fresh = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2, num_steps=2))  # type: ignore[arg-type]
     assert [str(row[-1]) for row in fresh.actions] == ["2B3", "1B3"]
-    chained = build_schedule("roundpipe", **stages, num_workers=2, num_microbatches=2, num_steps=2, staleness=1)  # type: ignore[arg-type]
+    chained = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2, num_steps=2, staleness=1))  # type: ignore[arg-type]
     assert [str(row[-1]) for row in chained.actions] == ["1B3", "2B3"]
 
 
@@ -130,7 +128,7 @@ def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers
     for num_microbatches in range(1, 13):
         for name, stages in every_small_schedule(num_workers, num_microbatches):
             schedule = build_schedule(
-                name, **stages, num_workers=num_workers, num_microbatches=num_microbatches, costs=costs
+                name, **stages, num_workers=num_workers, rounds=Rounds(num_microbatches), costs=costs
             )
             validate_schedule(schedule)
             assert parse_rows(str(schedule)) == schedule.actions
@@ -174,7 +172,7 @@ def test_refused_stages(name: str, forward: list[StageRange], backward: list[Sta
     costs: CostModel = equal_costs(5)
     with pytest.raises(RefusedError, match=message):
         build_schedule(
-            name, forward_stages=forward, backward_stages=backward, num_workers=2, num_microbatches=2, costs=costs
+            name, forward_stages=forward, backward_stages=backward, num_workers=2, rounds=Rounds(2), costs=costs
         )
 
 
@@ -184,30 +182,9 @@ def test_the_heads_microbatches_spread_over_the_workers() -> None:
         forward_stages=[(0, 1)],
         backward_stages=[(2, 2), (0, 1)],
         num_workers=2,
-        num_microbatches=2,
-        options=Options(head_workers=2),
+        rounds=Rounds(2, options=Options(head_workers=2)),
     )
     assert str(schedule) == "0F0 0F1 0B1 1R0 1B0 1R1 1B1\n0B0"
-    validate_schedule(schedule)
-
-
-def test_stages_replicated_on_two_workers() -> None:
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 2), (0, 1)],
-        num_workers=4,
-        num_microbatches=4,
-        options=Options(head_workers=2, replicas=2),
-    )
-    assert str(schedule) == words(
-        """
-        0F0 0F1 1R0 1B0 1R1 1B1
-        0F2 0F3 1R2 1B2 1R3 1B3
-        0B0 0B1
-        0B2 0B3
-        """
-    )
     validate_schedule(schedule)
 
 
@@ -217,9 +194,8 @@ def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() 
         forward_stages=[(0, 1), (2, 3)],
         backward_stages=[(4, 4), (2, 3), (0, 1)],
         num_workers=2,
-        num_microbatches=2,
+        rounds=Rounds(2, options=Options(earliest_free=True)),
         costs=replace(equal_costs(5), hop_s=0.5),
-        options=Options(earliest_free=True),
     )
     validate_schedule(schedule)
     assert str(schedule) == "0F0 1F0 0B0 1R0 1B0 2R0 2B0\n0F1 1F1 0B1 1R1 1B1 2R1 2B1"
@@ -228,11 +204,7 @@ def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() 
 def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
     """The planner may leave workers idle; their rows are empty and the others keep their actions."""
     few = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 3), (0, 1)],
-        num_workers=1,
-        num_microbatches=3,
+        "roundpipe", forward_stages=[(0, 1)], backward_stages=[(2, 3), (0, 1)], num_workers=1, rounds=Rounds(3)
     )
     placed = place_on(few, (2,), 4)
     assert placed.num_workers == 4

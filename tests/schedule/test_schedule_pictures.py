@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.durations import equal_costs
-from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture, text_grid, text_picture
+from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import Timeline, makespan_s
+from roundpipe_cli.schedule.timeline import Timeline
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +22,8 @@ def timeline() -> Timeline:
     costs = equal_costs(3)
     layers = tuple(replace(layer, param_bytes=1, grad_bytes=1, optimizer_s=0.25) for layer in costs.layers)
     costs = replace(costs, layers=layers, link_bytes_per_s=2.0)
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 2)], num_workers=2, num_microbatches=1)
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 2)], num_workers=2, rounds=Rounds(1))
     return simulate(schedule, costs)
-
-
-def test_text(timeline: Timeline) -> None:
-    assert makespan_s(timeline) == 12.75
-    assert text_grid(timeline) == "worker 0 | 0F0 1R0 1B0\nworker 1 | 1F0 0R0 0B0"
-    # weights 0-1, F 0.5-1.5 and 1.5-3.5, R 3.5-4.5, B 4.5-8.5, R 8.5-9.5, B 9.5-11.5, gradients, three updates
-    assert text_picture(timeline, 51) == (
-        "worker 0 |..FFFF............................RRRRBBBBBBBB.....|\n"
-        "worker 1 |......FFFFFFFFRRRRBBBBBBBBBBBBBBBB.................|"
-    )
 
 
 def test_svg_has_a_row_per_timeline_and_a_box_per_action(timeline: Timeline) -> None:

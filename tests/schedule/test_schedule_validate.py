@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, parse_rows
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.validate import InvalidScheduleError, marked_grid, parse_rows, validate_schedule
+from roundpipe_cli.schedule.validate import InvalidScheduleError, marked_grid, validate_schedule
 
 
 def gpipe(num_steps: int = 1) -> Schedule:
@@ -21,7 +22,7 @@ def gpipe(num_steps: int = 1) -> Schedule:
     1F0 1F1 0R0 0B0 0R1 0B1
     """
     return build_schedule(
-        "gpipe", forward_stages=[(0, 1), (2, 3)], num_workers=2, num_microbatches=2, num_steps=num_steps
+        "gpipe", forward_stages=[(0, 1), (2, 3)], num_workers=2, rounds=Rounds(2, num_steps=num_steps)
     )
 
 
@@ -72,7 +73,7 @@ def test_steps_follow_each_other() -> None:
 
 def test_the_fused_head_is_not_recomputed() -> None:
     schedule = build_schedule(
-        "roundpipe", forward_stages=[(0, 1)], backward_stages=[(2, 2), (0, 1)], num_workers=1, num_microbatches=1
+        "roundpipe", forward_stages=[(0, 1)], backward_stages=[(2, 2), (0, 1)], num_workers=1, rounds=Rounds(1)
     )
     assert str(schedule) == "0F0 0B0 1R0 1B0"
     assert "0R0: the stage with the head is not recomputed" in str(refused("0F0 0R0 0B0 1R0 1B0", schedule))
@@ -88,7 +89,7 @@ def test_a_row_too_many_and_a_foreign_worker() -> None:
 
 
 def test_the_grid_shows_a_window_around_the_cell() -> None:
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, num_microbatches=12)
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, rounds=Rounds(12))
     lines = marked_grid(schedule.actions, 1, 20).split("\n")
     assert lines[0].startswith("    worker 0: ... ") and lines[0].endswith(" ...")
     assert "[0R4]" in lines[1]

@@ -11,6 +11,7 @@ import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import Interval, bubble, compute_rows, makespan_s, utilization
 
@@ -57,7 +58,7 @@ def test_published_figures(model_name: str, name: str) -> None:
         name,
         **published_stages(model, figures),
         num_workers=data["workers"],
-        num_microbatches=data["microbatches"],
+        rounds=Rounds(data["microbatches"]),
         costs=costs,
     )
     timeline = simulate_published(schedule, costs)
@@ -86,7 +87,7 @@ def test_roundpipe_by_hand() -> None:
         forward_stages=[(0, 0), (1, 1)],
         backward_stages=[(2, 2), (1, 1), (0, 0)],
         num_workers=2,
-        num_microbatches=1,
+        rounds=Rounds(1),
         costs=costs,
     )
     timeline = simulate_published(schedule, costs)
@@ -100,7 +101,7 @@ def test_roundpipe_by_hand() -> None:
 def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
     costs = CostModel("one block", (layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
     schedule = build_schedule(
-        "gpipe", forward_stages=[(0, 0), (1, 0), (1, 1)], num_workers=3, num_microbatches=1, costs=costs
+        "gpipe", forward_stages=[(0, 0), (1, 0), (1, 1)], num_workers=3, rounds=Rounds(1), costs=costs
     )
     timeline = simulate_published(schedule, costs)
     # F0 0-1, hop, nothing, hop, F 2-3, B 3-4, hop, nothing, hop, R 5-6, B 6-8
@@ -118,10 +119,8 @@ def test_staleness_0_chains_with_a_barrier_and_staleness_1_without() -> None:
             "roundpipe",
             **stages,
             num_workers=3,
-            num_microbatches=3,
+            rounds=Rounds(3, num_steps=num_steps, staleness=staleness),
             costs=costs,
-            num_steps=num_steps,
-            staleness=staleness,
         )
         spans.append(makespan_s(simulate_published(schedule, costs, staleness=staleness)))
     assert spans[1] == 2 * spans[0]
@@ -130,7 +129,7 @@ def test_staleness_0_chains_with_a_barrier_and_staleness_1_without() -> None:
 
 def test_worker_speed_divides_times() -> None:
     costs = CostModel("two speeds", (layer(1, 2), layer(1, 1, recompute=False)), worker_speed=(2.0, 0.5))
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, num_microbatches=1, costs=costs)
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, rounds=Rounds(1), costs=costs)
     timeline = simulate_published(schedule, costs)
     assert [interval.end_s - interval.start_s for interval in compute_rows(timeline)[1]] == [2, 2]
     assert makespan_s(timeline) == 0.5 + 2 + 2 + 0.5 + 1
@@ -138,7 +137,7 @@ def test_worker_speed_divides_times() -> None:
 
 def test_an_interval_names_its_action() -> None:
     costs = CostModel("one", (layer(1, 2),))
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0)], num_workers=1, num_microbatches=1, costs=costs)
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0)], num_workers=1, rounds=Rounds(1), costs=costs)
     first = simulate_published(schedule, costs).intervals[0]
     assert isinstance(first, Interval)
     assert (first.worker, first.lane, first.kind.value, first.stage, first.microbatch) == (0, "compute", "F", 0, 0)

@@ -27,6 +27,7 @@ from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 
 BASE = {
     "vocab_size": 128,
@@ -307,7 +308,7 @@ def schedule_for(
         forward_stages=forward,
         backward_stages=backward,
         num_workers=num_workers,
-        num_microbatches=num_microbatches,
+        rounds=Rounds(num_microbatches),
     )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.builders import SCHEDULES
 from roundpipe_cli.train.bench_run import Measured, check_losses
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, run, tree
 

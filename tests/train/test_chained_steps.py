@@ -25,11 +25,12 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError, StoppedError
 from roundpipe_cli.events import Event, Paused, StepFinished
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.finetune import run_finetune as finetune_here
@@ -69,12 +70,10 @@ def test_a_chain_deals_as_chained_steps_do(num_workers: int, num_microbatches: i
     def build(steps: int) -> Schedule:
         return build_schedule(
             "roundpipe",
-            **stages,  # type: ignore[arg-type]
+            **stages,
             num_workers=num_workers,
-            num_microbatches=num_microbatches,
+            rounds=Rounds(num_microbatches, num_steps=steps, staleness=1),
             costs=costs,
-            num_steps=steps,
-            staleness=1,
         )
 
     whole, chain = build(num_steps), StepChain(build(1), costs)
@@ -95,7 +94,7 @@ def test_a_chain_comes_round() -> None:
             forward_stages=((0, 2), (3, 3)),
             backward_stages=((4, 6), (2, 3), (0, 1)),
             num_workers=4,
-            num_microbatches=4,
+            rounds=Rounds(4),
             costs=costs_of(),
         ),
         costs_of(),
@@ -192,7 +191,9 @@ def test_an_engine_left_with_steps_under_way_ends(ask: Ask) -> None:
 def test_who_chains() -> None:
     def chain(costs: CostModel, *, chained: bool = True, workers: int = 3, **pipeline: Any) -> StepChain | None:
         given = {"forward_stages": ((0, 2),), "backward_stages": ((3, 6), (0, 2))}
-        planner = AdaptivePlanner(costs, workers, PipelineConfig(**{**given, **pipeline}), chained=chained)
+        planner = AdaptivePlanner(
+            costs, workers, PipelineConfig(**{**given, **pipeline}), conditions=RunConditions(chained=chained)
+        )
         return planner.chain(6)
 
     assert chain(costs_of()) is not None
@@ -218,7 +219,7 @@ def test_which_recipes_overlap_steps() -> None:
     assert not overlaps(objective="dpo", method="lora", on_cpu=True)
     for key, value in (
         *(("schedule", "gpipe"), ("dispatch", "earliest_free"), ("head_workers", 2)),
-        *(("replicas", 2), ("sequence_chunks", 4)),
+        ("sequence_chunks", 4),
     ):
         assert not overlaps(pipeline={key: value}), key
 
@@ -229,7 +230,7 @@ def test_stages_are_planned_for_steps_that_overlap() -> None:
     costs = CostModel("m", (LayerCost("embed", 0.0, 0.0, True), *blocks, LayerCost("head", 0.0, 0.032, False)))
     predicted = {}
     for chained in (False, True):
-        planner = AdaptivePlanner(costs, 8, PipelineConfig(), chained=chained)
+        planner = AdaptivePlanner(costs, 8, PipelineConfig(), conditions=RunConditions(chained=chained))
         planner.measured = True
         predicted[chained] = planner.predicted(16)
         assert (planner.chain(16) is not None) == chained
@@ -244,11 +245,8 @@ def test_stages_are_planned_for_steps_that_overlap() -> None:
         forward_stages=step.forward_stages,
         backward_stages=step.backward_stages,
         num_workers=8,
-        num_microbatches=16,
+        rounds=Rounds(16, per_round=step.microbatches_per_round, num_steps=40, staleness=1),
         costs=with_updates(costs),
-        microbatches_per_round=step.microbatches_per_round,
-        num_steps=40,
-        staleness=1,
     )
     taken_s = makespan_s(simulate(many, with_updates(costs), staleness=1))
     assert taken_s <= 1.06 * 40 * predicted[True]["step_s"]

@@ -30,7 +30,7 @@ from roundpipe_cli.engine.dispatch.progress import AbortedError
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions
 from roundpipe_cli.engine.dispatch.work import NOBODY, Work
 from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
-from roundpipe_cli.schedule.lower import Op
+from roundpipe_cli.schedule.operations import Op
 
 TICK_S = 0.25
 JOIN_TIMEOUT_S = 5.0

@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roundpipe_cli.schedule.lower import Program
+from roundpipe_cli.costs.cost import CHUNK_BYTES
+from roundpipe_cli.schedule.operations import Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
-CHUNK_BYTES = 32 * 1024**2
 MAX_IN_FLIGHT = 2
 """Chunks on a stream at once: one moves, one follows without a gap."""
 

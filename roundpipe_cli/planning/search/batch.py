@@ -1,7 +1,15 @@
-"""Times of many partitions at once: `evaluate.walk_rounds`, one numpy operation for all of them. Seconds.
+"""Times of many partitions at once, without building schedules: one numpy operation for all of them. Seconds.
 
-Shapes: C candidates, N stages per round (forward then backward), W workers, R microbatches of a round. The operations
-and their order are those of `walk_rounds`, so results agree to the last bit.
+The stages of a round are walked in execution order, which is also the order of every worker's list, so one pass settles
+all times. A stage is a lead (what may run before the previous stage has delivered: the recompute, or the fused head's
+forward) and a rest:
+
+      end[m] = max(end[m - 1] + lead, arrival[m]) + rest
+
+Stage k of a round runs on worker (start + k) mod workers; the next round starts on the worker that is free first. The
+simulator gives the same times for the schedules that are built of these partitions.
+
+Shapes: C candidates, N stages per round (forward then backward), W workers, R microbatches of a round.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from roundpipe_cli.planning.search.evaluate import LinkCosts, RoundChain
+from roundpipe_cli.planning.search.chain import LinkCosts, RoundChain
 from roundpipe_cli.planning.stages import StageLimits, StageSums
 
 Array = Any

@@ -11,7 +11,7 @@ last one the stages behind still have to run (drain):
 from __future__ import annotations
 
 from roundpipe_cli.planning.search.batch import Array, BatchScorer, Works
-from roundpipe_cli.planning.search.evaluate import RoundChain
+from roundpipe_cli.planning.search.chain import RoundChain
 
 
 def lower_bounds(scorer: BatchScorer, works: Works, chain: RoundChain) -> Array:

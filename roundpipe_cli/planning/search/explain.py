@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roundpipe_cli.planning.search.batch import Batch, BatchScorer
-from roundpipe_cli.planning.search.evaluate import RoundChain
+from roundpipe_cli.planning.search.chain import RoundChain
 from roundpipe_cli.planning.search.run import Candidate
 from roundpipe_cli.planning.stages import StageSums
 from roundpipe_cli.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Scorers:
+    """The scorer of a search, and the same for a machine where one thing costs nothing."""
+
+    as_it_is: BatchScorer
+    without_hops: BatchScorer
+    without_links: BatchScorer
+
+
+@dataclass(frozen=True, slots=True)
+class HostUpdates:
+    """The host's updates of one step."""
+
+    seconds: float
+    staleness: int
 
 
 def explain(
@@ -16,21 +34,21 @@ def explain(
     *,
     sums: StageSums,
     chain: RoundChain,
-    scorer: BatchScorer,
-    without_hops: BatchScorer,
-    without_links: BatchScorer,
-    updates_s: float,
-    staleness: int,
+    scorers: Scorers,
+    updates: HostUpdates,
 ) -> tuple[str, ...]:
     """One fact a line, for the fastest of `found`."""
-    best = found[0]
+    best, scorer = found[0], scorers.as_it_is
     lines = [_shape(best), _binds(best, sums, chain, scorer)]
-    for other, change in ((without_hops, "hops took no time"), (without_links, "transfers took no time")):
+    for other, change in (
+        (scorers.without_hops, "hops took no time"),
+        (scorers.without_links, "transfers took no time"),
+    ):
         if other.hop_s != scorer.hop_s or other.links != scorer.links:
             lines.append(_gain(best, _score(other, best, chain), f"If {change}, this plan"))
-    if updates_s:
-        where = "after every step" if staleness == 0 else "beside the next step"
-        lines.append(f"The host's updates take {format_seconds(updates_s)} {where}.")
+    if updates.seconds:
+        where = "after every step" if updates.staleness == 0 else "beside the next step"
+        lines.append(f"The host's updates take {format_seconds(updates.seconds)} {where}.")
     others = [candidate for candidate in found if candidate.shape != best.shape]
     if others:
         second = others[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Array, Batch, BatchScorer
 from roundpipe_cli.planning.search.bound import lower_bounds
-from roundpipe_cli.planning.search.evaluate import RoundChain
+from roundpipe_cli.planning.search.chain import RoundChain
 from roundpipe_cli.planning.search.local import neighbours, reshaped
 from roundpipe_cli.planning.search.seeds import PATTERNS, Cells, make_cells, seeds
 

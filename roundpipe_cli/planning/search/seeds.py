@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundpipe_cli.planning.search.batch import Array, Batch, BatchScorer
-from roundpipe_cli.planning.search.evaluate import RoundChain
+from roundpipe_cli.planning.search.chain import RoundChain
 from roundpipe_cli.planning.stages import StageSums
 
 PATTERNS = ("smaller first", "larger first", "spread")

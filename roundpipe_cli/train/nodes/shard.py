@@ -21,7 +21,7 @@ from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.saver import State
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.optim.update_rules import make_rule
+from roundpipe_cli.train.optim.update_rules import RuleSettings, make_rule
 from roundpipe_cli.train.setup import MAX_MEMORY_SHARE
 from roundpipe_cli.units import format_bytes
 
@@ -119,7 +119,7 @@ def _whole_bytes(recipe: Recipe, layouts: Sequence[LayerLayout]) -> int:
 
 def _state_bytes(recipe: Recipe, num_elements: int) -> int:
     """Of masters and moments."""
-    rule = make_rule(recipe.optim, betas=(0.9, 0.999), eps=1e-8, momentum=recipe.sgd_momentum, weight_decay=0.0)
+    rule = make_rule(recipe.optim, RuleSettings(momentum=recipe.sgd_momentum))
     with torch.device("meta"):
         moments = sum(tensor.nbytes for tensor in rule.make_state(torch.Size([num_elements])).values())
     return moments + (0 if recipe.dtype == "float32" else 4 * num_elements)

@@ -12,7 +12,7 @@ import torch
 
 from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.optim.update_rules import AdamW, UpdateRule, make_rule
+from roundpipe_cli.train.optim.update_rules import AdamW, RuleSettings, UpdateRule, make_rule
 
 BLOCK_ELEMENTS = 2**20
 """Of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all that is done."""
@@ -181,13 +181,13 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
     Raises:
         RefusedError: its library is not installed.
     """
-    rule = make_rule(
-        recipe.optim,
+    settings = RuleSettings(
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
         momentum=recipe.sgd_momentum,
         weight_decay=recipe.weight_decay,
     )
+    rule = make_rule(recipe.optim, settings)
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
     rates = dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None
     return HostOptimizer(store, rule, rates, elsewhere)

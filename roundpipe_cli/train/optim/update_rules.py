@@ -7,7 +7,7 @@ to know where each parameter begins and what shape it has. Values and gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
@@ -48,6 +49,16 @@ class UpdateRule(Protocol):
         """One update in place, number `number` (from 1); `salt` differs from block to block."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RuleSettings:
+    """Figures of a recipe that rules read."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
 @dataclass(frozen=True)
 class AdamW:
     """torch.optim.AdamW, its fused kernel."""
@@ -56,6 +67,10 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     is_flat = True
+
+    @classmethod
+    def of(cls, settings: RuleSettings) -> AdamW:
+        return cls(settings.betas, settings.eps, settings.weight_decay)
 
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
         return {"exp_avg": torch.empty(shape), "exp_avg_sq": torch.empty(shape)}
@@ -145,6 +160,21 @@ class AdamW8(AdamW):
 
     is_flat = False
 
+    @classmethod
+    def of(cls, settings: RuleSettings) -> AdamW:
+        """
+        Raises:
+            RefusedError: bitsandbytes is not installed.
+        """
+        if import_bitsandbytes() is None:
+            raise RefusedError(
+                "moments in 8 bit need the package bitsandbytes",
+                where="optim: adamw_8bit",
+                found="not installed",
+                hint="pip install bitsandbytes",
+            )
+        return super().of(settings)
+
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
         count = shape.numel()
         if count < MIN_8BIT_ELEMENTS:
@@ -190,6 +220,10 @@ class Sgd:
     weight_decay: float = 0.0
     is_flat = True
 
+    @classmethod
+    def of(cls, settings: RuleSettings) -> Sgd:
+        return cls(settings.momentum, settings.weight_decay)
+
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
         return {"momentum": torch.empty(shape)} if self.momentum else {}
 
@@ -224,6 +258,10 @@ class Adafactor:
     weight_decay: float = 0.0
     is_flat = False
 
+    @classmethod
+    def of(cls, settings: RuleSettings) -> Adafactor:
+        return cls(settings.weight_decay)
+
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
         if len(shape) < 2:
             return {"exp_avg_sq": torch.empty(shape)}
@@ -251,23 +289,22 @@ class Adafactor:
         optimizer.step()
 
 
-def make_rule(name: str, *, betas: tuple[float, float], eps: float, momentum: float, weight_decay: float) -> UpdateRule:
+RULES: dict[OptimizerName, Callable[[RuleSettings], UpdateRule]] = {
+    "adamw": AdamW.of,
+    "adamw_bf16": AdamW16.of,
+    "adamw_8bit": AdamW8.of,
+    "sgd": Sgd.of,
+    "adafactor": Adafactor.of,
+}
+"""The rule of each value of `optim`."""
+
+
+def make_rule(name: OptimizerName, settings: RuleSettings) -> UpdateRule:
     """The rule that a recipe's `optim` names.
 
     Raises:
         RefusedError: its library is not installed.
     """
-    assert all(map(math.isfinite, (*betas, eps, momentum, weight_decay)))
-    if name == "sgd":
-        return Sgd(momentum, weight_decay)
-    if name == "adafactor":
-        return Adafactor(weight_decay)
-    if name == "adamw_8bit" and import_bitsandbytes() is None:
-        raise RefusedError(
-            "moments in 8 bit need the package bitsandbytes",
-            where="optim: adamw_8bit",
-            found="not installed",
-            hint="pip install bitsandbytes",
-        )
-    kinds = {"adamw": AdamW, "adamw_bf16": AdamW16, "adamw_8bit": AdamW8}
-    return kinds[name](betas, eps, weight_decay)
+    values = (*settings.betas, settings.eps, settings.momentum, settings.weight_decay)
+    assert all(map(math.isfinite, values))
+    return RULES[name](settings)

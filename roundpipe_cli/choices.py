@@ -1,0 +1,116 @@
+"""What a recipe chooses by name: schedules, optimizers and packed weight formats, each one entry of a table.
+
+An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
+`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/update_rules.py`, the codes of packed weights in
+`model/packed_weights.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """What sets a schedule apart from others."""
+
+    binds_stages: bool = True
+    """Each stage belongs to one worker, and backward stages mirror the forward ones. Otherwise stages are dealt out."""
+    one_stage_each: bool = False
+    """As many stages as workers; other bound schedules take any multiple of the workers."""
+    takes_chunks: bool = False
+    """All chunks of a sequence go forward through all stages before one of them goes backward."""
+    keeps_few: bool = False
+    """Bound: as many microbatches as workers are between forward and backward at most, otherwise all of a step."""
+
+
+SCHEDULE_KINDS: Mapping[str, ScheduleKind] = {
+    "roundpipe": ScheduleKind(binds_stages=False, takes_chunks=True),
+    "looped_bfs": ScheduleKind(takes_chunks=True),
+    "gpipe": ScheduleKind(one_stage_each=True, takes_chunks=True),
+    "1f1b": ScheduleKind(one_stage_each=True, keeps_few=True),
+    "interleaved_1f1b": ScheduleKind(),
+}
+"""All schedules, in the order in which `bench` lists them."""
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+BOUND_SCHEDULES = tuple(name for name in SCHEDULES if SCHEDULE_KINDS[name].binds_stages)
+CHUNK_SCHEDULES = tuple(name for name in SCHEDULES if SCHEDULE_KINDS[name].takes_chunks)
+
+
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"]
+ADAM_KEYS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """What an optimizer keeps and reads. Bytes are per trained parameter."""
+
+    meaning: str
+    """Bytes of state and what is particular, for the table of recipe keys."""
+    moment_bytes: float = 0.0
+    """State of every element."""
+    momentum_bytes: float = 0.0
+    """State of every element where `sgd_momentum` is not 0."""
+    side_bytes: float = 0.0
+    """State of every row and of every column of a matrix."""
+    keys: tuple[str, ...] = ()
+    """Recipe keys that only some optimizers read, this one among them."""
+    other_names: tuple[str, ...] = ()
+    """Names that other trainers have for the same optimizer."""
+
+    def state_bytes(self, narrow: int, wide: int, *, has_momentum: bool) -> float:
+        """State of each parameter in matrices of `narrow` x `wide` elements."""
+        element_bytes = self.moment_bytes + (self.momentum_bytes if has_momentum else 0.0)
+        return element_bytes + self.side_bytes / narrow + self.side_bytes / wide
+
+
+OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
+    "adamw": OptimizerKind(
+        "8",
+        moment_bytes=8,
+        keys=ADAM_KEYS,
+        other_names=("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW", "paged_adamw_32bit"),
+    ),
+    "adamw_bf16": OptimizerKind("4, the moments in bfloat16", moment_bytes=4, keys=ADAM_KEYS),
+    "adamw_8bit": OptimizerKind(
+        "2 (bitsandbytes; many times slower on the host)",
+        moment_bytes=2 + 8 / 256,  # two codes, and two float32 scales for each 256
+        keys=ADAM_KEYS,
+        other_names=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit_bnb", "AdamW8bit"),
+    ),
+    "sgd": OptimizerKind("0, with momentum 4", momentum_bytes=4, keys=("sgd_momentum",)),
+    "adafactor": OptimizerKind(
+        "(that of transformers, with this recipe's learning rate) next to nothing", side_bytes=4
+    ),
+}
+"""All values of `optim`."""
+
+OPTIMIZER_KEYS = tuple(dict.fromkeys(key for kind in OPTIMIZERS.values() for key in kind.keys))
+"""Recipe keys that not every optimizer reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """A form in which frozen weights stay on the host and in slots, whole only in use."""
+
+    key: str
+    """Recipe key that asks for it."""
+    bits: int
+    """Of each weight's code."""
+
+    @property
+    def bytes_per_param(self) -> float:
+        """With the scale that some weights share."""
+        return self.bits / 8 + SCALE_BYTES / WEIGHTS_PER_SCALE
+
+
+WEIGHTS_PER_SCALE = 64
+SCALE_BYTES = 4
+
+PACKED_FORMATS = {kind.bits: kind for kind in (PackedFormat("load_in_4bit", 4), PackedFormat("load_in_8bit", 8))}
+"""By bits: NF4 (arXiv 2305.14314, without its second quantization), and bitsandbytes' blockwise dynamic code."""

@@ -1,0 +1,60 @@
+"""The tables of what a recipe chooses by name: each entry has its code, and no code lacks an entry."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from roundpipe_cli.choices import (
+    OPTIMIZER_KEYS,
+    OPTIMIZERS,
+    PACKED_FORMATS,
+    SCALE_BYTES,
+    SCHEDULE_KINDS,
+    SCHEDULES,
+    OptimizerName,
+    PackedFormat,
+)
+from roundpipe_cli.model.packed_weights import packed_bytes
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.validate import validate_schedule
+from roundpipe_cli.train.optim.update_rules import RULES, RuleSettings, make_rule
+
+KEYS = {field.name for field in fields(Recipe)}
+
+
+def test_every_schedule_has_its_kind_and_can_be_built() -> None:
+    assert list(SCHEDULE_KINDS) == list(SCHEDULES)
+    for name, kind in SCHEDULE_KINDS.items():
+        stages = ((0, 0), (1, 1))
+        dealt: dict[str, Any] = {"forward_stages": ((0, 0),), "backward_stages": ((1, 1), (0, 0))}
+        given = {"forward_stages": stages} if kind.binds_stages else dealt
+        validate_schedule(build_schedule(name, **given, num_workers=2, rounds=Rounds(4)))
+
+
+@pytest.mark.parametrize("has_momentum", [False, True])
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_every_optimizer_has_its_rule_and_keeps_what_the_table_says(name: Any, has_momentum: bool) -> None:
+    """Earlier an optimizer that was forgotten in the table of memory was a KeyError in `plan`."""
+    shape = torch.Size((256, 512))
+    kind = OPTIMIZERS[name]
+    rule = make_rule(name, RuleSettings(momentum=0.9 if has_momentum else 0.0))
+    kept = sum(tensor.nbytes for tensor in rule.make_state(shape).values())
+    assert kept == shape.numel() * kind.state_bytes(*shape, has_momentum=has_momentum)
+    assert set(kind.keys) <= set(OPTIMIZER_KEYS) <= KEYS
+
+
+def test_no_rule_and_no_name_is_without_entry() -> None:
+    assert set(get_args(OptimizerName)) == set(OPTIMIZERS) == set(RULES)
+    assert get_type_hints(Recipe)["optim"] == OptimizerName
+
+
+@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: str(kind.bits))
+def test_packed_weights_take_what_the_table_says(kind: PackedFormat) -> None:
+    assert kind.key in KEYS and torch.finfo(torch.float32).bits // 8 == SCALE_BYTES
+    assert packed_bytes(2**20, kind.bits) == 2**20 * kind.bytes_per_param
