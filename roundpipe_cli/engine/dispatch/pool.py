@@ -164,10 +164,10 @@ class Pool:
                     self._compute(run, work, result)
                 run.leave(worker)
                 try:
-                    if result.error is None and not run.progress.aborted:
-                        work.drain()
+                    work.drain()  # of a failed step too: until then its work reads and writes slots and sums
                 except BaseException as error:
-                    result.error, result.where = error, f"worker {worker}, finishing the step"
+                    if result.error is None and not run.progress.aborted:  # else the first error says more
+                        result.error, result.where = error, f"worker {worker}, finishing the step"
                 work.reset()
                 run.results.put(result)
                 run = None

@@ -1,0 +1,86 @@
+"""The real CUDA backend on simulated GPUs: every feature gives the processor's bits, and all accesses are ordered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from roundpipe_cli import faults
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.errors import InternalError
+from tests.support.simulated_cases import CASES, Bits, Case, is_equal, page_locked, simulated
+from tests.support.tiny import Rig
+
+NUM_SEEDS = 4
+
+
+@functools.cache
+def expected(name: str) -> Bits:
+    return CASES[name].on_processor()
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_bits_are_those_of_the_processor(name: str) -> None:
+    """Two unlike cards, whatever the host learns late of events; every other run with copies put off."""
+    for seed in range(NUM_SEEDS):
+        found, simulation = CASES[name].simulated(seed, lazy=seed % 2 == 1)
+        assert is_equal(found, expected(name)), f"seed {seed}"
+        assert sum(simulation.machine.launches.values()) > 100, "nothing ran on the simulated cards"
+
+
+@pytest.mark.parametrize("name", ["lora", "full", "staleness-1", "cache-whole"])
+def test_one_card_listed_twice(name: str) -> None:
+    for seed in range(2):
+        found, _ = CASES[name].simulated(seed, devices=(0, 0), lazy=seed == 1)
+        assert is_equal(found, expected(name)), f"seed {seed}"
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Ask for a fault, as the environment variable has it."""
+
+    def set_fault(text: str) -> None:
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
+        faults.load_faults()
+
+    yield set_fault
+    monkeypatch.undo()
+    faults.load_faults()
+
+
+@pytest.mark.parametrize("point", ["compute", "upload", "download"])
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_a_failed_step_is_done_before_the_next_uses_its_memory(
+    name: str, point: str, ask: Callable[[str], None]
+) -> None:
+    """Slots were freed and gradient sums zeroed while what the failed step had issued still used them."""
+    case = CASES[name]
+    alone = Case("llama", name, microbatches=case.microbatches).on_processor()
+    for seed in range(2):
+        rig = case.rig()
+        with simulated(seed), page_locked(rig), two_workers(rig) as engine:
+            schedule = case.schedule(rig, len(case.microbatches))
+            ask(f"{point}:raise:nth={4 + seed}")
+            with pytest.raises(InternalError):
+                engine.run_step(case.microbatches, schedule, step=0)
+            ask("")
+            result = engine.run_step(case.microbatches, schedule, step=0)
+        assert is_equal([result.loss, result.gradient_norm, *rig.store.gradients_of(0)], alone[:-1])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_either_of_two_steps_under_way_may_fail(failing: int, ask: Callable[[str], None]) -> None:
+    """The other ends, or is given up; nothing is read or written out of order meanwhile."""
+    case = CASES["staleness-1"]
+    for seed in range(2):
+        ask(f"compute:raise:step={failing}:nth=3")
+        with pytest.raises(InternalError, match=f"step {failing}"):
+            case.simulated(seed, lazy=seed == 1)
+
+
+def two_workers(rig: Rig) -> Engine:
+    backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
+    return Engine(rig.skeleton, rig.split, rig.store, backends, seed=3, head_chunk_tokens=8)

@@ -1,0 +1,238 @@
+"""What the engine can do, as steps to be run on simulated GPUs and on the processor: the bits must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.model import counter_random, packed_weights
+from roundpipe_cli.model.preference import Preference
+from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.builders import build_forward, build_schedule
+from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.durations import equal_costs
+from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
+from tests.support.tiny import Rig, make_rig, random_microbatches
+
+SIZES, MORE_SIZES = ((2, 5), (1, 4)), ((2, 6), (1, 5), (2, 4))
+CARDS = (Card(), SMALL_CARD)
+Bits = list[object]
+
+
+def roundpipe(rig: Rig, num_microbatches: int, **options: Any) -> Schedule:
+    """Two blocks a forward stage, one a backward stage, the head alone; two workers."""
+    last = rig.num_layers - 1
+    return build_schedule(
+        "roundpipe",
+        forward_stages=[(start, min(start + 1, last - 1)) for start in range(0, last, 2)],
+        backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)],
+        num_workers=2,
+        num_microbatches=num_microbatches,
+        **options,
+    )
+
+
+def one_f_one_b(rig: Rig, num_microbatches: int) -> Schedule:
+    stages = [(0, 1), (2, rig.num_layers - 1)]
+    return build_schedule("1f1b", forward_stages=stages, num_workers=2, num_microbatches=num_microbatches)
+
+
+def resident(rig: Rig, num_microbatches: int) -> Schedule:
+    """Each microbatch stays on one worker, all weights on both."""
+    found = resident_cut(equal_costs(rig.num_layers), 2, lambda cut: True)
+    assert found is not None
+    return build_schedule(
+        "roundpipe",
+        forward_stages=found.forward_stages,
+        backward_stages=found.backward_stages,
+        num_workers=2,
+        num_microbatches=num_microbatches,
+        options=found.dealing,
+    )
+
+
+def update(rig: Rig, step: int) -> None:
+    """Something new in every trained weight, as an optimizer would write it."""
+    for layer, layout in enumerate(rig.store.layouts):
+        if layout.num_trainable_elements:
+            with rig.store.next_version(layer) as place:
+                torch.add(place.masters, rig.store.gradients_of(step)[layer], alpha=-0.01, out=place.new_masters)
+                if place.weights is not None:
+                    place.weights.copy_(place.new_masters)
+
+
+def gradient_bits(rig: Rig, step: int) -> Bits:
+    return [gradient.clone() for gradient in rig.store.gradients_of(step)]
+
+
+def train(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """Steps one after the other, with updates between them."""
+    bits: Bits = []
+    schedule = case.schedule(rig, len(case.microbatches) * case.chunks)
+    for step in range(case.num_steps):
+        version = rig.store.step_version(step)
+        result = engine.run_step(case.microbatches, schedule, step=step, version=version, loss_scale=case.loss_scale)
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step), str(result.rewards)]
+        if step < case.num_steps - 1:
+            update(rig, step)
+    return bits
+
+
+def overlap(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """Two steps under way at once, twice, with updates by this thread while the next ones run."""
+    bits: Bits = []
+    schedule = case.schedule(rig, len(case.microbatches))
+
+    def start(step: int) -> Any:
+        return engine.start_step(case.microbatches, schedule, step=step, version=rig.store.step_version(step))
+
+    under_way = [start(0)]
+    for step in range(case.num_steps):
+        if step + 1 < case.num_steps:
+            under_way.append(start(step + 1))
+        result = engine.finish_step(under_way.pop(0))
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step)]
+        update(rig, step)
+    return bits
+
+
+def evaluate(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """A training step, then scores with and without adapters."""
+    bits = train(engine, rig, replace(case, num_steps=1))
+    stages = [(0, 1), (2, rig.num_layers - 1)]
+    schedule = build_forward(stages, num_workers=2, num_microbatches=len(case.microbatches))
+    for adapters in (True, False):
+        for scores in engine.score(case.microbatches, schedule, step=0, adapters=adapters, greedy=True):
+            bits += [value.clone() for value in vars(scores).values() if isinstance(value, torch.Tensor)]
+    return bits
+
+
+def packed_rows() -> list[Microbatch]:
+    made = []
+    for microbatch in random_microbatches([(1, 9), (1, 7)]):
+        tokens = microbatch.input_ids.shape[1]
+        positions = torch.cat([torch.arange(4), torch.arange(tokens - 4)])[None]
+        made.append(replace(microbatch, position_ids=positions))
+    return made
+
+
+def pairs() -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for microbatch in random_microbatches([(4, 6), (2, 5)]):
+        reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
+        made.append(replace(microbatch, preference=Preference(reference, 0.3)))
+    return made
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, an engine and what it is to do."""
+
+    model_type: str
+    method: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Of `make_rig`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Callable[[Rig, int], Schedule] = roundpipe
+    microbatches: Sequence[Microbatch] = field(default_factory=lambda: random_microbatches(SIZES))
+    chunks: int = 1
+    num_steps: int = 1
+    loss_scale: float = 1.0
+    steps: Callable[[Engine, Rig, Any], Bits] = train
+
+    def rig(self) -> Rig:
+        return make_rig(self.model_type, self.method, **{"num_hidden_layers": 2, **self.model})
+
+    def on(self, rig: Rig, backends: Sequence[Backend]) -> Bits:
+        """What the steps come to on these devices."""
+        options = {"seed": 3, "head_chunk_tokens": 8, **self.engine}
+        with Engine(rig.skeleton, rig.split, rig.store, backends, **options) as engine:
+            return self.steps(engine, rig, self)
+
+    def on_processor(self) -> Bits:
+        return self.on(self.rig(), [CpuBackend(1, copy=True) for _ in range(2)])
+
+    def simulated(self, seed: int, devices: Sequence[int] = (0, 1), **options: Any) -> tuple[Bits, Simulation]:
+        """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
+        rig = self.rig()
+        with simulated(seed, **options) as simulation, page_locked(rig):
+            bits = self.on(rig, [cuda.CudaBackend(index) for index in devices])
+        return bits, simulation
+
+
+@contextmanager
+def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> Iterator[Simulation]:
+    """A simulation, and none of its constants in later ones."""
+    try:
+        with Simulation(cards, seed, **options) as simulation:
+            yield simulation
+    finally:
+        counter_random._columns.cache_clear()
+        packed_weights._dynamic_map.cache_clear()
+
+
+@contextmanager
+def page_locked(rig: Rig) -> Iterator[None]:
+    """Weights and gradients page-locked, as in a run."""
+    buffers = rig.store.transferred
+    for buffer in buffers:
+        assert cuda.register_host_buffer(buffer, 0)
+    try:
+        yield
+    finally:
+        for buffer in buffers:
+            cuda.unregister_host_buffer(buffer)
+
+
+def is_equal(found: Bits, expected: Bits) -> bool:
+    """Whether two runs came to the same bits."""
+    return len(found) == len(expected) and all(map(_same, found, expected))
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(torch.equal(one.cpu(), other.cpu()))
+    return one == other
+
+
+_DROPOUT = {"attention_dropout": 0.1, "lora_dropout": 0.1}
+_CACHED = {"weight_cache_bytes": 10**9}
+CASES: dict[str, Case] = {
+    "lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES)),
+    "full": Case("llama", "full", num_steps=2, microbatches=random_microbatches(MORE_SIZES)),
+    "dropout": Case("llama", "lora", _DROPOUT),
+    "dropout-full": Case("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}),
+    "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}),
+    "packing": Case("llama", "full", microbatches=packed_rows()),
+    "sequence-chunks": Case("llama", "full", chunks=2, microbatches=random_microbatches([(1, 9)]),
+                            schedule=partial(roundpipe, sequence_chunks=2)),
+    "mlp-chunks": Case("llama", "full", engine={"mlp_chunk_tokens": 5}),
+    "kept-activations": Case("llama", "full", engine={"keep_blocks": 2}, schedule=one_f_one_b),
+    "recompute-layer": Case("llama", "full", engine={"recompute": "layer"}),
+    "cache-whole": Case("llama", "lora", engine=_CACHED, num_steps=2),
+    "cache-partial": Case("llama", "full", engine={"weight_cache_bytes": 180_000}, num_steps=2),
+    "resident": Case("llama", "lora", engine=_CACHED, schedule=resident),
+    "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
+    "staleness-1": Case("llama", "full", {"staleness": 1}, num_steps=3, steps=overlap),
+    "mixture-of-experts": Case("qwen3_moe", "full"),
+    "gpt-oss": Case("gpt_oss", "full"),
+    "4-bit": Case("llama", "lora", {"bits": 4}),
+    "8-bit": Case("llama", "lora", {"bits": 8}),
+    "float16": Case("llama", "full", {"dtype": torch.float16}, loss_scale=1024.0),
+    "bfloat16": Case("llama", "lora", {"dtype": torch.bfloat16}),
+    "evaluation": Case("llama", "lora", steps=evaluate),
+    "preference": Case("llama", "lora", microbatches=pairs()),
+}  # fmt: skip
+"""By feature."""

@@ -1,0 +1,150 @@
+"""A simulation of `torch.cuda`: the real CUDA backend runs on it, while all tensors lie on the processor.
+
+    with Simulation([Card(), Card()], seed=3) as machine:
+        with Engine(..., [CudaBackend(0), CudaBackend(1)]) as engine: ...
+
+Every operation of torch that any thread carries out meanwhile is noted with its stream, or with its host thread. At the
+end the block fails if two accesses to common bytes were not ordered by streams, events, locks or waits. When the host
+sees that an event has happened is drawn by the seed. With `lazy`, copies are put off until an event forces them, so
+that whoever does not wait computes with other bytes.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import types
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tests.support.simulated_cuda.clocks import Actor, Unordered
+from tests.support.simulated_cuda.memory import BLOCK_BYTES, CachingAllocator
+from tests.support.simulated_cuda.mode import CardMode, Machine
+from tests.support.simulated_cuda.patches import Patch, Runtime, cuda_patches, tensor_patches
+from tests.support.simulated_cuda.streams import SimulatedStream, Streams
+from tests.support.simulated_cuda.threads import ThreadHooks
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Card:
+    """A kind of GPU."""
+
+    name: str = "Simulated 90"
+    total_bytes: int = 8 * GIB
+    multi_processors: int = 132
+    capability: tuple[int, int] = (9, 0)
+    context_bytes: int = 0
+    """What the driver takes for itself."""
+
+    def properties(self) -> Any:
+        return types.SimpleNamespace(
+            name=self.name,
+            total_memory=self.total_bytes,
+            multi_processor_count=self.multi_processors,
+            major=self.capability[0],
+            minor=self.capability[1],
+            uuid=f"0000-{self.multi_processors}",
+        )
+
+
+SMALL_CARD = Card("Simulated 75", 4 * GIB, 24, (7, 5))
+
+
+class _Actors:
+    """The host threads that have been seen, and all streams."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._count = 0
+        self._of_thread = threading.local()
+
+    def new(self, name: str) -> Actor:
+        with self._lock:
+            self._count += 1
+            return Actor(self._count, name)
+
+    def myself(self) -> Actor:
+        """The calling thread's."""
+        found: Actor | None = getattr(self._of_thread, "actor", None)
+        if found is None:  # not `current_thread`, which takes locks that ask for this
+            found = self._of_thread.actor = self.new(f"host thread {_thread.get_ident()}")
+        return found
+
+
+class Simulation:
+    """GPUs that are not there, for the length of a `with` block."""
+
+    def __init__(
+        self,
+        cards: Sequence[Card] = (Card(),),
+        seed: int = 0,
+        *,
+        lazy: bool = False,
+        tolerant: bool = False,
+        max_locked_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            cards: `cuda:0`, `cuda:1`, ...
+            seed: of how late the host learns of events.
+            lazy: put asynchronous copies off.
+            tolerant: accesses without an order are kept in `unordered` instead of failing the block.
+            max_locked_bytes: of host memory that may be registered; None: any.
+        """
+        actors = _Actors()
+        streams = Streams(seed, actors.new, actors.myself)
+        streams.lock = _thread.RLock()
+        self.machine = machine = Machine(streams, lazy=lazy)
+        machine.devices = [CachingAllocator(f"cuda:{index}", _whole_blocks, streams) for index in range(len(cards))]
+        machine.pinned = CachingAllocator("page-locked memory", _power_of_two, streams)
+        for allocator in (*machine.devices, machine.pinned):
+            allocator.on_return = machine.on_return
+        self._tolerant = tolerant
+        self._actors = actors
+        self._hooks = ThreadHooks(actors.myself, lambda: CardMode(machine))
+        self._runtime, self._cards = Runtime(machine, max_locked_bytes), cards
+        self._stack = ExitStack()
+
+    @property
+    def unordered(self) -> list[Unordered]:
+        """Pairs of accesses that nothing orders, the first ones."""
+        return self.machine.unordered
+
+    def __enter__(self) -> Simulation:
+        assert not hasattr(SimulatedStream, "owner"), "one simulation at a time"
+        SimulatedStream.owner = self.machine.streams
+        self._stack.callback(lambda: delattr(SimulatedStream, "owner"))
+        patches = cuda_patches(self.machine, self._cards, self._runtime)
+        for patch in (*patches, *tensor_patches(self.machine), *self._hooks.patches()):
+            self._put(patch)
+        self._stack.enter_context(CardMode(self.machine))
+        return self
+
+    def _put(self, patch: Patch) -> None:
+        owner, name, value = patch
+        if name in vars(owner):
+            self._stack.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._stack.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self.unordered and not self._tolerant:
+            text = "\n\n".join(map(str, self.unordered[:4]))
+            raise AssertionError(f"{len(self.unordered)} pairs of accesses that nothing orders\n{text}") from error
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _power_of_two(num_bytes: int) -> int:
+    return max(BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())

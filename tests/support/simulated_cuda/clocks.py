@@ -1,0 +1,201 @@
+"""Who did what before whom: vector clocks of host threads and streams, and the accesses to each range of bytes.
+
+A thread or a stream is an actor. Its clock says of every actor up to which of its operations all has happened before.
+Two accesses to common bytes, one of them a write, must be ordered by the clocks, whatever the timing of this one run
+was. A lock, an event or a started thread hands clocks on; nothing else does.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+Clock = dict[int, int]
+"""Actor -> number of its operations that have happened before."""
+
+Frames = tuple[tuple[str, int, str], ...]
+"""(file, line, function), innermost first."""
+
+STACK_DEPTH = 4
+_OURS = ("roundpipe_cli", "tests/engine")
+_OF_OURS: dict[str, bool] = {}
+"""By file."""
+
+
+def join(clock: Clock, other: Clock) -> bool:
+    """Add what `other` knows to `clock`; returns whether any of it was new."""
+    is_new = False
+    for actor, count in other.items():
+        if clock.get(actor, 0) < count:
+            clock[actor] = count
+            is_new = True
+    return is_new
+
+
+class Actor:
+    """A host thread or a stream."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.count = 0
+        """Of its operations so far."""
+        self.clock: Clock = {}
+        self.version = 0
+        """Changes with the clock."""
+
+    def learn(self, clock: Clock) -> None:
+        """What the clock says has happened."""
+        if join(self.clock, clock):
+            self.version += 1
+
+    def step(self) -> int:
+        """Begin the actor's next operation; returns its number."""
+        self.count += 1
+        self.clock[self.number] = self.count
+        self.version += 1
+        return self.count
+
+
+def short_stack() -> Frames:
+    """The innermost frames of the product or of a test in this thread."""
+    found: list[tuple[str, int, str]] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(found) < STACK_DEPTH:
+        name = frame.f_code.co_filename
+        if name not in _OF_OURS:
+            _OF_OURS[name] = any(part in name for part in _OURS)
+        if _OF_OURS[name]:
+            found.append((name, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operation's use of memory."""
+
+    actor: Actor
+    count: int
+    """The operation's number in its actor."""
+    operation: str
+    thread: str
+    """Host thread that issued it."""
+    frames: Frames
+
+    def __str__(self) -> str:
+        stack = " < ".join(f"{PurePath(file).name}:{line} {name}" for file, line, name in self.frames)
+        return f"{self.operation} on {self.actor.name}, issued by thread {self.thread} ({stack})"
+
+
+@dataclass(slots=True)
+class _Range:
+    start: int
+    end: int
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
+    """By actor, since the last write."""
+
+    def part(self, start: int, end: int) -> _Range:
+        return _Range(start, end, self.write, dict(self.reads))
+
+
+@dataclass(frozen=True)
+class Unordered:
+    """Two accesses to common bytes that nothing orders, one of them a write."""
+
+    memory: str
+    start: int
+    end: int
+    first: Access
+    first_writes: bool
+    second: Access
+    second_writes: bool
+
+    def __str__(self) -> str:
+        words = {True: "written by", False: "read by"}
+        return (
+            f"bytes {self.start} to {self.end} of {self.memory}:\n"
+            f"    {words[self.first_writes]} {self.first}\n"
+            f"    {words[self.second_writes]} {self.second}\n"
+            "    and nothing says which comes first"
+        )
+
+
+class History:
+    """The last accesses to each range of bytes of one piece of memory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._ranges: list[_Range] = []
+        self._starts: list[int] = []
+
+    def add(self, start: int, end: int, access: Access, *, writes: bool) -> list[Unordered]:
+        """Note an access by an actor whose clock is up to date; returns what it is not ordered with."""
+        first = bisect_right(self._starts, start) - 1
+        if first < 0 or self._ranges[first].end <= start:
+            first += 1
+        last = first
+        while last < len(self._ranges) and self._ranges[last].start < end:
+            last += 1
+        overlapped = self._ranges[first:last]
+        wrong = self._conflicts(overlapped, access, writes)
+        if len(overlapped) == 1 and overlapped[0].start == start and overlapped[0].end == end:
+            self._note(overlapped[0], access, writes)
+            return wrong
+        self._replace(first, last, self._cut(overlapped, start, end, access, writes))
+        return wrong
+
+    def accesses(self, start: int, end: int) -> list[Access]:
+        """The last accesses to a range."""
+        found: list[Access] = []
+        for one in self._ranges:
+            if one.start < end and one.end > start:
+                found += [*([one.write] if one.write is not None else []), *one.reads.values()]
+        return found
+
+    def _conflicts(self, overlapped: list[_Range], access: Access, writes: bool) -> list[Unordered]:
+        clock, wrong = access.actor.clock, []
+        for one in overlapped:
+            before = [] if one.write is None else [(one.write, True)]
+            if writes:
+                before += [(read, False) for read in one.reads.values()]
+            for other, other_writes in before:
+                if clock.get(other.actor.number, 0) < other.count:
+                    wrong.append(Unordered(self.name, one.start, one.end, other, other_writes, access, writes))
+        return wrong
+
+    @staticmethod
+    def _note(one: _Range, access: Access, writes: bool) -> None:
+        if writes:
+            one.write, one.reads = access, {}
+        else:
+            one.reads[access.actor.number] = access
+
+    def _cut(self, overlapped: list[_Range], start: int, end: int, access: Access, writes: bool) -> list[_Range]:
+        """The overlapped ranges with what the access changes of them."""
+        made: list[_Range] = []
+        if overlapped and overlapped[0].start < start:
+            made.append(overlapped[0].part(overlapped[0].start, start))
+        if writes:
+            made.append(_Range(start, end, access))
+        else:
+            place = start
+            for one in overlapped:
+                if one.start > place:
+                    made.append(_Range(place, one.start))
+                made.append(one.part(max(one.start, start), min(one.end, end)))
+                place = min(one.end, end)
+            if place < end:
+                made.append(_Range(place, end))
+            for one in made:
+                if one.start >= start:
+                    self._note(one, access, False)
+        if overlapped and overlapped[-1].end > end:
+            made.append(overlapped[-1].part(end, overlapped[-1].end))
+        return made
+
+    def _replace(self, first: int, last: int, ranges: list[_Range]) -> None:
+        self._ranges[first:last] = ranges
+        self._starts[first:last] = [one.start for one in ranges]

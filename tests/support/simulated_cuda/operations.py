@@ -1,0 +1,96 @@
+"""What the simulation must know of each of torch's operations: what it writes, and whether the host has to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+_HOST_WAITS = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::nonzero",
+        "aten::masked_select",
+        "aten::equal",
+        "aten::bincount",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+        "aten::is_nonzero",
+    }
+)
+"""On a device these return when all work before them is done: the host needs a number, or the size of the result."""
+_MIXED = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"})
+"""These take indices on the host for tensors on a device; they are uploaded, and the host waits."""
+_RESHAPES = frozenset(
+    {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::_has_same_storage_numel"}
+)
+
+
+def _histogram(values: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.histc(values.float(), *args).to(values.dtype)
+
+
+SUBSTITUTES: dict[str, Callable[..., Any]] = {"aten::histc": _histogram}
+"""What devices can do and the processor cannot: a histogram of integers."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What there is to know about one overload."""
+
+    name: str
+    written: frozenset[int | str]
+    """Arguments that are written, by place or name."""
+    is_view: bool
+    """It touches no data."""
+    host_waits: bool
+    mixes_devices: bool
+    reads_form_alone: bool
+    """Of its arguments: sizes and types, no data."""
+    fills: bool
+    """It writes its results; an allocation does not."""
+
+
+@cache
+def operation_of(func: Any) -> Operation:
+    schema = func._schema
+    written: set[int | str] = set()
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {place, argument.name}
+    returns = schema.returns
+    aliases = [one.alias_info is not None and not one.alias_info.is_write for one in returns]
+    is_view = (bool(returns) and all(aliases)) or schema.name in _RESHAPES
+    name = schema.name
+    form = name.endswith("_like") or name.startswith("aten::new_")
+    fills = not name.startswith(("aten::empty", "aten::new_empty"))
+    return Operation(name, frozenset(written), is_view, name in _HOST_WAITS, name in _MIXED, form, fills)
+
+
+def tensors_in(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """(tensor, whether it is written) of an operation's arguments."""
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            yield value, key in operation.written
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    yield item, key in operation.written
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte behind the last that a tensor may touch in its storage."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
+    last = 0
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if length == 0:
+            return start, start
+        last += (length - 1) * stride
+    return start, start + (last + 1) * size

@@ -1,0 +1,252 @@
+"""Streams and events. Work is carried out when it is issued; what is random is when the host sees that it is done.
+
+A lazy simulation puts asynchronous copies off: they are carried out when an event behind them is waited for, and not
+before. Whoever reads too early then reads other bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tests.support.simulated_cuda.clocks import Actor, Clock, join
+
+MAX_POLLS = 4
+"""Times that the host may ask for an event before it is told that it has happened."""
+
+
+class Line:
+    """One stream's work, in order."""
+
+    def __init__(self, device: int, actor: Actor) -> None:
+        self.device, self.actor = device, actor
+        self.completed = 0
+        """Operations that the host knows to be done."""
+        self.seen: Clock = {}
+        """What has happened if those are done."""
+        self._issuer = (0, 0)
+        """Thread that issued the last operation, and the version of its clock then."""
+        self.deferred: deque[tuple[int, Callable[[], None]]] = deque()
+        """(number of the operation, what it does): copies that are put off."""
+
+    def learn_of(self, thread: Actor) -> None:
+        """The thread issues something: all that it knows of has happened before."""
+        if self._issuer != (thread.number, thread.version):
+            self._issuer = (thread.number, thread.version)
+            self.actor.learn(thread.clock)
+
+    def run_until(self, count: int) -> None:
+        """Carry out what was put off, up to operation `count`."""
+        while self.deferred and self.deferred[0][0] <= count:
+            self.deferred.popleft()[1]()
+
+
+class Marker:
+    """A point in a stream's work."""
+
+    def __init__(self, line: Line, myself: Callable[[], Actor], polls: int) -> None:
+        self.line, self._myself, self._polls_left = line, myself, polls
+        self.count, self.clock = line.actor.count, dict(line.actor.clock)
+        self.time_s = time.perf_counter()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the host knows that the stream has come here."""
+        return self.count <= self.line.completed
+
+    def poll(self) -> bool:
+        """Ask whether the stream has come here; after a few times it has."""
+        if not self.is_done and self._polls_left > 0:
+            self._polls_left -= 1
+            return False
+        self.complete()
+        return True
+
+    def complete(self) -> None:
+        """The host waits for this point, or finds that it has been reached."""
+        self.line.run_until(self.count)
+        self.line.completed = max(self.line.completed, self.count)
+        join(self.line.seen, self.clock)
+        self._myself().learn(self.clock)
+
+
+class Streams:
+    """All streams of a simulation, and which of them each host thread uses."""
+
+    def __init__(self, seed: int, new_actor: Callable[[str], Actor], myself: Callable[[], Actor]) -> None:
+        self.random = random.Random(seed)
+        self._new_actor, self.myself = new_actor, myself
+        self._of_thread = threading.local()
+        self._defaults: dict[int, SimulatedStream] = {}
+        self.lines: list[Line] = []
+        self.lock: Any = None
+        """The simulation's."""
+
+    def line(self, device: int) -> Line:
+        name = f"stream {sum(line.device == device for line in self.lines)} of cuda:{device}"
+        self.lines.append(Line(device, self._new_actor(name)))
+        return self.lines[-1]
+
+    @property
+    def device(self) -> int:
+        """The calling thread's current device."""
+        return int(getattr(self._of_thread, "device", 0))
+
+    @device.setter
+    def device(self, index: int) -> None:
+        self._of_thread.device = index
+
+    def current(self, device: int) -> SimulatedStream:
+        """The calling thread's current stream of a device."""
+        chosen: dict[int, SimulatedStream] = self._of_thread.__dict__.setdefault("streams", {})
+        return chosen.get(device) or self.default(device)
+
+    def choose(self, stream: SimulatedStream) -> None:
+        self._of_thread.__dict__.setdefault("streams", {})[stream.device.index] = stream
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether the calling thread works on a stream that it chose."""
+        return bool(getattr(self._of_thread, "streams", {}))
+
+    def default(self, device: int) -> SimulatedStream:
+        with self.lock:
+            if device not in self._defaults:
+                self._defaults[device] = SimulatedStream(device, owner=self)
+            return self._defaults[device]
+
+    def marker(self, line: Line) -> Marker:
+        return Marker(line, self.myself, self.random.randrange(MAX_POLLS))
+
+    def synchronize(self, line: Line) -> None:
+        self.marker(line).complete()
+
+
+class SimulatedStream:
+    """In place of `torch.cuda.Stream`."""
+
+    owner: Streams
+    """Of the simulation that is on."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, owner: Streams | None = None) -> None:
+        self._streams = owner or type(self).owner
+        self.device = torch.device("cuda", index_of(device, self._streams))
+        self.priority = priority
+        with self._streams.lock:
+            self.line = self._streams.line(self.device.index)
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = SimulatedEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        if event.marker is not None:
+            with self._streams.lock:
+                event.marker.line.run_until(event.marker.count)
+                self.line.actor.learn(event.marker.clock)
+
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def query(self) -> bool:
+        with self._streams.lock:
+            return self._streams.marker(self.line).poll()
+
+    def synchronize(self) -> None:
+        with self._streams.lock:
+            self._streams.synchronize(self.line)
+
+
+class SimulatedEvent:
+    """In place of `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.marker: Marker | None = None
+        self._is_timed = enable_timing
+        self._streams = SimulatedStream.owner
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        stream = self._streams.current(self._streams.device) if stream is None else stream
+        with self._streams.lock:
+            self.marker = self._streams.marker(stream.line)
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        (self._streams.current(self._streams.device) if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        with self._streams.lock:
+            return self.marker is None or self.marker.poll()
+
+    def synchronize(self) -> None:
+        with self._streams.lock:
+            if self.marker is not None:
+                self.marker.complete()
+
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """Milliseconds.
+
+        Raises:
+            RuntimeError: as the driver, for events that are not timed or have not happened.
+        """
+        if not (self._is_timed and end._is_timed) or self.marker is None or end.marker is None:
+            raise ValueError("Both events must be recorded with enable_timing before calculating elapsed time")
+        if not (self.marker.is_done and end.marker.is_done):
+            raise RuntimeError("CUDA error: device not ready")
+        return 1e3 * (end.marker.time_s - self.marker.time_s)
+
+
+class ChosenDevice:
+    """In place of `torch.cuda.device`."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = index_of(device, SimulatedStream.owner)
+
+    def __enter__(self) -> None:
+        self._before, SimulatedStream.owner.device = SimulatedStream.owner.device, self._index
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        SimulatedStream.owner.device = self._before
+
+
+class ChosenStream:
+    """In place of `torch.cuda.stream`: the stream's device is the current one meanwhile."""
+
+    def __init__(self, stream: SimulatedStream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            streams = SimulatedStream.owner
+            self._before = streams.device, streams.current(self._stream.device.index)
+            streams.device = self._stream.device.index
+            streams.choose(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            SimulatedStream.owner.choose(self._before[1])
+            SimulatedStream.owner.device = self._before[0]
+
+
+def index_of(device: Any, streams: Streams) -> int:
+    """Index of a device as torch lets callers name it."""
+    if device is None:
+        return streams.device
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return streams.device if index is None else int(index)
+
+
+__all__ = ["ChosenDevice", "ChosenStream", "Clock", "Line", "Marker", "SimulatedEvent", "SimulatedStream", "Streams"]
