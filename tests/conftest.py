@@ -13,6 +13,14 @@ import pytest
 from roundpipe_cli.cache import CACHE_VARIABLE
 
 
+SMOKE = (
+    *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py", "schedule/test_schedule_validate.py"),
+    *("planning/test_one_decision.py", "data/test_data_columns.py", "model/test_counter_random.py"),
+    *("engine/test_dispatch.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
+)
+"""Files of the subset `smoke`."""
+
+
 @pytest.fixture(scope="session")
 def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the session's runs have proven of their models: about a second of work for each kind of model."""
@@ -31,6 +39,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    smoke = {Path(__file__).parent / name for name in SMOKE}
+    for item in items:
+        if item.path in smoke:
+            item.add_marker("smoke")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
