@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes, key_value_bytes, trainable_params
+from roundpipe_cli.costs.activations import activation_bytes, key_value_bytes
+from roundpipe_cli.costs.analytic import trainable_params
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 700 * MIB

@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_model
 from roundpipe_cli.planning.counting import counted
 from roundpipe_cli.planning.verdict import judge_coarsest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
@@ -19,6 +19,7 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
 )
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes
