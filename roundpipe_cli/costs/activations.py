@@ -11,7 +11,7 @@ from roundpipe_cli.costs.training import TrainingSettings
 
 
 def activation_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
-    """What autograd keeps of one block for the backward of one microbatch; see the head of this file.
+    """Bytes that autograd keeps of one block for the backward of one microbatch; see the head of this file.
 
     A norm keeps its input in float32 and its output (the next product's input); with trained weights also the
     normalised input. Attention keeps q, k, v, its output and that output laid out for the next product. A gated MLP
@@ -46,7 +46,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
 
 
 def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
-    """What attention keeps for pairs of tokens: nothing where a fused kernel needs no mask beside the causal one.
+    """Bytes that attention keeps for pairs of tokens: nothing where a fused kernel needs no mask beside the causal one.
 
     With one (a sliding window that sequences exceed, sinks), it keeps the mask in the dtype, and keys and values
     repeated for each head; with sinks all of them 8 wider. Without such a kernel, probabilities in float32, a copy of
@@ -80,8 +80,8 @@ def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> 
 
 
 def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, size: int) -> int:
-    """Of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden states, their
-    float32 copy in the norm and their gradient for all `tokens`.
+    """Bytes of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden
+    states, their float32 copy in the norm and their gradient for all `tokens`.
 
     Args:
         size: bytes of a value.

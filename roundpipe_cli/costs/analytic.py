@@ -1,4 +1,4 @@
-"""What each layer costs on a machine that nobody has measured: from the model's figures and the GPUs' data sheets.
+"""Costs of each layer on a machine that nobody has measured: from the model's figures and the GPUs' data sheets.
 
 FLOPs of a layer      2 per weight and token for a matrix product; attention 4 x query width x context (scores and
                       values), where the context of a causal token is half of the sequence on average
@@ -29,8 +29,8 @@ REFERENCE_ASYMPTOTE_FLOPS_PER_S = 220e12
 REFERENCE_OVERHEAD_S_PER_FLOP = 0.0034e-12
 """Time of everything that is not a matrix product, per FLOP, at hidden size 2048."""
 FP32_ACCUMULATE_EFFICIENCY = 0.94
-"""Of the data-sheet rate. GeForce cards run it at half rate, which is easy to keep fed, so it is not the 220/330.4 of
-float16 accumulation (assumed)."""
+"""Share of the data-sheet rate. GeForce cards run it at half rate, which is easy to keep fed, so it is not the
+220/330.4 of float16 accumulation (assumed)."""
 FLOAT32_EFFICIENCY = 0.85
 HOST_S_PER_OPERATOR = 20e-3 / 4100
 HOP_S = 100e-6
@@ -221,7 +221,7 @@ class _Timer:
         return products * self._s_per_flop / self._expert_fill(block)
 
     def _skippable_s(self, block: Block) -> float:
-        """Of the forward, what a recompute need not do where nobody reads the block's output."""
+        """Seconds of the forward that a recompute leaves out where nobody reads the block's output."""
         architecture, tokens = self.architecture, self.settings.tokens_per_microbatch
         if architecture.four_norms:  # a norm reads it
             return 0.0

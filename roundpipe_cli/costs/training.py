@@ -12,7 +12,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """What the recipe says about costs and memory. Sequences are counted as full: `max_seq_length` tokens each."""
+    """A recipe's settings for costs and memory. Sequences are counted as full: `max_seq_length` tokens each."""
 
     max_seq_length: int
     micro_batch_size: float = 1
@@ -27,7 +27,7 @@ class TrainingSettings:
     """Names of the adapted projections; None: all of them."""
     dtype: DType = "bfloat16"
     packed_bits: int = 0
-    """Of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
+    """Bits of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
     optimizer: OptimizerName = "adamw"
@@ -35,10 +35,10 @@ class TrainingSettings:
     """The recipe's `sgd_momentum` is not 0."""
     head_chunk_tokens: int = 1024
     mlp_chunk_tokens: int | None = None
-    """Of a block's feed-forward part, which is computed again in backward; None: whole."""
+    """Tokens for which a block's feed-forward part is computed at once, again in backward; None: all."""
     save_total_limit: int = 2
     weight_cache_bytes: int = 0
-    """Of each GPU's memory, for weights that stay there."""
+    """Bytes of each GPU's memory for weights that stay there."""
     weights_on_disk: bool = False
     """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
     skip_last_projection: bool = False
@@ -57,12 +57,12 @@ class TrainingSettings:
 
     @property
     def num_sequences(self) -> int:
-        """Of a step, times `micro_batch_size`."""
+        """Sequences of a step, divided by `micro_batch_size`."""
         return self.num_microbatches // self.sequence_chunks
 
     @property
     def tokens_per_mlp_call(self) -> float:
-        """Of a block's feed-forward part."""
+        """Tokens of one call of a block's feed-forward part."""
         return min(self.tokens_per_microbatch, self.mlp_chunk_tokens or self.tokens_per_microbatch)
 
     @property
@@ -71,7 +71,7 @@ class TrainingSettings:
 
     @property
     def frozen_bytes_per_param(self) -> float:
-        """Of a weight matrix that is not trained."""
+        """Bytes of each weight of a matrix that is not trained."""
         return self.packed_bytes_per_param or self.dtype_bytes
 
     @property

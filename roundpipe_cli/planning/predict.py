@@ -60,7 +60,7 @@ class Plan:
     bubble_ratio: float
     links: LinkBytes
     timeline: Timeline
-    """Of one simulated step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -198,7 +198,7 @@ def _resident(
 
 
 def stage_case(question: PlanRequest) -> SimulationCase:
-    """What `choose` is asked for this recipe and machine, by `plan` and `bench`."""
+    """The question to `choose` for this recipe and machine, as `plan` and `bench` ask it."""
     overlaps, recipe = overlaps_steps(question), question.loaded.recipe
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
     return case_for(
@@ -283,7 +283,7 @@ def _what_binds(question: PlanRequest, step: SimulatedStep, host_s: float) -> st
 
 
 def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
-    """What was measured, what given and what assumed, one line each."""
+    """Lines on what was measured, what given and what assumed."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [
         f"model: {architecture.source}",

@@ -1,4 +1,4 @@
-"""What is to be planned: a recipe's model and settings, and the machine that it is asked for. No torch."""
+"""The question to a planner: a recipe's model and settings, and a machine. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASSUMED_HARDWARE = "8x4090"
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned: a recipe's model and settings on a machine."""
+    """A recipe's model and settings on a machine, to be planned."""
 
     loaded: LoadedRecipe
     architecture: Architecture
@@ -40,7 +40,7 @@ class PlanRequest:
 
 
 def settings_of(recipe: Recipe) -> TrainingSettings:
-    """What of a recipe decides costs and memory."""
+    """The part of a recipe that decides costs and memory."""
     targets = recipe.lora.target_modules
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
@@ -136,7 +136,7 @@ def choose_tier(architecture: Architecture, settings: TrainingSettings, machine:
 def _read_from_disk(
     architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
 ) -> tuple[Hardware, AnalyticCosts]:
-    """What mapped weights cost: where they do not fit into the memory that is left, the disk is the link."""
+    """Costs of mapped weights: where they do not fit into the memory that is left, the disk is the link."""
     costs = analytic.costs
     count, per_round = len(costs.layers), 2 * len(machine.devices)
     needed = host_need(costs, architecture, settings, machine, (count, count), per_round).total_bytes

@@ -102,7 +102,7 @@ class _Simulated:
 
 
 def _costs_for_links(question: PlanRequest) -> CostModel:
-    """Of the layers, with only what is trained of those in the weight cache to upload."""
+    """Costs of the layers, where those in the weight cache upload only what is trained."""
     costs, settings = question.analytic.costs, question.settings
     if not settings.weight_cache_bytes:
         return costs

@@ -27,10 +27,10 @@ from roundpipe_cli.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run needs of each memory, and why it does not fit, if it does not."""
+    """Needs of a run in each memory, and why it does not fit, if it does not."""
 
     device: Need
-    """Of one worker."""
+    """One worker's."""
     host: Need
     disk: Need
     reasons: tuple[str, ...]
@@ -97,8 +97,8 @@ def coarsest_cut(
 def worker_budget_bytes(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> int:
-    """What a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers their
-    share of the host memory that is left when all else is counted, with rounds of two microbatches a worker."""
+    """Bytes that a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers
+    their share of the host memory that is left when all else is counted, with rounds of two microbatches a worker."""
     gpus = _smallest_device(hardware)
     if gpus:
         return usable_device_bytes(gpus[0])

@@ -1,4 +1,4 @@
-"""What a recipe may say: every key with its type, range, default and meaning, each written once.
+"""The schema of a recipe: every key with its type, range, default and meaning, each written once.
 
 The dataclasses are the contract: `check.py` reads these annotations, so a key added here is accepted, checked and
 documented without another line elsewhere. Sizes are in tokens, rows or microbatches as stated under each field.
@@ -133,8 +133,8 @@ class PipelineConfig:
     threads_per_worker: Literal["auto"] | Annotated[int, Range(1, 4096)] = "auto"
     """CPU workers: intra-op threads of each. `auto` is cores / workers. Changes the bits of a loss, not its value."""
     recompute: Literal["stage", "layer", "none"] = "stage"
-    """What backward computes again instead of keeping: `stage` keeps the activations of one microbatch and stage,
-    `layer` of one layer, `none` those of all blocks, see `keep_activations`."""
+    """Which activations backward computes again instead of keeping: `stage` keeps the activations of one microbatch and
+    stage, `layer` of one layer, `none` those of all blocks, see `keep_activations`."""
     keep_activations: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     """Blocks, counted from the last, whose activations stay on the device from forward to backward: not recomputed, for
     as many bytes as a round's microbatches have there. They stay where a block's forward and backward run on the same
@@ -225,9 +225,9 @@ class Recipe:
     train_on_inputs: bool = False
     """Train on prompt tokens too; otherwise only on answers."""
     long_rows: Literal["error", "drop", "truncate"] = "truncate"
-    """What to do with rows over `max_seq_length` tokens; they are always counted and reported."""
+    """How rows over `max_seq_length` tokens are treated; they are always counted and reported."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with rows without the needed columns; skipped rows are counted and named."""
+    """How rows without the needed columns are treated; skipped rows are counted and named."""
     chat_template: Words | None = None
     """File or Jinja text in place of the tokenizer's own chat template. null is the tokenizer's own."""
     eval_datasets: tuple[DatasetConfig, ...] = ()
