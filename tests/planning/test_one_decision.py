@@ -21,6 +21,7 @@ from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
@@ -61,6 +62,22 @@ def recipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
         return load_recipe(folder / f"{name}.yaml", [*WORDS, f"pipeline.schedule={schedule}"])
 
     return recipe
+
+
+@cache
+def searched(case: SimulationCase) -> PlannedCut:
+    return plan_partition(case)
+
+
+@pytest.fixture(autouse=True)
+def each_case_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal cases get equal cuts; a run's costs also name the devices' memory, in place of which there are limits."""
+
+    def search(case: SimulationCase) -> PlannedCut:
+        assert case.limits is not None
+        return searched(replace(case, costs=replace(case.costs, device_memory_bytes=None)))
+
+    monkeypatch.setattr("roundpipe_cli.planning.choose.plan_partition", search)
 
 
 def planner_of(question: PlanRequest) -> AdaptivePlanner:
