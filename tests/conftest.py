@@ -12,7 +12,6 @@ import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE
 
-
 SMOKE = (
     *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py", "schedule/test_schedule_validate.py"),
     *("planning/test_one_decision.py", "data/test_data_columns.py", "model/test_counter_random.py"),

@@ -1,1 +1,1 @@
-"""What a layer costs in time and bytes: models, hardware, memory. No torch."""
+"""Time and bytes of each layer: models, hardware, memory. No torch."""

@@ -1,32 +1,27 @@
-"""What each layer costs on a machine that nobody has measured: from the model's figures and the GPUs' data sheets.
+"""Costs of each layer on a machine that nobody has measured: from the model's figures and the GPUs' data sheets.
 
-    FLOPs of a layer      2 per weight and token for a matrix product; attention 4 x query width x context (scores and
-                          values), where the context of a causal token is half of the sequence on average
-    backward              2x the forward's products when the weights are trained, 1x when they are frozen (only the
-                          input's gradient); attention 2.5x (flash attention computes the scores again:
-                          arXiv 2205.14135, section 3.1). Full recompute adds one forward: in sum 4x linear + 4.5x
-                          attention + 3x head for full training, 3x, 4.5x and 2x for LoRA
-    rate                  on an RTX 4090 with float16 accumulation 1 / (1/220 + 0.0034 (2048/hidden)^2) TFLOPS, fitted
-                          to published training runs; other devices by the ratios of their data sheets
-    floor                 reading the weights once from device memory
-    host                  the interpreter launches operators one after the other for all workers together: about 5 us
-                          each (20 ms for 4,100 operators of one published expert layer), added to the step
-
-Activation bytes count what torch's autograd keeps for backward of the eager model of transformers, with the attention
-that `finetune` has (compare arXiv 2205.05198, section 4, which counts the layers of another model).
+FLOPs of a layer      2 per weight and token for a matrix product; attention 4 x query width x context (scores and
+                      values), where the context of a causal token is half of the sequence on average
+backward              2x the forward's products when the weights are trained, 1x when they are frozen (only the
+                      input's gradient); attention 2.5x (flash attention computes the scores again:
+                      arXiv 2205.14135, section 3.1). Full recompute adds one forward: in sum 4x linear + 4.5x
+                      attention + 3x head for full training, 3x, 4.5x and 2x for LoRA
+rate                  on an RTX 4090 with float16 accumulation 1 / (1/220 + 0.0034 (2048/hidden)^2) TFLOPS, fitted
+                      to published training runs; other devices by the ratios of their data sheets
+floor                 reading the weights once from device memory
+host                  the interpreter launches operators one after the other for all workers together: about 5 us
+                      each (20 ms for 4,100 operators of one published expert layer), added to the step
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from roundpipe_cli.choices import PACKED_FORMATS, OptimizerName
+from roundpipe_cli.costs.activations import activation_bytes, head_chunk_bytes
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
 from roundpipe_cli.costs.models import Architecture, Block
-
-DType = Literal["bfloat16", "float16", "float32"]
+from roundpipe_cli.costs.training import DType, TrainingSettings
 
 REFERENCE_PEAK_FLOPS_PER_S = 330.4e12
 REFERENCE_MEMORY_BYTES_PER_S = 1008e9
@@ -34,8 +29,8 @@ REFERENCE_ASYMPTOTE_FLOPS_PER_S = 220e12
 REFERENCE_OVERHEAD_S_PER_FLOP = 0.0034e-12
 """Time of everything that is not a matrix product, per FLOP, at hidden size 2048."""
 FP32_ACCUMULATE_EFFICIENCY = 0.94
-"""Of the data-sheet rate. GeForce cards run it at half rate, which is easy to keep fed, so it is not the 220/330.4 of
-float16 accumulation (assumed)."""
+"""Share of the data-sheet rate. GeForce cards run it at half rate, which is easy to keep fed, so it is not the
+220/330.4 of float16 accumulation (assumed)."""
 FLOAT32_EFFICIENCY = 0.85
 HOST_S_PER_OPERATOR = 20e-3 / 4100
 HOP_S = 100e-6
@@ -44,78 +39,6 @@ EXPERT_TILE_TOKENS = 64
 """Half of a matrix-product tile: what an expert's last tile wastes on average."""
 OPTIMIZER_BYTES_PER_PARAM = 30
 """AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSettings:
-    """What the recipe says about costs and memory. Sequences are counted as full: `max_seq_length` tokens each."""
-
-    max_seq_length: int
-    micro_batch_size: float = 1
-    sequences_per_row: int = 1
-    """2 where rows are pairs of answers."""
-    num_microbatches: int = 8
-    """Per step."""
-    method: Literal["lora", "full"] = "lora"
-    lora_r: int = 16
-    lora_dropout: float = 0.0
-    lora_targets: tuple[str, ...] | None = None
-    """Names of the adapted projections; None: all of them."""
-    dtype: DType = "bfloat16"
-    packed_bits: int = 0
-    """Of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
-    recompute: Literal["stage", "layer", "none"] = "stage"
-    staleness: int = 0
-    optimizer: OptimizerName = "adamw"
-    has_momentum: bool = False
-    """The recipe's `sgd_momentum` is not 0."""
-    head_chunk_tokens: int = 1024
-    mlp_chunk_tokens: int | None = None
-    """Of a block's feed-forward part, which is computed again in backward; None: whole."""
-    save_total_limit: int = 2
-    weight_cache_bytes: int = 0
-    """Of each GPU's memory, for weights that stay there."""
-    weights_on_disk: bool = False
-    """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
-    skip_last_projection: bool = False
-    """Recompute leaves out what backward never reads, for which the host keeps the input of every layer."""
-    keep_blocks: int = 0
-    """Blocks, counted from the last, that are not recomputed: their activations stay on the device."""
-    num_shards: int = 1
-    """Machines over which masters and the optimizer's state are shared out."""
-
-    sequence_chunks: int = 1
-    """Chunks into which each sequence is cut; a chunk is a microbatch, so `num_microbatches` counts chunks."""
-
-    @property
-    def tokens_per_microbatch(self) -> float:
-        return self.micro_batch_size * self.sequences_per_row * self.max_seq_length / self.sequence_chunks
-
-    @property
-    def num_sequences(self) -> int:
-        """Of a step, times `micro_batch_size`."""
-        return self.num_microbatches // self.sequence_chunks
-
-    @property
-    def tokens_per_mlp_call(self) -> float:
-        """Of a block's feed-forward part."""
-        return min(self.tokens_per_microbatch, self.mlp_chunk_tokens or self.tokens_per_microbatch)
-
-    @property
-    def dtype_bytes(self) -> int:
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def frozen_bytes_per_param(self) -> float:
-        """Of a weight matrix that is not trained."""
-        return self.packed_bytes_per_param or self.dtype_bytes
-
-    @property
-    def packed_bytes_per_param(self) -> float:
-        """The same where it is packed, else 0."""
-        if self.method == "full" or not self.packed_bits:
-            return 0.0
-        return PACKED_FORMATS[self.packed_bits].bytes_per_param
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +221,7 @@ class _Timer:
         return products * self._s_per_flop / self._expert_fill(block)
 
     def _skippable_s(self, block: Block) -> float:
-        """Of the forward, what a recompute need not do where nobody reads the block's output."""
+        """Seconds of the forward that a recompute leaves out where nobody reads the block's output."""
         architecture, tokens = self.architecture, self.settings.tokens_per_microbatch
         if architecture.four_norms:  # a norm reads it
             return 0.0
@@ -343,86 +266,6 @@ class _Timer:
             return 0
         per_param = self.settings.frozen_bytes_per_param if has_matrices else self.settings.dtype_bytes
         return int(params * per_param) + adapters * self.settings.dtype_bytes
-
-
-def activation_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
-    """What autograd keeps of one block for the backward of one microbatch; see the head of this file.
-
-    A norm keeps its input in float32 and its output (the next product's input); with trained weights also the
-    normalised input. Attention keeps q, k, v, its output and that output laid out for the next product. A gated MLP
-    keeps gate, activation, up and their product.
-    """
-    size, hidden = settings.dtype_bytes, architecture.hidden_size
-    query = architecture.num_attention_heads * architecture.head_dim
-    key_value = architecture.num_key_value_heads * architecture.head_dim
-    per_norm = 4 + size * (2 if settings.method == "full" else 1)
-    num_norms = 4 if architecture.four_norms else 2
-    total = float(num_norms * per_norm * hidden)  # per token
-    if architecture.qk_norm:
-        total += (per_norm - size) * (query + key_value)
-    total += size * (3 * query + 2 * key_value)
-    width = architecture.intermediate_size
-    tensors = 4 if architecture.gated_mlp else 2
-    if architecture.clamps_gates:  # gate and up as they come and as they are clamped, sigmoid, gated, product
-        tensors = 7
-    if block.num_experts:
-        mlp = architecture.num_experts_per_tok * size * (tensors * width + 2 * hidden) + 8 * block.num_experts
-    else:
-        mlp = size * tensors * width
-    if settings.method == "lora":
-        total += 7 * size * settings.lora_r
-    if settings.method == "lora" and settings.lora_dropout > 0:  # a mask, bool, and what it leaves, for each product
-        total += (1 + size) * (3 * hidden + query)
-        mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
-    activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
-    activations += _pair_bytes(architecture, block, settings)
-    gradients = 4 / size  # float32, of keys and values
-    return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
-
-
-def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
-    """What attention keeps for pairs of tokens: nothing where a fused kernel needs no mask beside the causal one.
-
-    With one (a sliding window that sequences exceed, sinks), it keeps the mask in the dtype, and keys and values
-    repeated for each head; with sinks all of them 8 wider. Without such a kernel, probabilities in float32, a copy of
-    them in 16 bit for the product, and in some models capped scores.
-    """
-    size, heads = settings.dtype_bytes, architecture.num_attention_heads
-    tokens = settings.tokens_per_microbatch
-    pairs = tokens * settings.max_seq_length
-    if architecture.keeps_scores:
-        each = 4 + (size if size < 4 else 0) + (size if architecture.caps_scores else 0)
-        return int(heads * pairs * each)
-    if not architecture.has_sinks and (block.window is None or block.window >= settings.max_seq_length):
-        return 0
-    repeated = 2 * (heads - architecture.num_key_value_heads) * architecture.head_dim
-    wider = 4 * heads * 8 if architecture.has_sinks else 0
-    return int(size * (pairs + tokens * (repeated + wider)))
-
-
-def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """One block's keys and values of a whole sequence, which its chunks share; 0 where sequences are not cut."""
-    if settings.sequence_chunks == 1:
-        return 0
-    width = 2 * architecture.num_key_value_heads * architecture.head_dim
-    return int(settings.micro_batch_size * settings.max_seq_length) * width * settings.dtype_bytes
-
-
-def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """The head's working memory, see `head_bytes`."""
-    tokens, chunk = settings.tokens_per_microbatch, settings.head_chunk_tokens
-    return head_bytes(tokens, chunk, architecture.vocab_size, architecture.hidden_size, settings.dtype_bytes)
-
-
-def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, size: int) -> int:
-    """Of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden states, their
-    float32 copy in the norm and their gradient for all `tokens`.
-
-    Args:
-        size: bytes of a value.
-    """
-    chunk = min(chunk_tokens, tokens)
-    return int(chunk * vocab_size * (2 * size + 8) + tokens * hidden_size * (3 * size + 4))
 
 
 def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:

@@ -1,4 +1,4 @@
-"""What each layer costs: the one input of planner and simulator. Seconds and bytes throughout."""
+"""Costs of each layer: the one input of planner and simulator. Seconds and bytes throughout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CostModel:
     hop_s: float = 0.0
     """Latency of a boundary between two different workers."""
     link_bytes_per_s: float = 25e9
-    """Of each worker's host link, each direction."""
+    """Rate of each worker's host link in each direction."""
     device_memory_bytes: int | None = None
     slots: int = 2
     worker_speed: tuple[float, ...] | None = None

@@ -31,7 +31,7 @@ class FoundConfig:
 
     config: dict[str, Any]
     name: str
-    """Of the model, as the recipe has it."""
+    """The model's name, as the recipe has it."""
     source: str
     """Where the figures are from, for the reader."""
     folder: Path | None = None

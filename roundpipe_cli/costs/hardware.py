@@ -1,4 +1,4 @@
-"""What a machine can do: a catalogue of GPUs by their data sheets, and the text that names a machine.
+"""Abilities of a machine: a catalogue of GPUs by their data sheets, and the text that names a machine.
 
 A machine in words is groups joined by `+`, each a count and a name, then figures of the whole machine after commas:
 
@@ -64,7 +64,7 @@ class Device:
     float32_flops_per_s: float
     has_bfloat16: bool
     link_bytes_per_s: float
-    """Of the host link, each direction."""
+    """Rate of the host link in each direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Hardware:
     description: str
     devices: tuple[Device, ...]
     host_memory_bytes: int
-    """What a run may use; a container's limit counts."""
+    """Bytes that a run may use; a container's limit counts."""
     host_memory_bytes_per_s: float = ASSUMED_HOST_MEMORY_BYTES_PER_S
     disk_free_bytes: int | None = None
     """None: not known, so the disk is not part of the verdict."""
@@ -83,7 +83,7 @@ class Hardware:
     accumulate: Accumulate = "fp32"
     """How float16 matrix products accumulate; bfloat16 always accumulates in 32 bits."""
     notes: tuple[str, ...] = ()
-    """What of this was measured and what assumed, for the reader."""
+    """Lines for the reader: which figures were measured and which assumed."""
     is_here: bool = False
     """Read from the machine that this runs on, rather than given or assumed."""
 
@@ -102,7 +102,7 @@ def _raw_catalogue() -> dict[str, Any]:
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
-    """What large page-locked copies reach in practice, per direction (catalogue's figures for x16, by lanes).
+    """Bytes per second of large page-locked copies in practice, per direction (catalogue's figures for x16, by lanes).
 
     A generation beyond the table counts as the newest in it.
     """

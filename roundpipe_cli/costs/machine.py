@@ -1,4 +1,4 @@
-"""What this machine has: its GPUs (asked of nvidia-smi, so without torch), host memory, cores, free disk.
+"""Figures of this machine: its GPUs (asked of nvidia-smi, so without torch), host memory, cores, free disk.
 
 A container's memory limit counts before the machine's: cgroup v2 and v1 are both read.
 """
@@ -46,7 +46,7 @@ class HostMemory:
 
 
 def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostMemory:
-    """What this process may use. Unknown systems (no /proc) count as 8 GiB."""
+    """Memory that this process may use. Unknown systems (no /proc) count as 8 GiB."""
     figures = _meminfo(proc / "meminfo")
     total = figures.get("MemTotal", 8 * GIB)
     memory = HostMemory(total, figures.get("MemAvailable", total), "the machine")
@@ -138,7 +138,7 @@ def cpu_devices(count: int) -> tuple[Device, ...]:
 
 
 def processor_name() -> str:
-    """What the processor calls itself; empty where the system does not tell."""
+    """The processor's own name; empty where the system does not tell."""
     lines = _cpuinfo().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 

@@ -1,4 +1,4 @@
-"""What a run needs of each memory: device, host, disk. Every figure is split into parts that add up to it.
+"""Needs of a run in each memory: device, host, disk. Every figure is split into parts that add up to it.
 
 device   slots x (weights and gradient accumulators of the largest stage), activations of one microbatch of one
          stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.analytic import TrainingSettings, activation_bytes, key_value_bytes, trainable_params
+from roundpipe_cli.costs.activations import activation_bytes, key_value_bytes
+from roundpipe_cli.costs.analytic import trainable_params
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 700 * MIB
@@ -35,7 +37,7 @@ INTERPRETER_BYTES = 460 * MIB
 CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
 CACHE_ALIGNMENT_BYTES = 256
-"""Of a layer in the weight cache, at most."""
+"""Padding of a layer in the weight cache, at most."""
 HOST_MARGIN_BYTES = 2 * GIB
 HOST_MARGIN = 0.05
 """Left to the operating system: this share of host memory, at most `HOST_MARGIN_BYTES`."""
@@ -90,7 +92,7 @@ def device_need(
 def largest_stage_bytes(
     layers: Sequence[LayerCost], forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
 ) -> int:
-    """What a slot holds: weights, and of a backward stage its gradients too."""
+    """Bytes that a slot holds: weights, and of a backward stage its gradients too."""
     return max(
         [_weights(layers, stage) for stage in forward_stages]
         + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
@@ -112,7 +114,7 @@ def spare_for_cache(memory_bytes: int, needed_bytes: int, layers: Sequence[Layer
 
 
 def whole_cache_bytes(layers: Sequence[LayerCost]) -> int:
-    """What a weight cache takes that holds all layers."""
+    """Bytes of a weight cache that holds all layers."""
     return sum(layer.param_bytes + CACHE_ALIGNMENT_BYTES for layer in layers if layer.param_bytes)
 
 
@@ -138,7 +140,7 @@ def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) 
 def _activations(
     layers: Sequence[LayerCost], settings: TrainingSettings, hardware: Hardware, backward_stages: Sequence[StageRange]
 ) -> int:
-    """Of one microbatch and stage; without recompute a worker's share of all microbatches and layers."""
+    """Activations of one microbatch and stage; without recompute a worker's share of all microbatches and layers."""
     blocks = range(len(layers) - 1)  # the head's chunk is a part of its own
     if settings.recompute == "none":
         whole = sum(layers[i].activation_bytes for i in blocks)
@@ -151,7 +153,7 @@ def _activations(
 
 
 def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:
-    """Of the last `keep_blocks` blocks, for all microbatches of a step: no worker ever holds more."""
+    """Activations of the last `keep_blocks` blocks for all microbatches of a step: no worker ever holds more."""
     kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
     return settings.num_microbatches * sum(layer.activation_bytes for layer in kept)
 
@@ -207,12 +209,12 @@ def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
 
 
 def usable_device_bytes(device: Device) -> int:
-    """What of a device's label a run may count on."""
+    """Bytes of a device's label that a run may count on."""
     return int(device.memory_bytes * FITTING_SHARE)
 
 
 def usable_host_bytes(hardware: Hardware) -> int:
-    """What of the host's memory a run may count on."""
+    """Bytes of the host's memory that a run may count on."""
     total = hardware.host_memory_bytes
     return total - min(HOST_MARGIN_BYTES, int(total * HOST_MARGIN))
 
@@ -282,7 +284,7 @@ def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> floa
 
 
 def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """Of all weights that are not trained, as they lie on the host."""
+    """Bytes of all weights that are not trained, as they lie on the host."""
     if settings.method == "full":
         return 0
     matrices = sum(block.params for block in architecture.blocks)

@@ -60,7 +60,7 @@ COUNTED_TYPES = frozenset(
 """Model types whose parameters are counted within `MAX_COUNT_ERROR`, as a test holds against transformers' modules."""
 MAX_COUNT_ERROR = 0.02
 MIN_SCALE = 0.02
-"""Of the blocks, between what files hold and what is counted: beyond it the files belong to something else."""
+"""Least ratio of files' weights to counted ones, and of its inverse: beyond it the files are of something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Architecture:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    """Of a dense block; of one expert where all blocks have experts."""
+    """Width of a dense block; of one expert where all blocks have experts."""
     num_experts_per_tok: int
     gated_mlp: bool
     """Three matrices (gate, up, down) rather than two."""

@@ -68,7 +68,7 @@ def require_address() -> None:
 
 
 def launched_without_ranks() -> str | None:
-    """What to tell where a launcher started several tasks but none of them knows of the others; else None."""
+    """A warning where a launcher started several tasks but none of them knows of the others; else None."""
     for name in LAUNCHERS:
         text = _text(name)
         if text.isdecimal() and int(text) > 1 and not _text("WORLD_SIZE"):

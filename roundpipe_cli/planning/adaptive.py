@@ -46,14 +46,14 @@ class _KeptStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConditions:
-    """What a run's planner has to respect beside the recipe's pipeline section and the layers' costs."""
+    """Conditions that a run's planner respects beside the recipe's pipeline section and the layers' costs."""
 
     chained: bool = False
     """Steps may follow each other without a barrier, see `Recipe.overlaps_steps`."""
     weights_stay: bool = False
     """Workers have all weights, so that a microbatch may as well stay on one of them."""
     shared_bytes: int = 0
-    """Of a device's memory, for what any stages need."""
+    """Bytes of a device's memory that any stages need."""
     microbatches_per_round: int | None = None
     """At most. None: no limit."""
 
@@ -116,7 +116,7 @@ class AdaptivePlanner:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Of full and short steps, as they have been cut lately."""
+        """Schedules of full and short steps, as they were cut last."""
         return tuple(self._schedules.values())
 
     def chain(self, num_microbatches: int) -> StepChain | None:
@@ -161,7 +161,7 @@ class AdaptivePlanner:
         return (StepChain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
-        """What the simulator says of a full step by the measured costs; None before they are measured."""
+        """The simulator's figures of a full step by the measured costs; None before they are measured."""
         if not (self.measured and self._planned):
             return None
         found = self._timed_chain(num_microbatches)
@@ -243,7 +243,7 @@ class AdaptivePlanner:
         )
 
     def case(self, num_microbatches: int, *, costs: CostModel | None = None, overlaps: bool = False) -> SimulationCase:
-        """What `choose` is asked for a step of so many microbatches or chunks.
+        """The question to `choose` for a step of so many microbatches or chunks.
 
         Args:
             costs: of the layers; None: as far as they are known.

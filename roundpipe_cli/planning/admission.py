@@ -46,7 +46,7 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
 
 
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
-    """What only `finetune` can tell of the model, or only another machine can do."""
+    """Lines on what only `finetune` can tell of the model, or only another machine can do."""
     lines = []
     if architecture.model_type not in PROVEN:
         lines.append(

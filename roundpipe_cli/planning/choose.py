@@ -35,9 +35,9 @@ MAX_JUDGED_ROUNDS = 4
 MAX_JUDGED_STEPS = 4
 """Chained steps by which even stages are judged."""
 MAX_JUDGED_LAYERS = 72
-"""Of deeper models only one even cut is judged: each takes seconds."""
+"""Layers above which only one even cut is judged: each takes seconds."""
 NUM_FINALISTS = 3
-"""Of the partitions judged so, those judged by a whole step."""
+"""Partitions that are judged by a whole step in the end."""
 MIN_GAIN = 0.01
 """Part of a step that another dealing than the published one has to save to be chosen."""
 MAX_PLANNED_ROUNDS = 4

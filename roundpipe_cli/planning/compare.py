@@ -39,7 +39,7 @@ class SimulationCase:
     sequence_chunks: int = 1
     """Consecutive microbatches that are one sequence; see `Schedule`."""
     limits: StageLimits | None = None
-    """What a stage may hold and how long a round may be; None: `costs.device_memory_bytes` alone."""
+    """Limits of stages and of rounds; None: `costs.device_memory_bytes` alone."""
     weights_stay: bool = False
     """Workers read all weights where they are, so that a microbatch may stay on one worker."""
 
@@ -64,9 +64,9 @@ class Result:
     """One schedule's figures."""
 
     schedule: Schedule
-    """Of the first step alone."""
+    """The first step's."""
     timeline: Timeline
-    """Of the first step alone."""
+    """The first step's."""
     makespan_s: float
     parts: Bubble
     step_s: float

@@ -21,7 +21,7 @@ from roundpipe_cli.schedule.timeline import makespan_s
 
 SEARCH_STEPS = 40
 COUNTS_TRIED = 3
-"""Of stages, the fewest that slots allow and more."""
+"""Numbers of stages that are tried, from the fewest that slots allow."""
 
 
 def forward_stages(

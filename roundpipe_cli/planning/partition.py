@@ -46,7 +46,7 @@ class PlannedCut:
     """Inclusive layer ranges in execution order: the one with the head first."""
     microbatches_per_round: int
     makespan_s: float
-    """Of the first step alone."""
+    """Makespan of the first step alone."""
     step_s: float
     """Time per step over the chained steps."""
     explanation: tuple[str, ...]
@@ -56,7 +56,7 @@ class PlannedCut:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is planned for. `per_round` None: at most as many microbatches as workers."""
+    """One question to the search. `per_round` None: at most as many microbatches as workers."""
 
     costs: CostModel
     sums: StageSums
@@ -103,7 +103,7 @@ class _Task:
         return self.default and self.costs.has_updates
 
     def chain(self) -> RoundChain:
-        """What the plan's times are those of."""
+        """The rounds whose times are the plan's."""
         staleness, num_steps = self.staleness, self.num_steps
         waits = self._waits
         return chain_of(self.num_microbatches, self.round_size, staleness=staleness, num_steps=num_steps, waits=waits)

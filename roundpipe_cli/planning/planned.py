@@ -1,4 +1,4 @@
-"""What `plan` says of the very cut that a run used, for the comparison at its end."""
+"""Predictions for the very cut that a run used, for the comparison at its end."""
 
 from __future__ import annotations
 

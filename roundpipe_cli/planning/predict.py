@@ -9,19 +9,25 @@ import math
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
-from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import host_memory, num_machines
-from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.question import PlanRequest, ask, choose_tier
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.simulated_step import (
+    LinkBytes,
+    SimulatedStep,
+    overlaps_steps,
+    per_round_of,
+    reference_s,
+    simulate_step,
+)
 from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_left_out, without_small_cards
 from roundpipe_cli.planning.verdict import (
@@ -33,30 +39,10 @@ from roundpipe_cli.planning.verdict import (
     stages_of_blocks,
 )
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import Rounds, options_of
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
-from roundpipe_cli.schedule.simulate import simulate_program
-from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
+from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.units import format_bytes, format_seconds
 
 RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
-MAX_SIMULATED_MICROBATCHES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class LinkBytes:
-    """Bytes over all workers' links in one step."""
-
-    weights_up: int
-    boundaries_up: int
-    gradients_down: int
-    boundaries_down: int
-
-    @property
-    def up(self) -> int:
-        return self.weights_up + self.boundaries_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +60,7 @@ class Plan:
     bubble_ratio: float
     links: LinkBytes
     timeline: Timeline
-    """Of one simulated step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -162,7 +148,7 @@ def _plan(question: PlanRequest) -> Plan:
     question, kept = with_auto_cache(question, verdict)
     if kept is not None:
         verdict = _judged(question, cut)
-    step = _simulate_step(question, cut)
+    step = simulate_step(question, cut)
     resident = _resident(whole, step.step_s if verdict.fits else math.inf)
     if resident is not None:
         question, cut, verdict, step = resident
@@ -170,15 +156,15 @@ def _plan(question: PlanRequest) -> Plan:
         if held:
             kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
-    reference_s = _reference_s(question, cut)
-    reference = f"the base model's forward, which pairs are compared with: {format_seconds(reference_s)} of a step"
+    pairs_s = reference_s(question, cut)
+    reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
         forward_stages=cut.forward_stages,
         backward_stages=cut.backward_stages,
-        microbatches_per_round=_per_round(question, cut),
+        microbatches_per_round=per_round_of(question, cut),
         verdict=verdict,
-        step_s=step.step_s + host_s + reference_s,
+        step_s=step.step_s + host_s + pairs_s,
         host_s=host_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
@@ -187,13 +173,15 @@ def _plan(question: PlanRequest) -> Plan:
             *cut.explanation,
             *filter(None, [kept]),
             _what_binds(question, step, host_s),
-            *([reference] if reference_s else []),
+            *([reference] if pairs_s else []),
         ),
         assumptions=_assumptions(question, cut),
     )
 
 
-def _resident(question: PlanRequest | None, streamed_s: float) -> tuple[PlanRequest, StageCut, Verdict, _Step] | None:
+def _resident(
+    question: PlanRequest | None, streamed_s: float
+) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep] | None:
     """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
     if question is None:
         return None
@@ -205,13 +193,13 @@ def _resident(question: PlanRequest | None, streamed_s: float) -> tuple[PlanRequ
     if found is None:
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
-    step = _simulate_step(question, cut)
+    step = simulate_step(question, cut)
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
 
 
 def stage_case(question: PlanRequest) -> SimulationCase:
-    """What `choose` is asked for this recipe and machine, by `plan` and `bench`."""
-    overlaps, recipe = _overlaps_steps(question), question.loaded.recipe
+    """The question to `choose` for this recipe and machine, as `plan` and `bench` ask it."""
+    overlaps, recipe = overlaps_steps(question), question.loaded.recipe
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
     return case_for(
         recipe.pipeline,
@@ -254,7 +242,7 @@ def _coarsest(question: PlanRequest, why: str) -> StageCut:
 
 def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     keeps_few = SCHEDULE_KINDS[question.loaded.recipe.pipeline.schedule].keeps_few
-    per_round = question.num_workers if keeps_few else _per_round(question, cut)
+    per_round = question.num_workers if keeps_few else per_round_of(question, cut)
     judged = replace(cut, microbatches_per_round=per_round)
     return judge(question.architecture, question.settings, question.hardware, question.analytic, judged)
 
@@ -274,69 +262,10 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
         for per_round in sorted({question.num_workers, enough}):
             cuts.append(StageCut(tuple(forward), tuple(backward), per_round, explanation=(why,)))
     fitting = [one for one in cuts if _judged(question, one).fits]
-    return min(fitting, key=lambda one: _simulate_step(question, one).step_s, default=cut)
+    return min(fitting, key=lambda one: simulate_step(question, one).step_s, default=cut)
 
 
-def _per_round(question: PlanRequest, cut: StageCut) -> int:
-    """Microbatches of a round; of schedules that have no rounds, all of a step's."""
-    usual = 0 if question.loaded.recipe.pipeline.binds_stages else question.num_workers
-    return cut.microbatches_per_round or usual or question.settings.num_microbatches
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    step_s: float
-    bubble_ratio: float
-    links: LinkBytes
-    timeline: Timeline
-
-
-def _overlaps_steps(question: PlanRequest) -> bool:
-    """Whether no step waits for all of the one before."""
-    on_cpu = all(device.is_cpu for device in question.hardware.devices)
-    may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
-    return may and question.num_workers > 1 and question.analytic.costs.equal_workers
-
-
-def _simulate_step(question: PlanRequest, cut: StageCut) -> _Step:
-    """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
-    wanted, is_dealt = question.settings.num_microbatches, not question.loaded.recipe.pipeline.binds_stages
-    rounds = max(1, _per_round(question, cut)) if is_dealt else 1
-    full = wanted
-    if wanted > MAX_SIMULATED_MICROBATCHES:
-        surplus = wanted - MAX_SIMULATED_MICROBATCHES
-        full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
-    one = _simulated(question, cut, full, num_steps=1)
-    busy, alone_s = sum(busy_s(one.timeline)), makespan_s(one.timeline)
-    step_s = alone_s
-    if _overlaps_steps(question):
-        ends_s = [makespan_s(_simulated(question, cut, full, num_steps=n).timeline) for n in (2, 4)]
-        step_s = (ends_s[1] - ends_s[0]) / 2
-    if full < wanted:
-        fewer = _simulated(question, cut, full - 2 * rounds, num_steps=1)
-        growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
-        step_s, busy = step_s + growth_s, busy * wanted / full
-    bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
-    return _Step(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
-
-
-def _reference_s(question: PlanRequest, cut: StageCut) -> float:
-    """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
-    if question.loaded.recipe.objective != "dpo":
-        return 0.0
-    costs, workers, wanted = _costs_for_links(question), question.num_workers, question.settings.num_microbatches
-    covered = max((last for _, last in cut.forward_stages), default=-1)
-    own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
-    once = min(wanted, SCORED_PER_WORKER * workers)
-    stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
-    schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
-    forward_s = makespan_s(simulate_program(lower(schedule, costs), costs))
-    passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
-    host_s = once * question.analytic.host_s_per_microbatch / passes
-    return (forward_s + host_s) * wanted / once
-
-
-def _what_binds(question: PlanRequest, step: _Step, host_s: float) -> str:
+def _what_binds(question: PlanRequest, step: SimulatedStep, host_s: float) -> str:
     """Where the time of a step goes: workers' arithmetic, links, interpreter."""
     workers, costs = question.num_workers, question.analytic.costs
     compute_s = step.step_s * (1 - step.bubble_ratio)
@@ -353,63 +282,8 @@ def _what_binds(question: PlanRequest, step: _Step, host_s: float) -> str:
     return f"{most} binds; without waiting a step would need: {shown}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    timeline: Timeline
-    links: LinkBytes
-
-
-def _costs_for_links(question: PlanRequest) -> CostModel:
-    """Of the layers, with only what is trained of those in the weight cache to upload."""
-    costs, settings = question.analytic.costs, question.settings
-    if not settings.weight_cache_bytes:
-        return costs
-    return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
-
-
-def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> _Simulated:
-    costs, staleness = _costs_for_links(question), question.settings.staleness
-    workers = cut.workers or tuple(range(question.num_workers))
-    pipeline = question.loaded.recipe.pipeline
-    options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)
-    if costs.worker_speed is not None:
-        costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
-    schedule = build_schedule(
-        pipeline.schedule,
-        forward_stages=cut.forward_stages,
-        backward_stages=cut.backward_stages,
-        num_workers=len(workers),
-        rounds=Rounds(
-            num_microbatches,
-            per_round=cut.microbatches_per_round,
-            num_steps=num_steps,
-            staleness=staleness,
-            options=options,
-            sequence_chunks=question.settings.sequence_chunks,
-        ),
-        costs=costs,
-    )
-    program = lower(schedule, costs, staleness=staleness)
-    sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
-    for op in program.ops:
-        if op.lane in (UP, DOWN):
-            sums[op.lane, op.payload in (WEIGHTS, WEIGHT_GRADIENT)] += op.num_bytes
-    links = LinkBytes(sums[UP, True], sums[UP, False], sums[DOWN, True], sums[DOWN, False])
-    return _Simulated(simulate_program(program, costs), links)
-
-
-def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
-    """Bytes of a step from those of the simulated part of it: rounds repeat."""
-    return LinkBytes(
-        int(links.weights_up * factor),
-        int(links.boundaries_up * factor),
-        int(links.gradients_down * factor),
-        int(links.boundaries_down * factor),
-    )
-
-
 def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
-    """What was measured, what given and what assumed, one line each."""
+    """Lines on what was measured, what given and what assumed."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [
         f"model: {architecture.source}",

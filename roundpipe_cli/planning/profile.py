@@ -148,7 +148,7 @@ def _groups(base: CostModel) -> dict[int, int]:
 
 
 def _mean_of_medians(seconds: Mapping[int, list[float]]) -> float | None:
-    """Of each microbatch's median; None if nothing was timed."""
+    """Mean of the microbatches' medians; None if nothing was timed."""
     return statistics.fmean(statistics.median(times) for times in seconds.values()) if seconds else None
 
 

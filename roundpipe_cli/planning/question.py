@@ -1,4 +1,4 @@
-"""What is to be planned: a recipe's model and settings, and the machine that it is asked for. No torch."""
+"""The question to a planner: a recipe's model and settings, and a machine. No torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_model
 from roundpipe_cli.planning.counting import counted
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -25,7 +26,7 @@ ASSUMED_HARDWARE = "8x4090"
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned: a recipe's model and settings on a machine."""
+    """A recipe's model and settings on a machine, to be planned."""
 
     loaded: LoadedRecipe
     architecture: Architecture
@@ -39,7 +40,7 @@ class PlanRequest:
 
 
 def settings_of(recipe: Recipe) -> TrainingSettings:
-    """What of a recipe decides costs and memory."""
+    """The part of a recipe that decides costs and memory."""
     targets = recipe.lora.target_modules
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
@@ -135,7 +136,7 @@ def choose_tier(architecture: Architecture, settings: TrainingSettings, machine:
 def _read_from_disk(
     architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
 ) -> tuple[Hardware, AnalyticCosts]:
-    """What mapped weights cost: where they do not fit into the memory that is left, the disk is the link."""
+    """Costs of mapped weights: where they do not fit into the memory that is left, the disk is the link."""
     costs = analytic.costs
     count, per_round = len(costs.layers), 2 * len(machine.devices)
     needed = host_need(costs, architecture, settings, machine, (count, count), per_round).total_bytes

@@ -1,4 +1,4 @@
-"""What would fit: the longest sequence, the largest microbatch, and the cheapest changes that make a recipe fit.
+"""Settings that would fit: the longest sequence, the largest microbatch, and the cheapest changes to a recipe.
 
 Answers come from the memory model alone, on the coarsest cut that the devices hold, so each try takes a millisecond and
 every answer is exact for the model: one more token, or one more row, does not fit.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from roundpipe_cli.costs.analytic import TrainingSettings
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture, shipped_architecture, shipped_figures
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.units import GIB, format_count
 
@@ -53,7 +53,7 @@ def solve(
     settings: TrainingSettings,
     hardware: Hardware,
 ) -> Solution:
-    """What would fit."""
+    """Settings that would fit."""
     fits_as_is = judge_coarsest(architecture, settings, hardware).fits
     return Solution(
         max_seq_length=longest_sequence(architecture, settings, hardware),

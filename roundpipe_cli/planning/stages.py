@@ -28,7 +28,7 @@ class StageLimits:
     forward_bytes: int | None = None
     backward_bytes: int | None = None
     head_bytes: int | None = None
-    """Of the first backward stage, on top of which come its logits; None: as `backward_bytes`."""
+    """Limit of the first backward stage, on top of which come its logits; None: as `backward_bytes`."""
     microbatches_per_round: int | None = None
     """The host keeps the boundaries of all of them."""
 

@@ -1,4 +1,4 @@
-"""What `plan` does and says where the workers of a machine are not all alike. No torch."""
+"""Plans for machines whose workers are not all alike, and what `plan` says of them. No torch."""
 
 from __future__ import annotations
 

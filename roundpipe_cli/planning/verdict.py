@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
@@ -19,6 +19,7 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
 )
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes
@@ -26,10 +27,10 @@ from roundpipe_cli.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run needs of each memory, and why it does not fit, if it does not."""
+    """Needs of a run in each memory, and why it does not fit, if it does not."""
 
     device: Need
-    """Of one worker."""
+    """One worker's."""
     host: Need
     disk: Need
     reasons: tuple[str, ...]
@@ -96,8 +97,8 @@ def coarsest_cut(
 def worker_budget_bytes(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> int:
-    """What a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers their
-    share of the host memory that is left when all else is counted, with rounds of two microbatches a worker."""
+    """Bytes that a worker may use: of the smallest GPU, since every stage must run on every worker; for CPU workers
+    their share of the host memory that is left when all else is counted, with rounds of two microbatches a worker."""
     gpus = _smallest_device(hardware)
     if gpus:
         return usable_device_bytes(gpus[0])

@@ -1,1 +1,1 @@
-"""What the user wrote: the typed recipe and its strict loader. No torch."""
+"""The user's recipe: its types and its strict loader. No torch."""

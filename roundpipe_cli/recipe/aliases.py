@@ -205,7 +205,7 @@ def is_off(value: Any) -> bool:
 
 
 def note(alias: str) -> str:
-    """What a user who is used to `alias` should know, or an empty text."""
+    """A note for users who are used to `alias`, or an empty text."""
     return _NOTES.get(alias, "")
 
 

@@ -157,7 +157,7 @@ def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
 
 
 def describe_type(hint: Any) -> str:
-    """What a key expects, in words: `an integer of at least 1`."""
+    """The type that a key expects, in words: `an integer of at least 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         text = describe_type(arguments[0])

@@ -175,7 +175,7 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
 
 
 def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWrites, result: Conversion) -> None:
-    """What a rule or an alias makes of a line."""
+    """Keys and values that a rule or an alias makes of a line."""
     try:
         targets = meaning()
     except LeaveOutError as error:

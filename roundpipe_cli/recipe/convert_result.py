@@ -1,4 +1,4 @@
-"""What becomes of a converted file, and how its recipe is written: the header says first what means something else."""
+"""The result of a conversion, and how its recipe is written: the header says first what means something else."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class UnusedLine:
 
 @dataclass(slots=True)
 class Conversion:
-    """What became of a file."""
+    """The result of converting one file."""
 
     tool: Tool
     recipe: dict[str, Any] = field(default_factory=dict)
     """Nested, as it is written."""
     changes: list[str] = field(default_factory=list)
-    """What the recipe trains differently from the file, a clause each; they stand in the recipe's first line."""
+    """Differences between what recipe and file train, a clause each; they stand in the recipe's first line."""
     left_out: list[UnusedLine] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
     """Keys that change nothing here."""
     notes: list[str] = field(default_factory=list)
-    """What a user of the other tool should know."""
+    """Notes for users of the other tool."""
 
     def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
         """List a line as left out; `change` says what training does instead, where that is not the same."""

@@ -1,4 +1,4 @@
-"""What the keys of axolotl, LLaMA-Factory and TRL mean here: the tables of `convert.py`.
+"""Meanings of the keys of axolotl, LLaMA-Factory and TRL: the tables of `convert.py`.
 
 The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what depends on the value is in
 `convert_rules.py`. A key that is in no table and is no recipe key either has no counterpart.
@@ -63,7 +63,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "save_steps": 500,
     },
 }
-"""What a tool does where its file says nothing and this one would do something else: axolotl 0.19's schema and trainer
+"""Defaults of a tool where this one would do something else: axolotl 0.19's schema and trainer
 builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
 
 PEFT_TARGETS = ("q_proj", "v_proj")

@@ -27,7 +27,7 @@ class RecipeWrites:
     def __init__(self, result: Conversion) -> None:
         self.values: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
-        """What the other tool's defaults have put in."""
+        """Keys that the other tool's defaults have put in."""
         self._sources: dict[str, tuple[str, Any]] = {}
         self._result = result
         self.refused: set[str] = set()
@@ -104,7 +104,7 @@ def _mistake(target: str, value: Any) -> str | None:
 
 
 def _together(target: str, value: Any) -> dict[str, Any]:
-    """What a recipe needs beside a key so that this key makes sense."""
+    """Keys that a recipe needs beside a key so that it makes sense."""
     if target == "lr_scheduler_kwargs" and isinstance(value, dict):
         fitting = [name for name, keys in SCHEDULE_KEYS.items() if set(value) <= set(keys)]
         return {"lr_scheduler_type": fitting[-1], "learning_rate": MAX_LEARNING_RATE} if fitting else {}

@@ -12,7 +12,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from roundpipe_cli.recipe.check import describe_type, hints_of, section_of
-from roundpipe_cli.recipe.schema import Explained, Recipe, with_lists
+from roundpipe_cli.recipe.constraints import Explained
+from roundpipe_cli.recipe.schema import Recipe, with_lists
 
 DERIVED = {"output_dir": "outputs/<name of the recipe file>"}
 """Keys without a default in the schema that are nevertheless optional: `load.py` derives them."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from roundpipe_cli.recipe.check import REFUSED, Findings, check
-from roundpipe_cli.recipe.schema import Range, Recipe
+from roundpipe_cli.recipe.constraints import Range
+from roundpipe_cli.recipe.schema import Recipe
 
 SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),

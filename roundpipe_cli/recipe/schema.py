@@ -1,4 +1,4 @@
-"""What a recipe may say: every key with its type, range, default and meaning, each written once.
+"""The schema of a recipe: every key with its type, range, default and meaning, each written once.
 
 The dataclasses are the contract: `check.py` reads these annotations, so a key added here is accepted, checked and
 documented without another line elsewhere. Sizes are in tokens, rows or microbatches as stated under each field.
@@ -6,7 +6,6 @@ documented without another line elsewhere. Sizes are in tokens, rows or microbat
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -15,87 +14,10 @@ from roundpipe_cli.choices import (
     OPTIMIZERS,
     PACKED_FORMATS,
     SCHEDULE_KINDS,
-    OptimizerKind,
     OptimizerName,
     ScheduleName,
 )
-
-MAX_INTEGER = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Range:
-    """A closed interval of numbers; `above` and `below` exclude the border."""
-
-    low: float = 0
-    high: float = MAX_INTEGER
-    above: bool = False
-    below: bool = False
-
-    def accepts(self, value: Any) -> bool:
-        over = value > self.low if self.above else value >= self.low
-        under = value < self.high if self.below else value <= self.high
-        return bool(over and under)
-
-    def describe(self, noun: str) -> str:
-        low = f"{'above' if self.above else 'at least'} {self.low:g}"
-        if self.high >= MAX_INTEGER:
-            return f"{noun} {low}" if self.above else f"{noun} of {low}"
-        return f"{noun} {low} and {'below' if self.below else 'at most'} {self.high:g}"
-
-
-@dataclass(frozen=True)
-class Matching:
-    """Text of a certain form."""
-
-    pattern: str
-    form: str
-
-    def accepts(self, value: Any) -> bool:
-        return re.fullmatch(self.pattern, value) is not None
-
-    def describe(self, noun: str) -> str:
-        return self.form
-
-
-@dataclass(frozen=True, eq=False)
-class Explained:
-    """One of a table's names; the meanings of its entries follow the key's own in the list of keys."""
-
-    table: Mapping[Any, OptimizerKind]
-
-    def accepts(self, value: Any) -> bool:
-        return value in self.table
-
-    def describe(self, noun: str) -> str:
-        return noun
-
-    @property
-    def meanings(self) -> str:
-        return "; ".join(f"{name} {kind.meaning}" for name, kind in self.table.items()) + "."
-
-
-@dataclass(frozen=True)
-class NotEmpty:
-    """At least one item, or one character that is not white space."""
-
-    def accepts(self, value: Any) -> bool:
-        return bool(value.strip()) if isinstance(value, str) else len(value) > 0
-
-    def describe(self, noun: str) -> str:
-        return f"{noun} that is not empty"
-
-
-@dataclass(frozen=True)
-class InclusiveRange:
-    """`[first, last]`, both inclusive; `[a, a - 1]` is an empty stage."""
-
-    def accepts(self, value: Any) -> bool:
-        return len(value) == 2 and value[0] >= 0 and value[1] >= value[0] - 1
-
-    def describe(self, noun: str) -> str:
-        return "an inclusive range of layers such as [0, 6]"
-
+from roundpipe_cli.recipe.constraints import Explained, InclusiveRange, Matching, NotEmpty, Range
 
 Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
@@ -211,8 +133,8 @@ class PipelineConfig:
     threads_per_worker: Literal["auto"] | Annotated[int, Range(1, 4096)] = "auto"
     """CPU workers: intra-op threads of each. `auto` is cores / workers. Changes the bits of a loss, not its value."""
     recompute: Literal["stage", "layer", "none"] = "stage"
-    """What backward computes again instead of keeping: `stage` keeps the activations of one microbatch and stage,
-    `layer` of one layer, `none` those of all blocks, see `keep_activations`."""
+    """Which activations backward computes again instead of keeping: `stage` keeps the activations of one microbatch and
+    stage, `layer` of one layer, `none` those of all blocks, see `keep_activations`."""
     keep_activations: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     """Blocks, counted from the last, whose activations stay on the device from forward to backward: not recomputed, for
     as many bytes as a round's microbatches have there. They stay where a block's forward and backward run on the same
@@ -303,9 +225,9 @@ class Recipe:
     train_on_inputs: bool = False
     """Train on prompt tokens too; otherwise only on answers."""
     long_rows: Literal["error", "drop", "truncate"] = "truncate"
-    """What to do with rows over `max_seq_length` tokens; they are always counted and reported."""
+    """How rows over `max_seq_length` tokens are treated; they are always counted and reported."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with rows without the needed columns; skipped rows are counted and named."""
+    """How rows without the needed columns are treated; skipped rows are counted and named."""
     chat_template: Words | None = None
     """File or Jinja text in place of the tokenizer's own chat template. null is the tokenizer's own."""
     eval_datasets: tuple[DatasetConfig, ...] = ()

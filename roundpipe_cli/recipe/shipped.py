@@ -26,7 +26,7 @@ _VERDICT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HeaderVerdict:
-    """What `roundpipe plan` said when the recipe's header was written."""
+    """Figures that `roundpipe plan` gave when the recipe's header was written."""
 
     hardware: str
     """For `--hardware`; host memory included."""
@@ -35,7 +35,7 @@ class HeaderVerdict:
     tokens_per_step: int
     tokens_per_s: float
     device_bytes: float
-    """Of one worker."""
+    """One worker's."""
     host_bytes: float
     disk_bytes: float
 
@@ -64,7 +64,7 @@ class ShippedRecipe:
 
     @property
     def command_name(self) -> str:
-        """What a user types: `recipes/qwen3/8b_lora_2x24gb.yaml`."""
+        """The path that a user types: `recipes/qwen3/8b_lora_2x24gb.yaml`."""
         return f"recipes/{self.name}.yaml"
 
 

@@ -70,7 +70,7 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
-    """What sequences in chunks cannot be combined with."""
+    """Keys that do not go with sequences in chunks."""
     pipeline = recipe.pipeline
     if pipeline.num_chunks == 1:
         return
@@ -127,7 +127,7 @@ def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
 
 
 def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:
-    """What would be read by nobody."""
+    """Keys that nothing would read."""
     defaults = {field.name: field.default for field in fields(Recipe)}
     used = OPTIMIZERS[recipe.optim].keys
     for key in OPTIMIZER_KEYS:

@@ -93,7 +93,7 @@ def _translate_keys(
 
 
 def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> Writes:
-    """What an alias means, with its notice; nothing, with a finding, where its value has no counterpart."""
+    """The keys that an alias means, with its notice; none, with a finding, where its value has no counterpart."""
     alias = dotted(path)
     try:
         writes = ALIASES[alias](value)

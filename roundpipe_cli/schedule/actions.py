@@ -16,7 +16,7 @@ from roundpipe_cli.errors import RefusedError
 
 
 class Kind(str, Enum):
-    """What an action does."""
+    """The kind of work that an action does."""
 
     FORWARD = "F"
     RECOMPUTE = "R"

@@ -44,7 +44,7 @@ class Options:
 
     @property
     def why(self) -> str:
-        """What `plan` says where the planner has chosen this."""
+        """The sentence of `plan` where the planner has chosen this."""
         if self.earliest_free:
             return "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
         return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
@@ -57,7 +57,7 @@ class Rounds:
     num_microbatches: int
     """Per step."""
     per_round: int | None = None
-    """Of roundpipe; None takes the number of workers."""
+    """Microbatches of a round of roundpipe; None takes the number of workers."""
     num_steps: int = 1
     """Chained optimizer steps."""
     staleness: int = 0
@@ -65,7 +65,7 @@ class Rounds:
     sequence_chunks: int = 1
     """So many consecutive microbatches are one sequence; rounds hold whole sequences."""
     options: Options = Options()
-    """Of roundpipe."""
+    """How roundpipe deals stages out."""
 
 
 def options_of(
@@ -108,7 +108,7 @@ class Dealer:
         self.free_s = [0.0] * num_workers
         """End of each worker's last action."""
         self.step_ends_s = [0.0, 0.0]
-        """Of the last two steps dealt; 0 where there are none."""
+        """Ends of the last two steps dealt; 0 where there are none."""
         self.waits = False
         """Whether a step begins no sooner than the one two before it has ended, as real ones do at staleness 1."""
         self.times, self.hop_s, self.options = times, hop_s, options

@@ -73,7 +73,7 @@ def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Progra
 
 
 class _Load(NamedTuple):
-    """What a transfer carries, as in `Op`."""
+    """The load of a transfer, as in `Op`."""
 
     payload: str
     num_bytes: int

@@ -9,7 +9,7 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 
 WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
-"""What a transfer carries. `GRADIENT` is that of a boundary."""
+"""Loads of a transfer. `GRADIENT` is that of a boundary."""
 
 URGENT, NEXT, SAVED, LAST = 0, 1, 2, 3
 """First part of a priority: unblocks compute; weights, by visit; kept for a recompute; weight gradients."""
@@ -36,7 +36,7 @@ class Op(NamedTuple):
     deps: list[int]
     late_deps: list[int]
     boundary: int = -1
-    """Of a transfer of hidden states or their gradient: the layer at whose input they are."""
+    """The layer at whose input the hidden states are that a transfer carries, or whose gradient it carries."""
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class Visit:
     step: int
     slot: int
     num_bytes: int
-    """Of weights and gradient accumulators while in the slot."""
+    """Weights and gradient accumulators while in the slot."""
     ops: list[int] = field(default_factory=list)
     """Compute operations, in order."""
     upload: int = -1
     downloads: list[int] = field(default_factory=list)
-    """Of gradient sums: one, or where they are added up on the host one for each backward."""
+    """Downloads of gradient sums: one, or where they are added up on the host one for each backward."""
 
 
 @dataclass(frozen=True)

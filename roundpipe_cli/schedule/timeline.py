@@ -1,4 +1,4 @@
-"""What happened, or would happen: intervals per worker and link, and pure functions over them.
+"""Timelines of what happened, or would happen: intervals per worker and link, and pure functions over them.
 
 The simulator fills a Timeline from virtual time, the engine from measured time; every figure and picture is made from
 it alone, so predicted and measured figures have one definition. Seconds and bytes throughout.
@@ -42,7 +42,7 @@ class Timeline:
     num_workers: int
     intervals: tuple[Interval, ...]
     fused_head: bool = True
-    """Of the schedule; decides what counts as warm-up (`bubble`)."""
+    """As of the schedule; decides what counts as warm-up (`bubble`)."""
     updates_overlap: bool = False
     """Staleness 1: the host's updates run beside the next step and do not lengthen the makespan."""
     device_peak_bytes: tuple[int, ...] = ()

@@ -187,7 +187,7 @@ def _check_cover(direction: str, ascending: Sequence[StageRange], end: int) -> N
 
 
 def needs(schedule: Schedule, key: Key) -> list[Key]:
-    """What a compute action waits for, apart from its turn.
+    """The actions that a compute action waits for, apart from its turn.
 
     A recompute comes directly before its backward, so it may be held to wait for what that waits for: this settles
     deadlocks either way, whether or not it really waits.
@@ -335,7 +335,7 @@ def _check_order(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> None
 
 
 def _check_row(schedule: Schedule, worker: int, row: Sequence[Action], places: dict[Key, tuple[int, int]]) -> None:
-    """What one worker's list alone can get wrong."""
+    """Check one worker's list for what it alone can get wrong."""
     step = 0
     for position, action in enumerate(row):
         for need in needs(schedule, _key(action)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.costs.analytic import head_bytes
+from roundpipe_cli.costs.activations import head_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes

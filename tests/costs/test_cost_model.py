@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, TrainingSettings, analytic_costs, attended_tokens
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, attended_tokens
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import parse_config, shipped_architecture, shipped_figures
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import build_schedule

@@ -1,29 +1,87 @@
-"""`plan`, `bench` and a run ask one function which stages a step gets, and receive equal answers."""
+"""`plan`, `bench` and a run ask one function which stages a step gets, and receive equal answers.
+
+Models have the widths of real ones and few layers, so that a search takes a fraction of a second; machines are so small
+for them that limits of device memory, or of host memory, bind.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from roundpipe_cli.choices import SCHEDULES
+from roundpipe_cli.choices import SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench import _question
-from roundpipe_cli.cli.bench_options import CaseFlags
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
-MODELS = ("qwen3-8b", "llama3.1-8b", "gpt-oss-20b")
-MACHINES = ("8x4090", "2x3090", "4x5090,host_memory_gib=256")
-WORDS = ["gradient_accumulation_steps=16", "pipeline.weight_cache=0"]
+_LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 64},
+    **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "num_hidden_layers": 7},
+    "qwen3": {
+        **{**_LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32},
+        **{"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936, "num_hidden_layers": 6},
+    },
+    "qwen3_moe": {
+        **{**_LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 32},
+        **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128},
+        **{"num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": 6, "decoder_sparse_step": 1},
+    },
+}
+"""Widths of Llama 3.3 70B, Qwen3 8B and Qwen3 30B-A3B."""
+MACHINES = ("4x4090", "2x3090,host_memory_gib=40", "3x5090,host_memory_gib=256")
+WORDS = ["gradient_accumulation_steps=8", "pipeline.weight_cache=0", "max_seq_length=4096"]
+EVERY = [(name, machine, schedule) for name in MODELS for machine in MACHINES for schedule in SCHEDULES]
+
+
+@pytest.fixture(scope="module")
+def recipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], LoadedRecipe]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        text = f"model: {folder / name}\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: {folder}/out\n"
+        (folder / f"{name}.yaml").write_text(text)
+
+    @cache
+    def recipe(name: str, schedule: str) -> LoadedRecipe:
+        return load_recipe(folder / f"{name}.yaml", [*WORDS, f"pipeline.schedule={schedule}"])
+
+    return recipe
+
+
+@cache
+def searched(case: SimulationCase) -> PlannedCut:
+    return plan_partition(case)
+
+
+@pytest.fixture(autouse=True)
+def each_case_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal cases get equal cuts; a run's costs also name the devices' memory, in place of which there are limits."""
+
+    def search(case: SimulationCase) -> PlannedCut:
+        assert case.limits is not None
+        return searched(replace(case, costs=replace(case.costs, device_memory_bytes=None)))
+
+    monkeypatch.setattr("roundpipe_cli.planning.choose.plan_partition", search)
 
 
 def planner_of(question: PlanRequest) -> AdaptivePlanner:
-    """A run's planner before anything is measured, on devices described in words."""
+    """A run's planner on devices described in words, as if its first steps had measured the costs of the plan."""
     recipe, limits = question.loaded.recipe, stage_case(question).limits
     assert limits is not None
     memory = min(device.memory_bytes for device in question.hardware.devices)
@@ -40,41 +98,33 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
     )
 
 
-def asked_by_bench(name: str, words: list[str], machine: str) -> SimulationCase:
-    return _question(f"recipes/{name}.yaml", words, None, machine, CaseFlags())
+def asked_by_bench(path: Path, words: list[str], machine: str) -> SimulationCase:
+    return _question(str(path), words, None, machine, None, None, "default", None, None)
 
 
-def loaded(name: str, schedule: str) -> LoadedRecipe:
-    return load_recipe(f"recipes/{name}.yaml", [*WORDS, f"pipeline.schedule={schedule}"])
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_three_commands_ask_the_same(name: str, machine: str) -> None:
-    """Earlier plan counted on 95 % of a GPU and finetune on 85, and bench knew no limits at all."""
-    question = ask(loaded(name, "roundpipe"), machine)
+@pytest.mark.parametrize(("name", "machine", "schedule"), EVERY)
+def test_the_three_commands_ask_the_same_and_get_the_same(
+    recipe_of: Callable[[str, str], LoadedRecipe], name: str, machine: str, schedule: ScheduleName
+) -> None:
+    """Earlier plan counted on 95 % of a GPU and finetune on 85, and bench knew no limits at all; looped bfs had 32
+    stages by plan and 24 by bench, interleaved 1f1b 32 and 16."""
+    loaded = recipe_of(name, schedule)
+    question = ask(loaded, machine)
     planned = stage_case(question)
-    assert asked_by_bench(name, [*WORDS, "pipeline.schedule=roundpipe"], machine) == planned
-    trained = planner_of(question).case(16)
-    memory = trained.costs.device_memory_bytes
-    assert replace(trained, costs=replace(trained.costs, device_memory_bytes=None)) == replace(
-        planned, costs=replace(planned.costs, device_memory_bytes=None)
-    )
-    assert planned.costs.device_memory_bytes in (None, memory)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_three_commands_get_equal_stages(schedule: str) -> None:
-    """Earlier looped bfs had 32 stages by plan and 24 by bench, interleaved 1f1b 32 and 16."""
-    name, machine = "qwen3-8b", "8x4090"
-    recipe = loaded(name, schedule)
-    plan, question = make_plan(recipe, machine), ask(recipe, machine)
-    case = asked_by_bench(name, [*WORDS, f"pipeline.schedule={schedule}"], machine)
-    benched = choose(schedule, case, effort="quick")
+    assert planned.limits is not None and planned.limits.backward_bytes is not None
+    benched = asked_by_bench(loaded.path, [*WORDS, f"pipeline.schedule={schedule}"], machine)
+    assert benched == planned
     planner = planner_of(question)
-    planner.measured = True  # as if these costs had been
-    trained = planner.schedule(16)
+    trained = planner.case(8)
+    assert replace(trained, costs=replace(trained.costs, device_memory_bytes=None)) == planned
+
+    planner.measured = True
+    plan, run = make_plan(loaded, machine), planner.schedule(8)
+    cut = choose(schedule, benched, effort="quick")
     expected = plan.forward_stages, plan.backward_stages
-    assert (benched.forward_stages, benched.backward_stages) == expected
-    assert (trained.forward_stages, trained.backward_stages) == expected
+    assert (cut.forward_stages, cut.backward_stages) == expected
+    assert (run.forward_stages, run.backward_stages) == expected
+
+
+def test_stages_fill_the_same_share_of_a_device() -> None:
     assert DEVICE_SHARE == 0.85

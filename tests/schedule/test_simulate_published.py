@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import _dealer, build_schedule
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import Interval, bubble, compute_rows, makespan_s, utilization
 
@@ -141,3 +143,30 @@ def test_an_interval_names_its_action() -> None:
     first = simulate_published(schedule, costs).intervals[0]
     assert isinstance(first, Interval)
     assert (first.worker, first.lane, first.kind.value, first.stage, first.microbatch) == (0, "compute", "F", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(head_workers=2), Options(earliest_free=True)], ids=["in turn", "head", "free"]
+)
+def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
+    """The dealer settles times while it deals, by its own recurrence: every worker ends when the simulator says."""
+    draw = random.Random(6)
+    for _ in range(40):
+        num_workers, num_microbatches = draw.randint(1, 4), draw.randint(1, 9)
+        blocks = [layer(draw.uniform(0.5, 2), draw.uniform(1, 3)) for _ in range(6)]
+        costs = CostModel("random", (*blocks, layer(draw.random(), 1, recompute=False)), hop_s=draw.choice((0.0, 0.3)))
+        costs = replace(costs, worker_speed=tuple(draw.choice((1.0, 0.6)) for _ in range(num_workers)))
+        stages = ((0, 2), (3, 4), (5, 5)), ((6, 6), (4, 5), (2, 3), (0, 1))
+        dealer = _dealer(num_workers, costs, *stages, options)
+        per_round = draw.randint(1, num_microbatches)
+        dealer.deal_step(range(num_microbatches), per_round)
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=stages[0],
+            backward_stages=stages[1],
+            num_workers=num_workers,
+            rounds=Rounds(num_microbatches, per_round, options=options),
+            costs=costs,
+        )
+        rows = compute_rows(simulate_published(schedule, costs))
+        assert dealer.free_s == pytest.approx([max((one.end_s for one in row), default=0.0) for row in rows])

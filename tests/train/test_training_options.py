@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.costs.analytic import TrainingSettings
 from roundpipe_cli.costs.memory import moment_bytes_per_param
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed
 from roundpipe_cli.model.packed_weights import import_bitsandbytes

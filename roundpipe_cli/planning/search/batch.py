@@ -47,8 +47,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a worker's device holds: `slots` times the weights and gradients of the largest stage, the activations of
-    one microbatch, two boundary tensors per direction (DESIGN.md, section 5)."""
+    """Memory of a worker's device, which holds `slots` times the weights and gradients of the largest stage, the
+    activations of one microbatch, two boundary tensors per direction (DESIGN.md, section 5)."""
 
     num_bytes: int
     slots: int
@@ -56,7 +56,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Works:
-    """What each stage does on a worker of speed 1, each (N, C). Padding does nothing."""
+    """The work of each stage on a worker of speed 1, each (N, C). Padding does nothing."""
 
     lead_s: Array
     whole_s: Array
@@ -113,7 +113,7 @@ class BatchScorer:
         self.num_scored = 0
 
     def works(self, batch: Batch) -> tuple[Works, Array]:
-        """What the stages do, and (C,) whether every stage keeps its limit."""
+        """The stages' work, and (C,) whether every stage keeps its limit."""
         numpy = self.numpy
         sizes = numpy.ascontiguousarray(batch.sizes.T)  # rows of stages, else every operation strides
         ends = numpy.cumsum(sizes, axis=0)

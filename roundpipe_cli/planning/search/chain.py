@@ -55,7 +55,7 @@ class LinkCosts:
     """The links and slots that the default accounting adds to the published one."""
 
     bytes_per_s: float
-    """Of each worker's link, each direction."""
+    """Rate of each worker's link in each direction."""
     slots: int
 
 

@@ -19,7 +19,7 @@ SAME = 1e-9
 BLOCK = 2048
 """Cells tried between two looks at the best time."""
 OVERHEAD = 500
-"""What a batch costs beside its candidates, in candidates."""
+"""Cost of a batch beside that of its candidates, in candidates."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What makes it different from others."""
+        """The parts that tell it from others."""
         return (self.num_forward, *self.sizes)
 
 
@@ -70,7 +70,7 @@ class Search:
         self.scorer, self.bounds, self.chain, self.effort = scorer, bounds, chain, effort
         self.numpy = scorer.numpy
         self.best_s = beat_s
-        """Of all partitions so far, or what has to be beaten; what cannot beat it is not looked at."""
+        """Least time of all partitions so far, or the one to beat; partitions that cannot beat it are skipped."""
         self.found: dict[tuple[int, ...], Candidate] = {}
         self.work = 0.0
         self.least_s = INFEASIBLE

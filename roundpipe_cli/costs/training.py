@@ -1,0 +1,82 @@
+"""The settings of a recipe that decide costs and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from roundpipe_cli.choices import PACKED_FORMATS, OptimizerName
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """A recipe's settings for costs and memory. Sequences are counted as full: `max_seq_length` tokens each."""
+
+    max_seq_length: int
+    micro_batch_size: float = 1
+    sequences_per_row: int = 1
+    """2 where rows are pairs of answers."""
+    num_microbatches: int = 8
+    """Per step."""
+    method: Literal["lora", "full"] = "lora"
+    lora_r: int = 16
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] | None = None
+    """Names of the adapted projections; None: all of them."""
+    dtype: DType = "bfloat16"
+    packed_bits: int = 0
+    """Bits of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
+    recompute: Literal["stage", "layer", "none"] = "stage"
+    staleness: int = 0
+    optimizer: OptimizerName = "adamw"
+    has_momentum: bool = False
+    """The recipe's `sgd_momentum` is not 0."""
+    head_chunk_tokens: int = 1024
+    mlp_chunk_tokens: int | None = None
+    """Tokens for which a block's feed-forward part is computed at once, again in backward; None: all."""
+    save_total_limit: int = 2
+    weight_cache_bytes: int = 0
+    """Bytes of each GPU's memory for weights that stay there."""
+    weights_on_disk: bool = False
+    """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
+    skip_last_projection: bool = False
+    """Recompute leaves out what backward never reads, for which the host keeps the input of every layer."""
+    keep_blocks: int = 0
+    """Blocks, counted from the last, that are not recomputed: their activations stay on the device."""
+    num_shards: int = 1
+    """Machines over which masters and the optimizer's state are shared out."""
+
+    sequence_chunks: int = 1
+    """Chunks into which each sequence is cut; a chunk is a microbatch, so `num_microbatches` counts chunks."""
+
+    @property
+    def tokens_per_microbatch(self) -> float:
+        return self.micro_batch_size * self.sequences_per_row * self.max_seq_length / self.sequence_chunks
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step, divided by `micro_batch_size`."""
+        return self.num_microbatches // self.sequence_chunks
+
+    @property
+    def tokens_per_mlp_call(self) -> float:
+        """Tokens of one call of a block's feed-forward part."""
+        return min(self.tokens_per_microbatch, self.mlp_chunk_tokens or self.tokens_per_microbatch)
+
+    @property
+    def dtype_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def frozen_bytes_per_param(self) -> float:
+        """Bytes of each weight of a matrix that is not trained."""
+        return self.packed_bytes_per_param or self.dtype_bytes
+
+    @property
+    def packed_bytes_per_param(self) -> float:
+        """The same where it is packed, else 0."""
+        if self.method == "full" or not self.packed_bits:
+            return 0.0
+        return PACKED_FORMATS[self.packed_bits].bytes_per_param

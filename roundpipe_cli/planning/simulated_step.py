@@ -1,0 +1,150 @@
+"""One optimizer step of a recipe on a machine, simulated: its time, its bubble, and what moves over the links."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.memory import with_cached_weights
+from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.forward import forward_stages
+from roundpipe_cli.planning.question import PlanRequest
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
+from roundpipe_cli.schedule.dealing import Rounds, options_of
+from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
+from roundpipe_cli.schedule.simulate import simulate_program
+from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
+
+MAX_SIMULATED_MICROBATCHES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBytes:
+    """Bytes over all workers' links in one step."""
+
+    weights_up: int
+    boundaries_up: int
+    gradients_down: int
+    boundaries_down: int
+
+    @property
+    def up(self) -> int:
+        return self.weights_up + self.boundaries_up
+
+
+def per_round_of(question: PlanRequest, cut: StageCut) -> int:
+    """Microbatches of a round; of schedules that have no rounds, all of a step's."""
+    usual = 0 if question.loaded.recipe.pipeline.binds_stages else question.num_workers
+    return cut.microbatches_per_round or usual or question.settings.num_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """One optimizer step; the timeline is that of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+
+    step_s: float
+    bubble_ratio: float
+    links: LinkBytes
+    timeline: Timeline
+
+
+def overlaps_steps(question: PlanRequest) -> bool:
+    """Whether no step waits for all of the one before."""
+    on_cpu = all(device.is_cpu for device in question.hardware.devices)
+    may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
+    return may and question.num_workers > 1 and question.analytic.costs.equal_workers
+
+
+def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
+    """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
+    wanted, is_dealt = question.settings.num_microbatches, not question.loaded.recipe.pipeline.binds_stages
+    rounds = max(1, per_round_of(question, cut)) if is_dealt else 1
+    full = wanted
+    if wanted > MAX_SIMULATED_MICROBATCHES:
+        surplus = wanted - MAX_SIMULATED_MICROBATCHES
+        full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
+    one = _simulated(question, cut, full, num_steps=1)
+    busy, alone_s = sum(busy_s(one.timeline)), makespan_s(one.timeline)
+    step_s = alone_s
+    if overlaps_steps(question):
+        ends_s = [makespan_s(_simulated(question, cut, full, num_steps=n).timeline) for n in (2, 4)]
+        step_s = (ends_s[1] - ends_s[0]) / 2
+    if full < wanted:
+        fewer = _simulated(question, cut, full - 2 * rounds, num_steps=1)
+        growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
+        step_s, busy = step_s + growth_s, busy * wanted / full
+    bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
+    return SimulatedStep(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
+
+
+def reference_s(question: PlanRequest, cut: StageCut) -> float:
+    """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
+    if question.loaded.recipe.objective != "dpo":
+        return 0.0
+    costs, workers, wanted = _costs_for_links(question), question.num_workers, question.settings.num_microbatches
+    covered = max((last for _, last in cut.forward_stages), default=-1)
+    own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
+    once = min(wanted, SCORED_PER_WORKER * workers)
+    stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
+    schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
+    forward_s = makespan_s(simulate_program(lower(schedule, costs), costs))
+    passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
+    host_s = once * question.analytic.host_s_per_microbatch / passes
+    return (forward_s + host_s) * wanted / once
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    timeline: Timeline
+    links: LinkBytes
+
+
+def _costs_for_links(question: PlanRequest) -> CostModel:
+    """Costs of the layers, where those in the weight cache upload only what is trained."""
+    costs, settings = question.analytic.costs, question.settings
+    if not settings.weight_cache_bytes:
+        return costs
+    return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+
+
+def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> _Simulated:
+    costs, staleness = _costs_for_links(question), question.settings.staleness
+    workers = cut.workers or tuple(range(question.num_workers))
+    pipeline = question.loaded.recipe.pipeline
+    options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)
+    if costs.worker_speed is not None:
+        costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
+    schedule = build_schedule(
+        pipeline.schedule,
+        forward_stages=cut.forward_stages,
+        backward_stages=cut.backward_stages,
+        num_workers=len(workers),
+        rounds=Rounds(
+            num_microbatches,
+            per_round=cut.microbatches_per_round,
+            num_steps=num_steps,
+            staleness=staleness,
+            options=options,
+            sequence_chunks=question.settings.sequence_chunks,
+        ),
+        costs=costs,
+    )
+    program = lower(schedule, costs, staleness=staleness)
+    sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
+    for op in program.ops:
+        if op.lane in (UP, DOWN):
+            sums[op.lane, op.payload in (WEIGHTS, WEIGHT_GRADIENT)] += op.num_bytes
+    links = LinkBytes(sums[UP, True], sums[UP, False], sums[DOWN, True], sums[DOWN, False])
+    return _Simulated(simulate_program(program, costs), links)
+
+
+def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
+    """Bytes of a step from those of the simulated part of it: rounds repeat."""
+    return LinkBytes(
+        int(links.weights_up * factor),
+        int(links.boundaries_up * factor),
+        int(links.gradients_down * factor),
+        int(links.boundaries_down * factor),
+    )
