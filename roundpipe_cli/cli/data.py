@@ -12,8 +12,8 @@ import typer
 from roundpipe_cli.cli.output import say, say_data
 
 if TYPE_CHECKING:
-    from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows
     from roundpipe_cli.data.describe import Fill, RowSample
+    from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 BAR_COLUMNS = 40

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import WINDOW_ROWS, Packer
 from roundpipe_cli.data.report import SourceReport
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

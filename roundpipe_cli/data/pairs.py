@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.hold_out import part_of
 from roundpipe_cli.data.report import DataReport, SourceReport
 from roundpipe_cli.data.settings import Answer, DataSettings
+from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
 

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.architectures import chunk_refusal
+from roundpipe_cli.model.block_calls import CACHE, BlockCall, CallRecorder, install_stubs
 from roundpipe_cli.model.packing import scaled_positions, stateful_modules
-from roundpipe_cli.model.split import CACHE, BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
+from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [B, K, tokens, D] each; the widths of the two may differ."""

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
-from roundpipe_cli.model.split import BlockCall
 
 Parameters = Mapping[str, nn.Parameter]
 Found = TypeVar("Found")

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.last_projection import block_kind
-from roundpipe_cli.model.split import BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
+from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""

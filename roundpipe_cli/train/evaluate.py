@@ -21,8 +21,8 @@ import torch
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import pad_token_id
-from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
@@ -37,8 +37,8 @@ from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, ev
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
+from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
-from roundpipe_cli.train.checkpoint.store import peek
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.setup import Setup

@@ -26,13 +26,13 @@ from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatc
 from roundpipe_cli.train.border import Border
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import (
     run_state,
 )
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
-from roundpipe_cli.train.checkpoint.store import Checkpoint
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finite import FiniteGuard
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows

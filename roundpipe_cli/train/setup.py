@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.machine import host_memory
-from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.durable import disk_error, require_free_bytes
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
@@ -22,6 +22,7 @@ from roundpipe_cli.model.adapter_files import read_adapter_tensors
 from roundpipe_cli.model.architectures import check_stored_in_4bit
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
+from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import (
@@ -33,7 +34,6 @@ from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import load_weights, packed_names
-from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.devices import choose_devices
@@ -103,7 +103,7 @@ def prepare(
     devices, notice = choose_devices(recipe.pipeline.devices)
     if notice:
         tell(Notice(notice))
-    config, base_files = _read_config(base, tell)
+    config, base_files = _config_and_files(base, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
     _check_model(model, split, recipe, devices)
@@ -169,7 +169,7 @@ def _find_base(loaded: LoadedRecipe, offline: bool) -> _Base:
     return _Base(source, 4, True)
 
 
-def _read_config(base: _Base, tell: Tell) -> tuple[Any, BaseFiles]:
+def _config_and_files(base: _Base, tell: Tell) -> tuple[Any, BaseFiles]:
     """The model's configuration, without what cannot be trained, and the files that a whole result keeps."""
     config = load_config(base.source)
     base_files = read_base_files(base.source, config)

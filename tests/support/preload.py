@@ -7,7 +7,12 @@ import gc
 import importlib
 
 MODULES = (
-    *("roundpipe_cli.cli.app", "roundpipe_cli.train.finetune", "roundpipe_cli.train.evaluate", "roundpipe_cli.dashboard"),
+    *(
+        "roundpipe_cli.cli.app",
+        "roundpipe_cli.train.finetune",
+        "roundpipe_cli.train.evaluate",
+        "roundpipe_cli.dashboard",
+    ),
     *("peft", "zoneinfo", "numpy.ctypeslib", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
     *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),

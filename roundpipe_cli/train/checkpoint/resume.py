@@ -15,8 +15,8 @@ import yaml
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
-from roundpipe_cli.train.checkpoint.store import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.setup import Setup
 
 FREE_KEYS = (

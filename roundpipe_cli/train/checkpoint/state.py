@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.saver import State
-from roundpipe_cli.train.checkpoint.store import Checkpoint
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 
 

@@ -29,7 +29,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
 from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.checkpoint.store import Checkpoint
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.nodes.processes import check_processes
 
 NO_LABEL = -100
