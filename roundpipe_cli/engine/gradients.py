@@ -166,7 +166,7 @@ class Leaving:
 
     layer: int
     place: int
-    """Of the microbatch, in the fold's order."""
+    """Place of the microbatch in the fold's order."""
     shapes: tuple[tuple[int, torch.Size], ...]
     """(index of the parameter, shape), in the order in which they lie in `flat`."""
     flat: torch.Tensor
