@@ -74,7 +74,7 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 @dataclass
 class CallRecorder:
-    """What the stubs of one forward noted."""
+    """Notes that the stubs of one forward make."""
 
     num_blocks: int
     result_length: int

@@ -30,7 +30,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [B, K, tokens, D] each; the widths of the two may differ."""
 
 PROBE_TOKENS, PROBE_START = 9, 5
-"""Of the probe's sequence: all, and those before its second chunk."""
+"""Tokens of the probe's sequence: all, and those before its second chunk."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class ChunkCache:
     earlier: KeyValues | None = None
     """The earlier chunks', [B, K, S, D]; None for the first chunk."""
     own: list[KeyValues] = field(default_factory=list)
-    """What the block gave to `update`."""
+    """Keys and values that the block gave to `update`."""
 
     is_compileable = False
 

@@ -27,7 +27,7 @@ class GatheringEmbedding(nn.Module):
         self.rows: torch.Tensor | None = None
         """After a forward: their rows [U, H], the leaf whose gradient is asked for."""
         self.noise_seed: int | None = None
-        """Of the noise added to what is gathered; None: no noise."""
+        """Seed of the noise added to what is gathered; None: no noise."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -73,7 +73,7 @@ class EmbedGradient:
 
 @dataclass
 class Prologue:
-    """What happens before the first block, for one microbatch, on the host."""
+    """Outcome of all before the first block, for one microbatch, on the host."""
 
     hidden: torch.Tensor
     """Input of block 0, [B, T, H], with its graph if the embed layer is trainable."""
