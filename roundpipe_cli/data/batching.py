@@ -27,7 +27,7 @@ RowBatch = list[PackedRows]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the next step begins."""
+    """The place in the data at which the next step begins."""
 
     epoch: int = 0
     window: int = 0

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 500
 """Rows of one chunk at most."""
 CHUNK_CHARACTERS = 2_000_000
-"""Of the rows of one chunk, about: bounds the memory that chunks need."""
+"""Characters in the rows of one chunk, about: bounds the memory that chunks need."""
 UNTRAINED_WARN_SHARE = 0.01
 TELL_EVERY_S = 5.0
 

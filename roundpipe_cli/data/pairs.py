@@ -58,7 +58,7 @@ def _with_answer(settings: DataSettings, answer: Answer) -> DataSettings:
 def _joint_report(
     chosen: DataReport, rejected: DataReport, kept: TokenizedRows, rejected_kept: TokenizedRows
 ) -> DataReport:
-    """What became of the pairs: a fault of either answer is one of the row."""
+    """Report on the pairs: a fault of either answer is one of the row."""
     sources = []
     first_id = 0
     for one, other in zip(chosen.sources, rejected.sources, strict=True):

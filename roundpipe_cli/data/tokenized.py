@@ -66,7 +66,7 @@ class TokenizedRows(Sequence[Row]):
 
     @property
     def row_ids(self) -> npt.NDArray[np.int64]:
-        """Of each row, ascending, shape [rows]."""
+        """Identifiers of the rows, ascending, shape [rows]."""
         firsts = zip(self._first_ids, self._shards, strict=False)
         ids: npt.NDArray[np.int64] = np.concatenate([first + shard.places[:, 0] for first, shard in firsts])
         return ids if self._positions is None else ids[self._positions]
@@ -113,7 +113,7 @@ class TokenizedRows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """What training needs to know of the data."""
+    """The data as training needs it."""
 
     rows: TokenizedRows
     report: DataReport
