@@ -86,7 +86,7 @@ def most_tokens_per_s(comparison: Comparison) -> Measured:
 
 
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
-    """What to write into the recipe to have the fastest schedule as it was measured."""
+    """Recipe keys that keep the fastest schedule as it was measured."""
     best = most_tokens_per_s(comparison).predicted.schedule
     if not best.forward_stages:  # whole microbatches on each worker, which a run chooses where it may
         return {"pipeline": {"schedule": best.name}}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BAR_COLUMNS = 40
 MAX_SAMPLE_CHARACTERS = 6000
-"""Of a sample on a terminal; --json has it whole."""
+"""Characters of a sample on a terminal; --json has it whole."""
 
 
 def data(
@@ -60,7 +60,7 @@ def data(
 
 @dataclass(frozen=True)
 class DataView:
-    """What there is to show."""
+    """The data to show."""
 
     dataset: TokenizedDataset
     rejected: TokenizedRows | None
