@@ -25,7 +25,7 @@ class Begun:
 
     batches: list[RowBatch]
     position: Position
-    """Of the data, behind them."""
+    """Position of the data behind them."""
     microbatches: list[Microbatch]
     num_tokens: int
     under_way: StepUnderWay
@@ -53,7 +53,7 @@ class StepsAhead:
         self._ended_s = 0.0
         """When the step before ended, of `time.perf_counter`."""
         self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
-        """Of the last steps that overlap: seconds that each worker computed, and seconds that they took."""
+        """The last steps that overlap: seconds that each worker computed, and seconds that they took."""
 
     def begin(self, engine: Engine, step: int) -> Begun | None:
         """The step that is next, if need be given to the workers now; None where it has to be computed alone."""

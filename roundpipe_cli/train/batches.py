@@ -46,7 +46,7 @@ def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[M
 
 
 def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
-    """What packing and weights make of the rows, a line each."""
+    """The effect of packing and weights on the rows, a line each."""
     mix, lines = sampler.mix, []
     if mix.is_mixed:
         shares = [

@@ -34,7 +34,7 @@ class Measured:
     steps: list[StepResult] = field(default_factory=list)
     num_tokens: int = 0
     device_peak_bytes: int = 0
-    """Of the worker that needs most; on the processor, live tensors of a step that is run for this alone."""
+    """Peak of the worker that needs most; on the processor, live tensors of a step that is run for this alone."""
 
     @property
     def name(self) -> str:

@@ -30,15 +30,16 @@ from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_toke
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
 INPUTS_SHARE = 0.05
-"""Of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
+"""Share of the free host memory, for inputs of layers that are kept only so that more products can be left out."""
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
 processor, and ten for a slow one. Sequences of some tens of tokens will do."""
 MIN_PROBE_TOKENS = 32
 HOST_SHARE = 0.5
-"""Of the host memory that is free, for the activations of all CPU workers together."""
+"""Share of the free host memory, for the activations of all CPU workers together."""
 ROUND_SHARE = 0.25
-"""Of the same, for the inputs of all layers of a round's microbatches. Rounds of one microbatch a worker must do."""
+"""Share of the same, for the inputs of all layers of a round's microbatches. One microbatch per worker is always
+allowed."""
 
 
 def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
@@ -76,7 +77,7 @@ def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
 
 
 def weight_cache_bytes(pipeline: PipelineConfig) -> int:
-    """Of each GPU's memory, for weights that stay there."""
+    """Bytes of each GPU's memory for weights that stay there."""
     return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
 
 
@@ -126,13 +127,13 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
 
 @dataclass(frozen=True)
 class _Form:
-    """Of a microbatch."""
+    """Shape of a microbatch."""
 
     rows: int
     row_tokens: int
-    """Of a chunk, where sequences are cut."""
+    """Tokens of a row; of a chunk, where sequences are cut."""
     context: int
-    """Of the whole sequence."""
+    """Tokens of the whole sequence."""
 
     @property
     def tokens(self) -> int:
@@ -140,7 +141,7 @@ class _Form:
 
 
 def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
-    """Of the longest microbatch, or of a usual one."""
+    """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
     rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
     context = _sequence_tokens(setup, longest=longest)
@@ -149,10 +150,10 @@ def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
 
 @dataclass(frozen=True)
 class _MemoryParts:
-    """Of a device's memory."""
+    """Parts of a device's memory."""
 
     activation_bytes: list[int] | None
-    """Of each layer, for one microbatch; None: not known."""
+    """Activations of each layer for one microbatch; None: not known."""
     shared_bytes: int
     """For what any stages need beside them."""
 
@@ -197,7 +198,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
 
 
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
-    """Of times measured before: keyed by the devices and all of the model and the recipe that layer times depend on."""
+    """Cache of times measured before, keyed by the devices and all of model and recipe that layer times depend on."""
     recipe = setup.recipe
     if setup.devices[0] == "cpu":
         num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))

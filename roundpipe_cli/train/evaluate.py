@@ -94,11 +94,11 @@ class Evaluator:
         self.best_loss = math.inf
         self.last_loss: float | None = None
         self._last_step: int | None = None
-        """Of the last evaluation."""
+        """Step of the last evaluation."""
         self._num_worse = 0
         """Evaluations since the best one."""
         self._stated_best: int | None = None
-        """What the newest checkpoint, which may still be on its way to the disk, calls the best step."""
+        """The best step by the newest checkpoint, which may still be on its way to the disk."""
 
     @property
     def exhausted(self) -> bool:

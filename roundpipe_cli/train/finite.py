@@ -1,4 +1,4 @@
-"""What is done about a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end."""
+"""Responses to a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end."""
 
 from __future__ import annotations
 

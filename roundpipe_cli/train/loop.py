@@ -177,7 +177,7 @@ class Trainer:
         self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
     def _predicted(self) -> dict[str, float]:
-        """What was known of a full step before it was measured."""
+        """Prediction of a full step, made before it was measured."""
         num_microbatches = self.recipe.gradient_accumulation_steps
         figures = dict(self._planner.predicted(num_microbatches) or {})
         if figures and (tokens := self._log.tokens) is not None:

@@ -47,7 +47,7 @@ from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_MEMORY_SHARE = 0.8
-"""Of the free host memory, for weights; `weights: auto` maps more of them from a file."""
+"""Share of the free host memory for weights; `weights: auto` maps more of them from a file."""
 MAX_CPU_PARAMETERS = 2_000_000_000
 """Above this a model is not trained on the processor unless the recipe names the devices."""
 
@@ -72,9 +72,9 @@ class Setup:
     split: ModelSplit
     store: WeightStore
     base_files: BaseFiles
-    """What a whole result keeps of the base model's files."""
+    """Files of the base model that a whole result keeps."""
     model_hash: str = ""
-    """Of the base weights' files; see `Fingerprint`."""
+    """Hash of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
     """See `config_fingerprint`."""
 
@@ -275,7 +275,7 @@ def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: T
 
 
 def packed_bits(recipe: Recipe) -> int:
-    """Of a frozen base weight: 4, 8, or 0 where they lie whole."""
+    """Bits of a frozen base weight: 4, 8, or 0 where weights are not packed."""
     return 4 if recipe.load_in_4bit else 8 if recipe.load_in_8bit else 0
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the weights and the optimizer, layer by layer, and how it comes back."""
+"""Weights and optimizer in a checkpoint, layer by layer, and how they come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roundpipe_cli.train.optim.optimizer import HostOptimizer
 
 
 def layer_state(store: WeightStore, optimizer: HostOptimizer, step: int, layer: int) -> State:
-    """What the checkpoint after `step` updates holds of one layer."""
+    """One layer's part of the checkpoint after `step` updates."""
     names = [place.name for place in store.layouts[layer].trainable]
     state = [("masters", name, store.master(name)) for name in names]
     state += [("moments", name, tensor) for name, tensor in optimizer.moments_of(layer)]

@@ -111,7 +111,7 @@ class Nodes:
             self._try(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
 
     def receive_like(self, tensor: torch.Tensor, sender: int) -> torch.Tensor:
-        """What `sender` sends, of the shape and type of `tensor`."""
+        """The tensor that `sender` sends, of the shape and type of `tensor`."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
         content = received.view(-1).view(torch.uint8)
         if content.numel():

@@ -127,7 +127,7 @@ def _out_of_bounds(name: str, step: int, rate: float, peak: float, what: str) ->
 
 
 def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) -> list[str]:
-    """What a user would not expect of a schedule, a line each: a peak that is not reached, steps that train nothing."""
+    """Surprises of a schedule for the user, a line each: a peak that is not reached, steps that train nothing."""
     warmup = num_warmup_steps(recipe.warmup_steps, num_steps)
     steps = _steps_to_check(num_steps, warmup, recipe.lr_scheduler_kwargs)
     rates = {step: schedule(step) for step in steps}
@@ -144,7 +144,7 @@ def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) ->
 
 
 def describe_change(old: RateSchedule, new: RateSchedule, *, step: int, old_steps: int, num_steps: int) -> str:
-    """What another number of steps does to a run that continues after `step` updates: one line for the user."""
+    """The effect of another number of steps on a run that continues after `step` updates: one line for the user."""
     text = f"the run has {num_steps} steps instead of {old_steps}"
     now, before = f"step {step + 1} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"
     if all(old(k) == new(k) for k in range(step)):

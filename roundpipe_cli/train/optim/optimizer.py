@@ -15,7 +15,7 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.update_rules import AdamW, UpdateRule, make_rule
 
 BLOCK_ELEMENTS = 2**20
-"""Of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all that is done."""
+"""Elements of a block: its gradient, masters and moments (16 MiB) pass through the cache once for all that is done."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class UpdateRule(Protocol):
     """Goes element by element."""
 
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """What is kept from update to update for values of this shape, as before the first."""
+        """State from update to update for values of this shape, as before the first."""
 
     def update(
         self,

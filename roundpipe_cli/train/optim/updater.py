@@ -110,7 +110,7 @@ class Updater:
         self._give(lambda: self._update_early(layer, square_sum))
 
     def poison(self, step: int) -> float | None:
-        """What a fault point of the optimizer asks to be put in place of the gradient norm of `step`, usually None.
+        """The value that a fault point of the optimizer puts in place of the gradient norm of `step`, usually None.
 
         Raises:
             as `wait`.
