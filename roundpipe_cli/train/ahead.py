@@ -74,7 +74,7 @@ class StepsAhead:
         if len(batches) != num_microbatches:  # an epoch may end with fewer
             self._sampler.seek(position)
             return None
-        log_rows(self._setup, step + 1, batches)
+        log_rows(self._setup.dataset.rows, step + 1, batches)
         microbatches, num_tokens = self._make(step, batches)
         version = self._setup.store.step_version(step)
         under_way = engine.start_step(microbatches, chain.next(), step=step, version=version)

@@ -93,7 +93,7 @@ def compare_for_real(
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
     clock = run_clock()
     with (
-        page_locked(setup, tell),
+        page_locked(setup.store, setup.devices, setup.recipe.weights, tell),
         make_engine(setup) as engine,
         Telemetry(engine, setup.devices, tell, clock, live=live),
     ):

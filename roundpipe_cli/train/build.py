@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from roundpipe_cli.costs.analytic import head_bytes
@@ -19,11 +21,12 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.profile_cache import ProfileCache
-from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token, packed_bits
 
@@ -144,7 +147,7 @@ def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
     rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
-    context = _sequence_tokens(setup, longest=longest)
+    context = _sequence_tokens(recipe, setup.dataset.rows.lengths, longest=longest)
     return _Form(rows, max(1, context // recipe.pipeline.num_chunks), context)
 
 
@@ -227,30 +230,32 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
     )
 
 
-def _sequence_tokens(setup: Setup, *, longest: bool) -> int:
+def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest: bool) -> int:
     """Tokens of the longest or of a usual sequence."""
-    if setup.recipe.packing:
-        return setup.recipe.max_seq_length
-    lengths = setup.dataset.rows.lengths
+    if recipe.packing:
+        return recipe.max_seq_length
     return int(lengths.max()) if longest else max(1, int(lengths.mean()))
 
 
 @contextmanager
-def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
+def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[None]:
     """Keep the store's weights and gradients page-locked meanwhile, so that copies to GPUs run beside the host.
+
+    Args:
+        weights: as in the recipe.
 
     `weights: auto` goes on with ordinary memory where the system refuses, and says so.
 
     Raises:
         ResourceError: `weights: pinned` and the system refuses.
     """
-    wanted = setup.devices[0] != "cpu" and setup.recipe.weights != "pageable"
-    index = int(setup.devices[0].removeprefix("cuda:")) if wanted else 0
+    wanted = devices[0] != "cpu" and weights != "pageable"
+    index = int(devices[0].removeprefix("cuda:")) if wanted else 0
     locked = []
     try:
-        for buffer in setup.store.transferred if wanted else []:
+        for buffer in store.transferred if wanted else []:
             if not cuda.register_host_buffer(buffer, index):
-                _refuse_or_tell(setup, tell)
+                _refuse_or_tell(weights, tell)
                 break
             locked.append(buffer)
         yield
@@ -259,9 +264,9 @@ def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
             cuda.unregister_host_buffer(buffer)
 
 
-def _refuse_or_tell(setup: Setup, tell: Tell) -> None:
+def _refuse_or_tell(weights: str, tell: Tell) -> None:
     text = "the system does not let this process page-lock its weights"
     hint = "raise the limit of locked memory (ulimit -l unlimited)"
-    if setup.recipe.weights == "pinned":
+    if weights == "pinned":
         raise ResourceError(text, where="weights: pinned", hint=hint)
     tell(Notice(f"{text}: uploads will be slower; {hint}"))

@@ -51,8 +51,17 @@ class InterruptedScoring(Exception):
 class Scorer:
     """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
 
-    def __init__(self, setup: Setup, engine: Engine, planner: AdaptivePlanner, stopping: Callable[[], bool]) -> None:
-        self._setup, self._engine, self._planner, self._stopping = setup, engine, planner, stopping
+    def __init__(
+        self, engine: Engine, planner: AdaptivePlanner, step_microbatches: int, stopping: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            planner: whose stages of a training step are taken.
+            step_microbatches: of a training step.
+            stopping: whether the run is asked to stop.
+        """
+        self._engine, self._planner, self._stopping = engine, planner, stopping
+        self._step_microbatches = step_microbatches
         self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
 
     def scores(
@@ -71,7 +80,7 @@ class Scorer:
             yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        step = self._planner.schedule(self._setup.recipe.gradient_accumulation_steps)
+        step = self._planner.schedule(self._step_microbatches)
         own, workers = every_stage(step), self._engine.num_workers
         key = own, num_microbatches
         if key not in self._schedules:
