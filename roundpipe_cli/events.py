@@ -1,4 +1,4 @@
-"""What happens during a run, as frozen values. Whoever shows or stores them never touches the engine.
+"""Events of a run, as frozen values. Whoever shows or stores them never touches the engine.
 
 Times called `time_s` are seconds on the run's clock: Unix time that never jumps (`run_clock`).
 """
@@ -34,14 +34,14 @@ class RunStarted:
     title: str
     """The model, for instance."""
     settings: str
-    """What a header has room for, such as `lora bfloat16`."""
+    """Short settings for a header, such as `lora bfloat16`."""
     devices: tuple[str, ...]
-    """Of each worker."""
+    """One for each worker."""
     num_steps: int
     first_step: int
     """Steps that an earlier part of the run has done; 0 for a new one."""
     goal: str = "loss"
-    """What the chart shows: `loss`, or `speed` where nothing is learnt (`bench --run`)."""
+    """Content of the chart: `loss`, or `speed` where nothing is learnt (`bench --run`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True)
 class WorkSeen:
-    """What workers have done of the step in work since the last look, and what they do now. Computation only."""
+    """Computations of the step in work: those that ended since the last look, and those that run now."""
 
     time_s: float
     step: int
@@ -105,10 +105,10 @@ class StepFinished:
     utilization: tuple[float, ...]
     upload_bytes: int
     device_peak_bytes: int
-    """Of the fullest device; 0 where bytes are not counted."""
+    """Peak of the fullest device; 0 where bytes are not counted."""
     eta_s: float
     preference: Mapping[str, float] | None = None
-    """Of preference pairs: more keys of the row."""
+    """More keys of the row, for preference pairs."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Sample:
     """Resident memory of the run."""
     host_used_bytes: int
     host_total_bytes: int
-    """What the machine or the container has."""
+    """Memory of the machine or the container."""
     devices: tuple[DeviceSample, ...]
     """One per worker."""
     queues: tuple[tuple[str, int], ...] = ()

@@ -171,7 +171,8 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     workers = backends(args)
     planner = make_planner(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
-    with page_locked(setup, print), Engine(setup.model, setup.split, setup.store, workers) as engine:
+    locked = page_locked(setup.store, setup.devices, setup.recipe.weights, print)
+    with locked, Engine(setup.model, setup.split, setup.store, workers) as engine:
 
         def engine_step(schedule: Schedule, number: int) -> tuple[float, StepResult]:
             started = time.perf_counter()

@@ -102,7 +102,7 @@ def main() -> None:
     link = measure_links(backends_of(args.device, 1), LINK_BYTES)[0].up_bytes_per_s
     found: dict[str, list[StepResult]] = {}
     with ExitStack() as stack:
-        stack.enter_context(page_locked(setup, print))
+        stack.enter_context(page_locked(setup.store, setup.devices, setup.recipe.weights, print))
         for name in (*WAYS, RESIDENT) if args.method == "lora" else WAYS:
             found[name] = run_way(setup, microbatches, name, args)
     print(f"{args.model}, {args.device}, {args.method}, {args.dtype}, {args.microbatches} x {args.tokens} tokens\n")

@@ -31,7 +31,7 @@ from roundpipe_cli.engine.context import StepContext
 from roundpipe_cli.engine.program import stage_layers
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.model import worker_model
-from roundpipe_cli.model.split import BlockCall
+from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.planning.profile import profile_schedule
 from roundpipe_cli.schedule.actions import Kind

@@ -148,7 +148,7 @@ def _question(
 
 
 def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> SimulationCase:
-    """What a recipe says of costs, workers and microbatches, and what it leaves to the planner."""
+    """The case that a recipe describes: costs, workers and microbatches."""
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.planning.predict import stage_case
     from roundpipe_cli.planning.question import ask

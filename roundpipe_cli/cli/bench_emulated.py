@@ -22,7 +22,7 @@ class MeasuredSchedule:
     makespan_s: float
     bubble_ratio: float
     late_s: float
-    """Of the worker that the host kept waiting most."""
+    """Wait of the worker that the host kept waiting most."""
     exposed_transfer_s: float
     step_s: float | None
     """Per step over the chained steps that were asked for; None for one step."""

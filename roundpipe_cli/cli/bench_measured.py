@@ -86,7 +86,7 @@ def most_tokens_per_s(comparison: Comparison) -> Measured:
 
 
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
-    """What to write into the recipe to have the fastest schedule as it was measured."""
+    """Recipe keys that keep the fastest schedule as it was measured."""
     from roundpipe_cli.choices import BOUND_SCHEDULES
 
     best = most_tokens_per_s(comparison).predicted.schedule

@@ -66,7 +66,7 @@ class CaseFlags:
 
 @dataclass(frozen=True, slots=True)
 class RoundpipeFlags:
-    """What was asked for; the defaults change nothing."""
+    """The flags that change how roundpipe works; the defaults change nothing."""
 
     head_workers: int = 1
     earliest_free: bool = False

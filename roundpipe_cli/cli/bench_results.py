@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def bench_document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
-    """What `--json` prints (DESIGN.md, section 7, "bench"). Seconds; the four parts sum to the bubble ratio."""
+    """The document that `--json` prints. Seconds; the four parts sum to the bubble ratio."""
     return {
         "workers": question.num_workers,
         "microbatches": question.num_microbatches,

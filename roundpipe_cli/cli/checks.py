@@ -1,4 +1,4 @@
-"""What `roundpipe doctor` looks at: each check says what it found and how to mend it. Nothing is changed."""
+"""The checks of `roundpipe doctor`: each says what it found and how to fix it. Nothing is changed."""
 
 from __future__ import annotations
 

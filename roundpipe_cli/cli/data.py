@@ -12,13 +12,13 @@ import typer
 from roundpipe_cli.cli.output import say, say_data
 
 if TYPE_CHECKING:
-    from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows
     from roundpipe_cli.data.describe import Fill, RowSample
+    from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 BAR_COLUMNS = 40
 MAX_SAMPLE_CHARACTERS = 6000
-"""Of a sample on a terminal; --json has it whole."""
+"""Characters of a sample on a terminal; --json has it whole."""
 
 
 def data(
@@ -60,7 +60,7 @@ def data(
 
 @dataclass(frozen=True)
 class DataView:
-    """What there is to show."""
+    """The data to show."""
 
     dataset: TokenizedDataset
     rejected: TokenizedRows | None

@@ -1,4 +1,4 @@
-"""What `finetune` and `bench --run` show: plain lines, or a dashboard while the workers run."""
+"""The output of `finetune` and `bench --run`: plain lines, or a dashboard while the workers run."""
 
 from __future__ import annotations
 

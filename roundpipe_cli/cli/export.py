@@ -107,7 +107,7 @@ def has_expert_adapters(folder: Path) -> bool:
 
 
 def _base_name(output_dir: Path, named: str | None) -> str | None:
-    """What the card calls the base model."""
+    """Name of the base model on the card."""
     try:
         report = json.loads((output_dir / "report.json").read_text(encoding="utf-8"))
         return named or str(report["model"])
@@ -116,7 +116,7 @@ def _base_name(output_dir: Path, named: str | None) -> str | None:
 
 
 def kind_of(folder: Path) -> Literal["adapter", "model"]:
-    """What a result is.
+    """Kind of a result.
 
     Raises:
         RefusedError: there is none.

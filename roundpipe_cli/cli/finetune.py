@@ -49,7 +49,7 @@ def finetune(
     with StopSignals() as signals:
         loaded = load_recipe(recipe, overrides or ())
         is_first = check_environment(loaded.recipe).is_first
-        """Of the machines that torchrun started: the others only say what stops them."""
+        """Whether this is the first of the machines that torchrun started: the others only say what stops them."""
         for text in loaded.notices if is_first else ():
             say(f"note: {text}")
         if offline:

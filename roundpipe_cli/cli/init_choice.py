@@ -31,7 +31,7 @@ MICROBATCHES_PER_WORKER = 4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the recipe says, and why."""
+    """Values chosen for the recipe, and why."""
 
     model: str
     method: str

@@ -15,7 +15,7 @@ from roundpipe_cli.events import (
 from roundpipe_cli.units import format_seconds
 
 COLUMNS = 80
-"""Of a terminal nobody has widened; a step's line stays on one row of it."""
+"""Width of a terminal nobody has widened; a step's line stays on one row of it."""
 
 SAMPLE_CHARACTERS = 200
 """Shown of a generated answer, and of the end of its prompt; eval.jsonl has the whole."""

@@ -43,7 +43,7 @@ def say_data(text: str) -> None:
 
 
 def open_closed_streams() -> None:
-    """Where the program was started without stdin, stdout or stderr, put the null device in its place.
+    """Put the null device in place of stdin, stdout or stderr where the program was started without it.
 
     The next files to be opened would get their numbers otherwise, and be written to by whoever prints.
     """

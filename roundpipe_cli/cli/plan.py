@@ -55,7 +55,7 @@ def plan(
 
 
 def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
-    """What `--json` prints (DESIGN.md, section 7). Seconds and bytes; layers in the form of a costs file."""
+    """The document that `--json` prints. Seconds and bytes; layers in the form of a costs file."""
     verdict = answer.verdict
     document: dict[str, Any] = {
         "fits": verdict.fits,

@@ -1,4 +1,4 @@
-"""What `export` does with a finished folder when it is asked: a GGUF file by llama.cpp's converter, an upload."""
+"""Extras of `export` for a finished folder: a GGUF file by llama.cpp's converter, an upload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user typed wrongly, in our own words: misspelt commands and options, words in the wrong place. Exit code 2."""
+"""Messages for mistyped commands: misspelt commands and options, words in the wrong place. Exit code 2."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 from roundpipe_cli.errors import RefusedError, closest
 
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""Of click, or of the copy of click that newer versions of typer contain."""
+"""The class of click, or of the copy of click that newer versions of typer contain."""
 
 OTHER_NAMES = ("train", "tune", "sft", "fit", "run", "lora")
-"""What other programs call `finetune`."""
+"""Names that other programs use for `finetune`."""
 
 _EXAMPLES = {
     "roundpipe finetune": "roundpipe finetune recipes/quickstart.yaml",

@@ -1,4 +1,4 @@
-"""What `roundpipe --version` prints: this program, torch and what it was built for, and the driver. Loads no torch."""
+"""Output of `roundpipe --version`: this program, torch and what it was built for, the driver. Loads no torch."""
 
 from __future__ import annotations
 

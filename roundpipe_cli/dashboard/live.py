@@ -31,7 +31,7 @@ MAX_QUEUED = 2000
 FRAME_S = 0.25
 MAX_FRAME_S = 2.0
 COST_SHARE = 0.01
-"""Of one core, for painting."""
+"""Share of one core for painting."""
 KEY_S = 0.1
 """A key is obeyed within this time."""
 JOIN_S = 5.0
@@ -108,7 +108,7 @@ class LiveDashboard:
             self._queue.append(event)
 
     def begin_anew(self, state: DashboardState) -> None:
-        """What was known is no longer true."""
+        """Forget what was known: it is no longer true."""
         self._queue.clear()
         self.state = state
 

@@ -30,7 +30,7 @@ KEPT_SPANS_S = 120.0
 MAX_SPANS = 4000
 """Per worker."""
 MAX_POINTS = 1024
-"""Of a curve: beyond them, neighbours are merged."""
+"""Points of a curve: beyond them, neighbours are merged."""
 MAX_MESSAGES = 100
 SAME_MOMENT_S = 1e-3
 
@@ -99,10 +99,10 @@ class WorkerView:
 
     device: str
     spans: tuple[Span, ...] = ()
-    """What it did lately, on the run's clock; compute and links."""
+    """Its latest work, on the run's clock; compute and links."""
     running: Span | None = None
     utilization: float | None = None
-    """Of the last step."""
+    """Share of the last step that it computed."""
     mean_utilization: Mean = Mean()
     sample: DeviceSample = DeviceSample()
 
@@ -121,7 +121,7 @@ class DashboardState:
     evaluations: tuple[tuple[float, float], ...] = ()
     """(step, loss)."""
     timeline: StepTimeline | None = None
-    """Of the last step."""
+    """Work of the last step."""
     sample: Sample | None = None
     messages: tuple[ScreenMessage, ...] = ()
     phase: str = ""
@@ -139,7 +139,7 @@ class DashboardState:
 
     @property
     def bubble_ratio(self) -> float | None:
-        """Of the last step."""
+        """Bubble ratio of the last step."""
         return self.step.bubble_ratio if self.step else None
 
 

@@ -100,7 +100,7 @@ def _draw(series: Series, box: _Box) -> str:
 
 
 def timelines(steps: Sequence[StepTimeline], devices: Sequence[str], *, title: str) -> str:
-    """What each worker did in consecutive steps, each step from zero on a common scale, one below the other."""
+    """The work of each worker in consecutive steps, each step from zero on a common scale, one below the other."""
     lane, gap, heading = 18, 6, 30
     num_workers = max(len(devices), 1)
     block = heading + num_workers * (lane + gap) + 10

@@ -186,7 +186,7 @@ def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme) -> Text:
 
 
 def legend(theme: Theme, *, short: bool = False) -> Text:
-    """What each character or colour of a lane means."""
+    """Legend of a lane's characters or colours."""
     names = {"F": "forward", "R": "recompute", "B": "backward"}
     text = Text()
     for letter, name in names.items():

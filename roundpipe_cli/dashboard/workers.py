@@ -19,7 +19,7 @@ from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.units import GIB
 
 RESERVED_LINES = 9
-"""Of the room that is left, for curve and messages; a look that takes them is chosen only if none leaves them."""
+"""Lines of the room that is left, for curve and messages; a look that takes them is chosen only if none leaves them."""
 MIN_COLUMN = 58
 
 
@@ -27,7 +27,7 @@ MIN_COLUMN = 58
 class _Scene:
     workers: Sequence[WorkerView]
     end_s: float
-    """Of the lanes, on the run's clock."""
+    """End of the lanes, on the run's clock."""
     seconds: float
     theme: Theme
 

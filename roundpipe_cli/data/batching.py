@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import WINDOW_ROWS, PackedRows, Packer
+from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError
 
 RowBatch = list[PackedRows]
@@ -27,7 +27,7 @@ RowBatch = list[PackedRows]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the next step begins."""
+    """The place in the data at which the next step begins."""
 
     epoch: int = 0
     window: int = 0

@@ -32,7 +32,7 @@ class BlockSums:
         self._sums: list[str] = []
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._num_bytes = 0
-        """Of the block that is not full yet."""
+        """Bytes of the block that is not full yet."""
 
     def update(self, data: bytes) -> None:
         """The next bytes of the file."""
@@ -58,12 +58,12 @@ class BlockSums:
 
 
 def checksum(data: bytes) -> str:
-    """Of one piece, hexadecimal."""
+    """Checksum of one piece, hexadecimal."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Of a file of that size."""
+    """Number of blocks in a file of that size."""
     return -(-num_bytes // BLOCK_BYTES)
 
 

@@ -188,8 +188,8 @@ class ChatTemplate:
         return pattern is not None and any(pattern.search(message["content"]) for message in messages)
 
     def _check_kept(self, conversation: Conversation | Exchange, text: str) -> tuple[str, ...]:
-        """What of the messages is not in their text: names of speakers, and earlier thoughts where the template keeps
-        those behind the last question only.
+        """Parts of the messages that are not in their text: names of speakers, and earlier thoughts where the template
+        keeps those behind the last question only.
 
         Raises:
             BadRowError: tools, or thoughts that are to be learnt, are not in it.

@@ -1,4 +1,4 @@
-"""What becomes of a chunk of rows: parsed, rendered, tokenised, masked and cut. Runs in a child process.
+"""The way of a chunk of rows: parsed, rendered, tokenised, masked and cut. Runs in a child process.
 
 Nothing here knows of files or other chunks, so that any process can do any chunk.
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_ROW_CHARACTERS = 16 * 1024**2
-"""Of one row's text. The offsets of that many tokens need more than a gigabyte."""
+"""Characters of one row's text. The offsets of that many tokens need more than a gigabyte."""
 BATCH_CHARACTERS = 1024**2
 """Tokenised at once."""
 
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What the parent needs to know of the template in force."""
+    """Facts about the template in force that the parent needs."""
 
     end_of_turn: str | None
     writes_date: bool
@@ -44,7 +44,7 @@ class ChunkResult:
     """The rows of one chunk. Places count from 0 within the chunk; rows without one of the faults are all there."""
 
     places: npt.NDArray[np.int64]
-    """Of the rows that were tokenised, ascending, shape [rows]."""
+    """Places of the rows that were tokenised, ascending, shape [rows]."""
     full_lengths: npt.NDArray[np.int64]
     """Tokens before any cut, [rows]."""
     lengths: npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class ChunkResult:
     num_trained: npt.NDArray[np.int64]
     """Labels that count in the loss, [rows]."""
     input_ids: npt.NDArray[np.int32]
-    """Of the rows of `lengths` above 0, end to end."""
+    """Tokens of the rows of `lengths` above 0, end to end."""
     trained: npt.NDArray[np.bool_]
     faults: list[tuple[int, RowFault]] = field(default_factory=list)
     """(place, what is wrong), ascending."""

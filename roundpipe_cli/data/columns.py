@@ -71,9 +71,9 @@ class ColumnRule:
     """Columns that mean something which nothing here reads."""
 
     names: re.Pattern[str]
-    """Of the column, in lower case, as a whole."""
+    """Pattern for the whole name of the column, in lower case."""
     what: str
-    """What the column does, behind its name."""
+    """Description of the column, behind its name."""
     hint: str
     types: tuple[str, ...] | None = None
     """Types of rows in which it does so; None: all."""

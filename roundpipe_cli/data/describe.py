@@ -1,4 +1,4 @@
-"""What a tokenised dataset looks like, as plain values: lengths, fill, and samples with what is trained in them."""
+"""A tokenised dataset described in plain values: lengths, fill, and samples with what is trained in them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import WINDOW_ROWS, Packer
 from roundpipe_cli.data.report import SourceReport
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Fill:
-    """What packing makes of the rows of one epoch."""
+    """The rows of one epoch after packing."""
 
     num_sequences: int
     ratio: float
@@ -68,7 +68,7 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def fill_with_packing(mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: int, seed: int, shuffle: bool) -> Fill:
-    """Of the first epoch."""
+    """Fill of the first epoch."""
     packer = Packer(lengths, max_tokens, seed, shuffle)
     order = mix.order(0)
     windows = [order[start : start + WINDOW_ROWS] for start in range(0, len(order), WINDOW_ROWS)]

@@ -38,7 +38,7 @@ FIELDS: dict[RowType, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-"""What a row of each type must have; `auto` takes the first type, in this order, whose fields are all there."""
+"""Fields that a row of each type must have; `auto` takes the first type, in this order, whose fields are all there."""
 OPTIONAL_FIELDS: dict[RowType, tuple[str, ...]] = {
     "chat": ("system", "tools"),
     "sharegpt": ("system", "tools"),
@@ -68,7 +68,7 @@ class RowFormat:
     columns: Mapping[str, str]
     """Our field name to the file's column, for every field of the type."""
     notice: str | None = None
-    """What `auto` decided."""
+    """The decision of `auto`, for the user."""
     answer: Answer | None = None
     """Which answer of a preference pair is read."""
 

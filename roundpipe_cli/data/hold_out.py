@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import TokenizedDataset
 from roundpipe_cli.data.order import permutation
+from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 
 

@@ -1,4 +1,4 @@
-"""What the tokens of a source depend on, as one key: another value of any of it makes another key."""
+"""One key for all that the tokens of a source depend on: another value of any of it makes another key."""
 
 from __future__ import annotations
 

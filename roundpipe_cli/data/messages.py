@@ -65,7 +65,7 @@ class Exchange:
     user: str
     """The user's turn."""
     plain_prompt: str
-    """What stands before the completion without a template."""
+    """The text before the completion where there is no template."""
     completion: str
     tools: ClassVar[tuple[dict[str, Any], ...]] = ()
     untrained: ClassVar[frozenset[int]] = frozenset()
@@ -296,7 +296,7 @@ def holds_messages(value: object) -> bool:
 
 
 def read_speech(value: object, column: str, role: str) -> MessageColumn:
-    """What one side says: a text (a message of `role`), a message, or a list of messages.
+    """One side of a conversation: a text (a message of `role`), a message, or a list of messages.
 
     Raises:
         BadRowError: none of them, or one that cannot be used.

@@ -148,7 +148,7 @@ def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object]) -> Excha
 def _context(
     columns: Mapping[str, str], row: Mapping[str, object], chosen: MessageColumn, prompt: Exchange | None
 ) -> MessageColumn:
-    """What stands before both answers as they are; empty where they are whole conversations that repeat it.
+    """The messages before both answers as they are; empty where they are whole conversations that repeat it.
 
     Raises:
         BadRowError: there is no prompt, or there are two that differ.

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.dataset import TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.hold_out import part_of
 from roundpipe_cli.data.report import DataReport, SourceReport
 from roundpipe_cli.data.settings import Answer, DataSettings
+from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
 
@@ -57,7 +58,7 @@ def _with_answer(settings: DataSettings, answer: Answer) -> DataSettings:
 def _joint_report(
     chosen: DataReport, rejected: DataReport, kept: TokenizedRows, rejected_kept: TokenizedRows
 ) -> DataReport:
-    """What became of the pairs: a fault of either answer is one of the row."""
+    """Report on the pairs: a fault of either answer is one of the row."""
     sources = []
     first_id = 0
     for one, other in zip(chosen.sources, rejected.sources, strict=True):

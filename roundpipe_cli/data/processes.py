@@ -89,7 +89,7 @@ class EncoderPool:
             self._children.clear()
 
     def facts(self) -> TemplateFacts | None:
-        """Of the chat template in force.
+        """Facts about the chat template in force.
 
         Raises:
             RefusedError: it is not valid, or too slow, or too large.

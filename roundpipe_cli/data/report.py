@@ -1,4 +1,4 @@
-"""What became of the rows: nothing that was dropped, cut or skipped goes unsaid."""
+"""The fate of the rows: nothing that was dropped, cut or skipped goes unsaid."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DataReport:
 
     sources: tuple[SourceReport, ...]
     long_rows: str
-    """What was done with `too_long_rows`: error, drop or truncate."""
+    """Treatment of `too_long_rows`: error, drop or truncate."""
 
     @property
     def rows_read(self) -> int:

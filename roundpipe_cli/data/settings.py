@@ -1,4 +1,4 @@
-"""What the data room is asked to do, in plain arguments; the recipe's keys of the same names say the same."""
+"""Settings of the data room, in plain arguments; the recipe's keys of the same names say the same."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Source:
 
 
 def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[Source]:
-    """What `spec.path` names: one file, each file of a glob (sorted), a folder, or a hub dataset.
+    """The sources that `spec.path` names: one file, each file of a glob (sorted), a folder, or a hub dataset.
 
     Relative paths are tried from the working directory, then from `folder`.
 

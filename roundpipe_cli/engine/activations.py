@@ -12,19 +12,19 @@ import torch
 
 from roundpipe_cli.engine.backends.base import DeviceEvent
 from roundpipe_cli.engine.dispatch.progress import Progress
+from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.embedding import Prologue
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.model.preference import Preference, Rewards
-from roundpipe_cli.model.split import BlockCall
-from roundpipe_cli.model.worker_model import Prologue
 
 
 class BoundaryKind(str, Enum):
-    """What a boundary tensor is."""
+    """Kinds of boundary tensors."""
 
     HIDDEN = "hidden"
     GRADIENT = "gradient"
     KEYS = "keys"
-    """Of a block's attention, for later chunks of the sequence; `layer` is the block's."""
+    """Keys of a block's attention, for later chunks of the sequence; `layer` is the block's."""
     VALUES = "values"
 
 
@@ -66,7 +66,7 @@ class BoundaryStore:
         return found
 
     def take_if_there(self, key: BoundaryKey) -> Boundary | None:
-        """What `take` returns, or None if nothing was published."""
+        """The same as `take`, or None if nothing was published."""
         with self._progress.lock:
             stored = self._stored.get(key)
             if stored is None:
@@ -118,9 +118,9 @@ class MicrobatchState:
     loss_sum: float | torch.Tensor | None = None
     preference: Preference | None = None
     rewards: Rewards | None = None
-    """Of preference pairs."""
+    """Set for preference pairs."""
     scores: HeadScores | None = None
-    """Of a pass without backward."""
+    """Set in a pass without backward."""
     chunk: SequenceChunk | None = None
     """None: a sequence of its own."""
     place: int = 0
@@ -128,5 +128,5 @@ class MicrobatchState:
 
     @property
     def num_units(self) -> int:
-        """What the loss is a mean over: target tokens, or pairs."""
+        """Number of target tokens, or of pairs: the loss is a mean over them."""
         return len(self.target_ids) if self.preference is None else len(self.preference.reference) // 2

@@ -53,7 +53,7 @@ def downloads_of(program: Program) -> dict[BoundaryKey, int]:
 
 @dataclass
 class _Held:
-    """What a transfer reads or writes, kept until it has arrived."""
+    """Tensors that a transfer reads or writes, kept until it has arrived."""
 
     tensor: torch.Tensor
     """On the host."""
@@ -129,7 +129,7 @@ class Carrier:
     # -- lane threads --------------------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Sequence[Pair]:
-        """What a boundary's transfer copies; nothing where no tensor was made, or where its reader reads none."""
+        """The copies of a boundary's transfer; none where no tensor was made, or where its reader reads none."""
         return self._prepare_up(op) if op.lane == UP else self._prepare_down(op)
 
     def _prepare_up(self, op: Op) -> Sequence[Pair]:

@@ -1,4 +1,4 @@
-"""How the gradients of one worker's backward passes get to the sums that they belong to.
+"""The way of the gradients of one worker's backward passes to the sums that they belong to.
 
 On the processor they are added to the host's sum where it is their turn. From a device they are added to the sum that
 travels with the stage, or leave, one microbatch at a time, for the host's sum.

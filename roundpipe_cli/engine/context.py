@@ -1,4 +1,4 @@
-"""What the threads of one step share."""
+"""State that the threads of one step share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepContext:
     prepared: PreparedProgram
     microbatches: list[MicrobatchState]
     num_units: int
-    """What the step's loss is a mean over: its target tokens, or pairs."""
+    """Number of its target tokens, or pairs: the step's loss is a mean over them."""
     loss: HeadLoss
     """How the loss is computed; its gradient scale is the step's loss scale / `num_units`."""
     dropout_seed: int

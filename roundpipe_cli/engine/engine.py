@@ -56,7 +56,7 @@ class StepUnderWay:
     run: StepRun
     steps: Sequence[WorkerStep]
     started_s: float
-    """Of `time.perf_counter`."""
+    """Start by `time.perf_counter`."""
     loss_scale: float
 
 

@@ -19,8 +19,8 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.embedding import EmbedGradient
 from roundpipe_cli.model.layout import LayerLayout
-from roundpipe_cli.model.worker_model import EmbedGradient
 
 SQUARED_ELEMENTS = 1 << 24
 
@@ -166,7 +166,7 @@ class Leaving:
 
     layer: int
     place: int
-    """Of the microbatch, in the fold's order."""
+    """Place of the microbatch in the fold's order."""
     shapes: tuple[tuple[int, torch.Size], ...]
     """(index of the parameter, shape), in the order in which they lie in `flat`."""
     flat: torch.Tensor

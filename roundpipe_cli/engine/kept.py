@@ -23,7 +23,7 @@ KeptActivations = frozenset[tuple[int, int]]
 
 
 def kept_activations(program: Program, layers: Collection[int]) -> KeptActivations:
-    """Of `layers`, what can stay: forward and backward of the microbatch run on the same worker.
+    """The activations of `layers` that can stay: forward and backward of the microbatch run on the same worker.
 
     What the stage with the head computes by itself is not recomputed anyway.
     """
@@ -43,7 +43,7 @@ def kept_activations(program: Program, layers: Collection[int]) -> KeptActivatio
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a saved tensor lies in its layer's buffer."""
+    """Place of a saved tensor in its layer's buffer."""
 
     offset_bytes: int
     size: torch.Size

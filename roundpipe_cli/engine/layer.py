@@ -1,4 +1,4 @@
-"""What one worker does with a single layer: forward, recompute and backward for one microbatch.
+"""One worker's work on a single layer: forward, recompute and backward for one microbatch.
 
 Each layer is a graph of its own (its input is detached), so where stages are cut does not change a bit.
 """
@@ -21,12 +21,13 @@ from roundpipe_cli.engine.kept import weights_found_again
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.sequences import BlockSequence, Sequences
 from roundpipe_cli.engine.trained import TrainedLayers
+from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
+from roundpipe_cli.model.embedding import Prologue
 from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.head import HeadTargets, run_head, score_head
-from roundpipe_cli.model.split import BlockCall
-from roundpipe_cli.model.worker_model import Prologue, WorkerModel
+from roundpipe_cli.model.worker_model import WorkerModel
 
 
 @dataclass
@@ -38,11 +39,11 @@ class LayerGraph:
     output: torch.Tensor | None
     """None for a layer below everything that is trained."""
     parameters: list[nn.Parameter]
-    """What is trained, as bound at the time of the forward."""
+    """The trained ones, as bound at the time of the forward."""
     earlier: KeyValues | None = None
-    """Of a chunk: leaves, the keys and values of those before."""
+    """For a chunk: leaves, the keys and values of those before."""
     own: KeyValues | None = None
-    """Of a chunk: its own keys and values, with their graph."""
+    """For a chunk: its own keys and values, with their graph."""
 
 
 class LayerRunner:
@@ -239,7 +240,7 @@ class LayerRunner:
         self._backward_sequences.end_all(layer_range(layers), state)
 
     def _cache(self, state: MicrobatchState, sequence: BlockSequence | None) -> ChunkCache | None:
-        """What a block is called with for a chunk; None for a whole sequence."""
+        """The cache that a block is called with for a chunk; None for a whole sequence."""
         if state.chunk is None or sequence is None:
             return None
         return ChunkCache(state.chunk.start, len(self.model.blocks), sequence.before(state.chunk))

@@ -18,7 +18,7 @@ NUM_REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Of one worker, while all others copy too."""
+    """Speed of one worker's link while all others copy too."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What the workers do while a step runs, for whoever watches. Looking costs the workers nothing."""
+"""A view of the workers while a step runs. Looking costs the workers nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepInWork:
     step: int
     """From 0."""
     started_s: float
-    """Of `time.perf_counter`."""
+    """Start by `time.perf_counter`."""
     workers: Sequence[Worker]
     results: Sequence[WorkerStep]
     """Growing."""
@@ -40,12 +40,12 @@ class LiveNews:
     step: int
     """From 0."""
     started_s: float
-    """Of `time.perf_counter`."""
+    """Start by `time.perf_counter`."""
     now_s: float
     done: tuple[ActionTime, ...]
     """Finished since the look before."""
     running: tuple[ActionTime, ...]
-    """What the workers do now; ends at `now_s`."""
+    """Operations that run now; they end at `now_s`."""
 
 
 class Watcher:

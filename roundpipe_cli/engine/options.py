@@ -1,4 +1,4 @@
-"""What a caller may choose of an engine and of a step, apart from the model and its devices."""
+"""Settings of an engine and of a step, apart from the model and its devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OnGradient = Callable[[int, Callable[[], float]], None]
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """What becomes of a step's gradients."""
+    """How a step's gradients are scaled and who is told of them."""
 
     loss_scale: float = 1.0
     """The loss is multiplied by this before differentiation (float16), and so are the gradient sums."""

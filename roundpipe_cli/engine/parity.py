@@ -28,10 +28,10 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
+from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
@@ -41,11 +41,11 @@ TOLERANCE = 1e-5
 MAX_OWN = 1e-3
 """A model whose own float32 is further from its float64 draws random numbers, and allows nothing."""
 FLOOR = 1e-8
-"""Of the largest gradient's norm: a gradient below it is rounding."""
+"""As a share of the largest gradient's norm: a gradient below it is rounding."""
 MAX_PARAMETERS = 12_000_000
-"""Of the cut model; for a larger one a narrower model of its type had better be tried."""
+"""Parameters of the cut model; for a larger one, try a narrower model of its type."""
 LIMIT_PARAMETERS = 400_000_000
-"""Of the cut model; a larger one is not tried. They are held about four times at once, in float32."""
+"""Parameters of the cut model; a larger one is not tried. They are held about four times at once, in float32."""
 SEED = 7
 STEP = -1
 """None of a run's, which begin at 0."""
@@ -54,21 +54,21 @@ SHORT, LONG = 9, 14
 TRIES = 3
 """In 16 bit."""
 MAX_THREADS = 4
-"""Of all workers; more are slower with so few tokens."""
+"""Threads of all workers; more are slower with so few tokens."""
 MAX_ROW_TOKENS = 2100
-"""Of a microbatch that is as long as the model's positions."""
+"""Tokens of a microbatch that is as long as the model's positions."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about a model that is not refused."""
+    """Result for a model that is not refused."""
 
     loss_error: float
     """Relative, in float32."""
     gradient_error: float
     """Relative, in float32: of the parameter that is worst."""
     unproven: str = ""
-    """What could not be tried, and why; empty: nothing."""
+    """Why something could not be tried; empty where everything was."""
     last_position: int | None = None
     """The model has no positions from here on; None: its rows may be longer than its configuration says."""
 

@@ -20,7 +20,7 @@ from roundpipe_cli.schedule.operations import Program
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What backward stages compute again, and from which inputs."""
+    """Which layers backward stages compute again, and from which inputs."""
 
     each_layer: bool
     """One layer at a time, right before its backward; False: a whole stage."""

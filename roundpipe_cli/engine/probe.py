@@ -1,4 +1,4 @@
-"""What a model's blocks allow, found out once before training, on the processor."""
+"""Measurements of a model's blocks, made once before training, on the processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 
 NUM_CHUNKS = 3
-"""Of the tokens of a probe, where feed-forward parts are computed in chunks."""
+"""Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""
 
 
 def find_unread_products(

@@ -1,4 +1,4 @@
-"""What the engine reads out of a lowered schedule.
+"""Facts that the engine reads out of a lowered schedule.
 
 The same program drives the simulator. The engine takes from it each worker's compute operations in order, and its
 visits: which layers a worker holds in which slot, from which operation to which.
@@ -86,7 +86,7 @@ def device_folds(program: Program) -> frozenset[int]:
 
 
 def describe_op(op: Op, schedule: Schedule, step: int) -> str:
-    """Where an error happened, for its message."""
+    """Name of an operation, for error messages."""
     kind = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}[op.kind]
     first, last = stage_layers(schedule, op)
     return f"{kind} of stage {op.stage} (layers {first}-{last}), microbatch {op.microbatch}, step {step}"

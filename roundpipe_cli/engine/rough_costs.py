@@ -9,7 +9,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.model.layout import LayerLayout
 
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
-"""Of one worker, until it is measured."""
+"""Speed of one worker until it is measured."""
 SHARED_BYTES_PER_S = 1e15
 """Between workers on the processor nothing is copied: a boundary tensor is there at once."""
 

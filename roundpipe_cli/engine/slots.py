@@ -106,7 +106,7 @@ class StageSlots:
     # -- uploads -------------------------------------------------------------------------------------------------
 
     def weight_copies(self, program: Program, visit_id: int, version: int) -> list[Pair]:
-        """What a visit uploads: its layers' weights into its slot, or what the cache lacks of them."""
+        """The copies of a visit's upload: its layers' weights into its slot, or what the cache lacks of them."""
         visit = program.visits[visit_id]
         weights, pairs, offset = self.slots[visit.slot].weights, [], 0
         for layer in layer_range(visit.layers):

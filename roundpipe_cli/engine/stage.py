@@ -1,4 +1,4 @@
-"""What one worker does in an action: forward, recompute and backward of one stage for one microbatch.
+"""One worker's actions: forward, recompute and backward of one stage for one microbatch.
 
     forward    hidden --layer--> hidden --layer--> hidden          no graph; saves what backward stages start from
     recompute  leaf --layer--> y | leaf --layer--> y               one graph a layer, kept until the backward

@@ -1,4 +1,4 @@
-"""What goes into a step of the engine, and what comes of it."""
+"""Input and result of an engine's step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Part:
     first: int
     """Index of the first one in the step."""
     num_units: int
-    """What the step's loss is a mean over: target tokens of all machines' microbatches."""
+    """Number of units that the step's loss is a mean over: target tokens of all machines' microbatches."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of one step. The gradients are in the weight store."""
+    """Result of one step. The gradients are in the weight store."""
 
     loss: float
     """Sum of the target tokens' losses / number of target tokens of the step; of pairs, the mean of theirs."""
@@ -53,9 +53,9 @@ class StepResult:
     transfers: TransferStatistics
     device_peak_bytes: tuple[int, ...]
     started_s: float = 0.0
-    """Of `time.perf_counter`."""
+    """Start by `time.perf_counter`."""
     rewards: tuple[Rewards, ...] = ()
-    """Of each microbatch of preference pairs."""
+    """One for each microbatch of preference pairs."""
 
     @property
     def timeline(self) -> Timeline:

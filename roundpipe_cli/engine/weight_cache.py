@@ -69,7 +69,7 @@ class WeightCache:
         self._dropped = False
         """Whether buffers were given back that others may still know."""
         self._first_visits: dict[int, int] = {}
-        """Of the step at work: layer -> the visit that uploads what is missing."""
+        """In the step at work: layer -> the visit that uploads what is missing."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,11 +133,11 @@ class WeightCache:
         self._filled.update(layer for layer in self._buffers if layer in self._first_visits)
 
     def buffer(self, layer: int) -> torch.Tensor | None:
-        """Where the weights of `layer` stay, uint8; None if they do not."""
+        """Device buffer, uint8, in which the weights of `layer` stay; None if they do not."""
         return self._buffers.get(layer)
 
     def missing(self, layer: int, visit: int, version: int) -> list[tuple[int, torch.Tensor]]:
-        """What `visit` has to upload to the layer's buffer, as (offset, uint8 tensor on the host)."""
+        """Pieces that `visit` has to upload to the layer's buffer, as (offset, uint8 tensor on the host)."""
         if self._first_visits[layer] != visit:
             return []
         pieces = self._store.pieces(layer, version)
@@ -145,7 +145,7 @@ class WeightCache:
 
 
 def trained_part(pieces: Sequence[tuple[int, torch.Tensor]], layout: LayerLayout) -> list[tuple[int, torch.Tensor]]:
-    """Of a layer's bytes, those from where its trainable parameters begin."""
+    """The bytes of a layer from where its trainable parameters begin."""
     if not layout.num_trainable_elements:
         return []
     begin = layout.trainable_offset_bytes

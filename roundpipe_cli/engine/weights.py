@@ -65,14 +65,14 @@ def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """What one update of a layer reads and writes; flat tensors [num_trainable_elements]."""
+    """Tensors that one update of a layer reads and writes; flat tensors [num_trainable_elements]."""
 
     masters: torch.Tensor
     """float32, of the version before."""
     new_masters: torch.Tensor
     """float32, where the new ones belong; the same memory, but for staleness 1 in float32."""
     weights: torch.Tensor | None
-    """Where the new masters are rounded to; None in float32."""
+    """Destination of the rounded new masters; None in float32."""
 
 
 class WeightStore:
@@ -176,7 +176,7 @@ class WeightStore:
 
     @contextmanager
     def next_version(self, layer: int) -> Iterator[LayerUpdate]:
-        """Where the update of one layer goes. On leaving without an error the layer has its next version."""
+        """Buffers for the update of one layer. On leaving without an error the layer has its next version."""
         version = max(self._held[layer]) + 1
         slot = version % len(self._views)
         self._held[layer][slot] = NO_VERSION

@@ -1,4 +1,4 @@
-"""What a worker's operations do to its device: weights into slots, stages computed, gradient sums in and out.
+"""A worker's operations on its device: weights into slots, stages computed, gradient sums in and out.
 
 The dispatcher's threads call this (`dispatch/work.py` says when). The mathematics of a stage is `StageRunner`'s, memory
 for weights `StageSlots`', gradient sums on the device are `DeviceSums`'. One object per device for the whole run; it
@@ -40,7 +40,7 @@ class ComputeInterval:
 
 @dataclass
 class WorkerStep:
-    """What a worker did in one step; grows while the step is carried out."""
+    """Record of a worker's operations in one step; grows while the step is carried out."""
 
     worker: int
     intervals: list[ComputeInterval] = field(default_factory=list)
@@ -49,7 +49,7 @@ class WorkerStep:
     started_s: float = 0.0
     """That moment, of `time.perf_counter`."""
     peak_bytes: int = 0
-    """Of the device's memory."""
+    """Peak of the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Now:
 
 
 class Worker:
-    """What the operations on one device do. The dispatcher's `Work`."""
+    """The operations on one device, carried out: the dispatcher's `Work`."""
 
     def __init__(
         self, runner: StageRunner, store: WeightStore, slots: StageSlots, layer_names: Sequence[str], chunk_bytes: int
@@ -110,7 +110,7 @@ class Worker:
         part.step.start = self.backend.mark()
 
     def running(self, step: WorkerStep) -> ComputeInterval | None:
-        """What the worker computes now in `step`, without an end; may be asked from any thread."""
+        """The operation that the worker computes now in `step`, without an end; may be asked from any thread."""
         now = self._now
         if now is None or now.step is not step:
             return None

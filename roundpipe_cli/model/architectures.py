@@ -1,4 +1,4 @@
-"""What a config.json decides of whether a model can be trained, by one rule for `plan` and `finetune`. No torch.
+"""Models that a config.json alone rules out, by one rule for `plan` and `finetune`. No torch.
 
 Which model types there are is read from the installed transformers, whose tables are parsed, not imported (importing
 them loads torch and takes seconds).
@@ -24,7 +24,7 @@ WHAT_WORKS = (
 )
 
 MAX_MASK_BYTES = 512 * 1024**2
-"""Of one mask of one microbatch, a byte for each pair of tokens: 23,170 tokens in one sequence."""
+"""Size of one mask of one microbatch, a byte for each pair of tokens: 23,170 tokens in one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def no_decoder(name: str, model_type: str, architectures: object) -> RefusedErro
 
 
 def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of how the model's files are quantised; empty where they are not."""
+    """The part of a configuration about how the model's files are quantised; empty where they are not."""
     found = config.get("quantization_config")
     return found if isinstance(found, dict) else {"quant_method": str(found)} if found else {}
 
@@ -176,7 +176,7 @@ def check_mask_bytes(*, max_seq_length: int, micro_batch_size: int) -> None:
 
 
 def scaled_by_length(kinds: Collection[str], limit: int | None, max_seq_length: int) -> str | None:
-    """What is wrong with position scaling that looks at the longest row of a batch, so that rows depend on others.
+    """The fault of position scaling that looks at the longest row of a batch, so that rows depend on others.
 
     Args:
         kinds: transformers' names of the ways in which positions are scaled.
@@ -209,7 +209,7 @@ def model_types() -> ModelTypes | None:
 
 
 def class_default(model_type: str, key: str) -> Any:
-    """What transformers takes for a key that a config.json leaves out; None where that is not a plain value."""
+    """Value that transformers takes for a key that a config.json leaves out; None where it is no plain value."""
     return _class_defaults(model_type).get(key)
 
 

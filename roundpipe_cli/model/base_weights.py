@@ -58,7 +58,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         return self._read[name]()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor as the files have it; does not read it where the file's header says so."""
+        """Type of a tensor as the files have it; does not read the tensor where the file's header says it."""
         if name not in self._dtypes:
             self._dtypes[name] = self[name].dtype
         return self._dtypes[name]

@@ -22,14 +22,15 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.architectures import chunk_refusal
+from roundpipe_cli.model.block_calls import CACHE, BlockCall, CallRecorder, install_stubs
 from roundpipe_cli.model.packing import scaled_positions, stateful_modules
-from roundpipe_cli.model.split import CACHE, BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
+from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [B, K, tokens, D] each; the widths of the two may differ."""
 
 PROBE_TOKENS, PROBE_START = 9, 5
-"""Of the probe's sequence: all, and those before its second chunk."""
+"""Tokens of the probe's sequence: all, and those before its second chunk."""
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class ChunkCache:
     earlier: KeyValues | None = None
     """The earlier chunks', [B, K, S, D]; None for the first chunk."""
     own: list[KeyValues] = field(default_factory=list)
-    """What the block gave to `update`."""
+    """Keys and values that the block gave to `update`."""
 
     is_compileable = False
 

@@ -36,7 +36,7 @@ Describe = Callable[[Any], Any]
 
 
 def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe) -> Any:
-    """What `load` makes of a GGUF file, taken from the cache where an earlier run has left it.
+    """The result of `load` for a GGUF file, taken from the cache where an earlier run has left it.
 
     Args:
         kind: tells what it is from other things made of the same file.

@@ -20,7 +20,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
 
 NOISE_ATTRIBUTE = "neftune_noise_alpha"
-"""Of the input embedding; transformers' own name for it."""
+"""Attribute of the input embedding; the name is transformers' own."""
 
 Function = Callable[..., Any]
 
@@ -237,4 +237,4 @@ def _answers() -> Iterator[tuple[Function, Function]]:
 
 
 _ANSWERS: dict[Function, Function] = dict(_answers())
-"""Of each random function that a mode sees; what comes later counts."""
+"""The answer to each random function that a mode sees; the last one for a function counts."""

@@ -33,7 +33,7 @@ from roundpipe_cli.model.packed_weights import import_bitsandbytes
 MAX_PADDING, MAX_ROWS = 8, 2**17
 """Rows of a batched product: for each (token, expert) pair, and in all. Above, experts are looped over."""
 MAX_WASTED_FLOPS = 2e7
-"""Of zeros in a base product; looping over 128 experts takes as long (half a millisecond)."""
+"""Operations on zeros in a base product; looping over 128 experts takes as long (half a millisecond)."""
 
 
 def isolate_expert_adapters(model: nn.Module) -> None:
@@ -127,7 +127,7 @@ class _Beside(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Groups:
-    """Where the sorted (token, expert) pairs lie when each expert has the same number of rows."""
+    """Places of the sorted (token, expert) pairs when each expert has the same number of rows."""
 
     num_experts: int
     num_rows: int
@@ -170,7 +170,7 @@ class _ScaledGroups:
 
 
 def _groups(ends: torch.Tensor, num_pairs: int) -> _Groups | None:
-    """Of experts whose pairs end at `ends` [E]; None where they are so unequal that rows would be wasted."""
+    """Groups of experts whose pairs end at `ends` [E]; None where they are so unequal that rows would be wasted."""
     counts = ends.diff(prepend=ends.new_zeros(1)).long()
     num_experts, num_rows = counts.numel(), int(counts.max())
     if num_experts * num_rows > min(MAX_PADDING * num_pairs, MAX_ROWS):

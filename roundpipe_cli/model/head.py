@@ -19,7 +19,7 @@ Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """What the head of one microbatch is to predict, and where."""
+    """Tokens that the head of one microbatch is to predict, and their positions."""
 
     indices: torch.Tensor
     """int64 [N]: positions of target tokens in [B * T], from `target_rows`."""
@@ -34,7 +34,7 @@ class HeadLoss:
     """How the head's loss is computed and differentiated."""
 
     gradient_scale: float
-    """What the loss sum is multiplied by before differentiation."""
+    """Factor of the loss sum before differentiation."""
     chunk_tokens: int
     """Target tokens per chunk."""
     label_smoothing: float = 0.0
@@ -50,7 +50,7 @@ class HeadResult:
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
     rewards: Rewards | None = None
-    """Of preference pairs."""
+    """Set for preference pairs."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +92,7 @@ def chunk_loss(
 
 @dataclass
 class HeadScores:
-    """What the head makes of one microbatch without a backward."""
+    """Scores of one microbatch from a pass without a backward."""
 
     loss_sum: float
     """As `HeadResult.loss_sum`, to the bit for equal hidden states."""

@@ -1,4 +1,4 @@
-"""What a recompute may leave out of a block: products that only become the block's output, which backward never reads.
+"""Products that a recompute may leave out of a block: only its output is made of them, which backward never reads.
 
     x --norm, attention--> + --norm, gate, up--> act --down_proj--> * scale --> + --> output
                            |____________________________________________________|
@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
-from roundpipe_cli.model.split import BlockCall
 
 Parameters = Mapping[str, nn.Parameter]
 Found = TypeVar("Found")
@@ -74,7 +74,7 @@ class UnreadProducts:
         self._fill = fill
         modules = [block.get_submodule(name) for name in names]
         self._chunks = [module.__dict__[ATTRIBUTE] for module in modules if ATTRIBUTE in module.__dict__]
-        """Of modules that go in chunks of tokens: their whole forward is left out."""
+        """Modules that go in chunks of tokens: their whole forward is left out."""
         self._modules = [module for module in modules if ATTRIBUTE not in module.__dict__]
         for module in self._modules:
             module.__dict__["forward"] = self._wrapped(module.forward)
@@ -169,7 +169,7 @@ class BlockProbe:
         return (*(name for name in made if name in found), *chunked)
 
     def _digests(self, left_out: Collection[str]) -> dict[str, str]:
-        """Of every gradient, with NaN in place of some modules' products. Empty where one is not finite."""
+        """Digest of every gradient, with NaN in place of some modules' products. Empty where one is not finite."""
         digests: dict[str, str] = {}
         finite = True
 

@@ -1,4 +1,4 @@
-"""Where each parameter of a layer lies in the layer's flat buffer.
+"""The place of each parameter in its layer's flat buffer.
 
     | frozen parameters, any dtype | trainable parameters, one dtype |
     ^ page border                  ^ trainable_offset_bytes

@@ -18,7 +18,7 @@ from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-"""What a tokenizer is loaded from; a folder needs at least one of them."""
+"""Files that a tokenizer is loaded from; a folder needs at least one of them."""
 
 
 def load_config(source: ModelSource) -> Any:

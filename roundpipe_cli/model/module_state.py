@@ -1,4 +1,4 @@
-"""What modules remember from call to call, and how they forget it.
+"""State that modules keep from call to call, and how they forget it.
 
 Dynamic rotary scaling (`rope_type: dynamic`) keeps the frequencies of the longest sequence that it has met. A worker
 meets other microbatches than its neighbour, so each call has to begin from the state that the model was built with.
@@ -29,7 +29,7 @@ class ModuleState:
 
 
 _MODES = ("training", "_disable_adapters")
-"""What the worker itself switches."""
+"""Attributes that the worker itself switches."""
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

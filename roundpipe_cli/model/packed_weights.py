@@ -172,7 +172,7 @@ PackedPlace = tuple[nn.Module, str, PackedParameter]
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a graph keeps of a dequantised weight: where to get it again, and the view that was asked for."""
+    """A dequantised weight as a graph keeps it: where to get it again, and the view that was asked for."""
 
     parameter: PackedParameter
     size: torch.Size
@@ -228,11 +228,11 @@ def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
 
 
 MIN_PACKED_SHARE = 0.95
-"""Of the blocks' frozen matrices; with less the user is told. Routers stay whole in every mixture of experts."""
+"""Share of the blocks' frozen matrices; with less the user is told. Routers stay whole in every mixture of experts."""
 
 
 def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], bits: int) -> str | None:
-    """What to tell the user of the blocks' frozen matrices that stay whole; None: too little to speak of.
+    """A notice about the blocks' frozen matrices that stay whole; None: too little to speak of.
 
     Raises:
         RefusedError: nothing is packed.

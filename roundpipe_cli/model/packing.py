@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.architectures import check_mask_bytes, packing_refusal, scaled_by_length
-from roundpipe_cli.model.split import BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
+from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
+from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
 STATEFUL = re.compile(r"Mamba|SSM|Recurrent|R(wkv|WKV)|DeltaNet|LinearAttention|Lightning|Retention|ShortConv|LSTM")

@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Preference:
-    """What the loss needs beside the model's own log-probabilities."""
+    """Inputs of the loss beside the model's own log-probabilities."""
 
     reference: torch.Tensor
     """float64 [2P], on the host: of each sequence under the reference model."""

@@ -39,7 +39,7 @@ PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
 
 
 def quantization_of(source: ModelSource) -> dict[str, Any]:
-    """What the model's configuration says of how its files are quantised; empty where they are not."""
+    """The part of the model's configuration about how its files are quantised; empty where they are not."""
     return {} if source.gguf_file else quantization_settings(read_config(source.folder))
 
 

@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.last_projection import block_kind
-from roundpipe_cli.model.split import BlockCall, CallRecorder, ModelSplit, install_stubs, materialised_copy
+from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""
 MAX_WIDTH, MAX_HIDDEN = 256, 512
-"""Of a feed-forward part, and of hidden states, in a narrower model."""
+"""Widths of a feed-forward part and of hidden states in a narrower model."""
 MAX_VOCABULARY = 512
 """More rows of the embedding and of the LM head are cut off."""
 
@@ -42,7 +43,7 @@ WIDTHS = (
 )
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""Of a configuration, in transformers' names: widths of feed-forward parts, experts, and experts of one token."""
+"""Keys of a configuration, in transformers' names: widths of feed-forward parts, experts, and experts of one token."""
 
 
 class SkippedBlock(nn.Module):
@@ -201,7 +202,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one step."""
+    """The outcome of one step."""
 
     loss: float
     """Mean of the target tokens' losses in nats."""

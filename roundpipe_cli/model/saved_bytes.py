@@ -1,4 +1,4 @@
-"""What autograd keeps of a block for its backward, measured on a few tokens.
+"""Memory that autograd keeps of a block for its backward, measured on a few tokens.
 
 Two lengths, T and 2T, tell how each tensor that is kept grows: not at all, with the tokens, or with the pairs of tokens
 of a sequence, as scores of attention and masks do. Where the longer one keeps other tensors, only the sums are told
@@ -22,12 +22,12 @@ GROWS, GROWS_BY_PAIRS = 1.5, 3.0
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Of one block."""
+    """Bytes saved by one block."""
 
     fixed: float
     per_token: float
     per_pair: float
-    """Of tokens of one sequence, each with each."""
+    """Bytes per pair of tokens of one sequence."""
 
     @staticmethod
     def of_lengths(short: Sequence[int], long: Sequence[int], tokens: int) -> SavedBytes:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 NAME = "roundpipe_sinks"
-"""Of the implementation, in transformers' registry."""
+"""Name of the implementation in transformers' registry."""
 MODEL_TYPES = frozenset({"gpt_oss"})
 """Whose attention has sinks, hands them over as `s_aux`, and has scores of its own in transformers."""
 STEP = 8

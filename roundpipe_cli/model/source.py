@@ -1,4 +1,4 @@
-"""Where a model's files are. Nothing here needs torch, so a wrong name is told at once.
+"""The place of a model's files. Nothing here needs torch, so a wrong name is told at once.
 
 A model is a hub id, a local folder of safetensors, a `.gguf` file, or `package:NAME` (the one `.gguf` file in that
 installed Python package). Nothing of the model is executed: no remote code, no pickle.
@@ -21,7 +21,7 @@ HUB_TIMEOUT_S = 4.0
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's files are."""
+    """The place of a model's files."""
 
     name: str
     """As the recipe has it."""

@@ -38,7 +38,7 @@ SPLIT: dict[str, tuple[str, str, str]] = {
     ),
     "zaya": (_MUTABLE, "block.0, attention_mask", "dict"),
 }
-"""What is wrong, where, what was found."""
+"""The fault, its place, and what was found."""
 STATEFUL: dict[str, tuple[str, str]] = {
     "bailing_hybrid": ("self_attn.conv1d", "Conv1d"),
     "bamba": ("mamba.conv1d", "Conv1d"),

@@ -1,4 +1,4 @@
-"""What a model folder may hold: looked at before any library opens a file of it, by names, JSON and headers only.
+"""The allowed contents of a model folder, checked before any library opens a file: by names, JSON and headers only.
 
 A model comes from elsewhere. Nothing of it is ever executed, and nothing outside its folder is read for it:
 
@@ -29,7 +29,7 @@ SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 10 * 1024**2
 MAX_TENSORS = 1 << 16
-"""Of one file. The experts of 94 layers, 128 each with three matrices, would be 36,096 if one file held them all."""
+"""Tensors of one file. The experts of 94 layers, 128 each with three matrices, are 36,096 if one file has them all."""
 MAX_INDEX_BYTES = 50 * 1024**2
 MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2
@@ -282,7 +282,7 @@ def check_header(path: Path) -> None:
 
 
 def file_tensor_bytes(path: Path) -> int:
-    """Of all tensors in a safetensors file that was checked."""
+    """Bytes of all tensors in a safetensors file that was checked."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
 

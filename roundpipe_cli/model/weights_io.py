@@ -179,7 +179,7 @@ WeightParts = Mapping[str, tuple[Path, str]]
 
 
 def packed_parts(source: ModelSource, places: Mapping[str, tuple[Path, str]]) -> dict[str, WeightParts]:
-    """Of the weights that lie in the files in bitsandbytes' 4 bit: base name -> what lies beside them.
+    """Weights that lie in the files in bitsandbytes' 4 bit: base name -> what lies beside them.
 
     Raises:
         RefusedError: the files are quantised in a form that cannot be read.

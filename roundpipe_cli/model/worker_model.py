@@ -9,14 +9,15 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe_cli.model.block_calls import BeforeBlocks, BlockCall, CallRecorder, install_stubs, replace_module
 from roundpipe_cli.model.chunks import ChunkCache
-from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, embedding_noise, layer_seed
+from roundpipe_cli.model.dropout import SeededDropout, layer_seed
+from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
@@ -24,95 +25,7 @@ from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks,
 from roundpipe_cli.model.module_state import ModuleState
 from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
-from roundpipe_cli.model.split import (
-    BeforeBlocks,
-    BlockCall,
-    CallRecorder,
-    ModelSplit,
-    install_stubs,
-    replace_module,
-)
-
-
-class GatheringEmbedding(nn.Module):
-    """The model's input embedding on the host: gathers the rows that a microbatch needs and nothing else.
-
-    The table itself never becomes a leaf of a graph; its gradient comes back as rows.
-    """
-
-    def __init__(self, embedding: nn.Module, trainable: bool) -> None:
-        super().__init__()
-        self.__dict__["_embedding"] = embedding
-        self._trainable = trainable
-        self.token_ids: torch.Tensor | None = None
-        """After a forward: the distinct token ids, [U]."""
-        self.rows: torch.Tensor | None = None
-        """After a forward: their rows [U, H], the leaf whose gradient is asked for."""
-        self.noise_seed: int | None = None
-        """Of the noise added to what is gathered; None: no noise."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_embedding"], name)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        result = self._gather(input_ids)
-        alpha = getattr(self.__dict__["_embedding"], NOISE_ATTRIBUTE, 0.0)
-        if alpha and self.noise_seed is not None:
-            result = result + embedding_noise(result, alpha, self.noise_seed)
-        return result
-
-    def _gather(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedding = self.__dict__["_embedding"]
-        if not self._trainable:
-            result: torch.Tensor = embedding(input_ids)
-            return result
-        table = embedding._parameters["weight"]
-        padding = embedding.padding_idx
-        self.token_ids, positions = torch.unique(input_ids, return_inverse=True)
-        self.rows = table.detach()[self.token_ids].requires_grad_()
-        # Rows are renumbered, so the padding row (whose gradient is left out) is too.
-        matches = [] if padding is None else (self.token_ids == padding).nonzero().flatten().tolist()
-        embedding._parameters["weight"], embedding.padding_idx = self.rows, matches[0] if matches else None
-        try:
-            result = embedding(positions)
-        finally:
-            embedding._parameters["weight"], embedding.padding_idx = table, padding
-        return result
-
-
-@dataclass
-class EmbedGradient:
-    """Gradient of one parameter of the embed layer for one microbatch."""
-
-    name: str
-    token_ids: torch.Tensor | None
-    """Rows of the parameter that `gradient` [U, H] belongs to; None if it is the whole parameter's."""
-    gradient: torch.Tensor
-
-
-@dataclass
-class Prologue:
-    """What happens before the first block, for one microbatch, on the host."""
-
-    hidden: torch.Tensor
-    """Input of block 0, [B, T, H], with its graph if the embed layer is trainable."""
-    calls: tuple[BlockCall, ...]
-    """How each block is to be called; tensors on the host."""
-    leaves: tuple[tuple[str, torch.Tensor | None, torch.Tensor], ...] = ()
-    """(parameter name, token ids or None, leaf) of what is trainable in the embed layer."""
-
-    def backward(self, grad_hidden: torch.Tensor) -> list[EmbedGradient]:
-        """Gradients of the embed layer's parameters from that of `hidden`; frees the graph."""
-        leaves = [leaf for _, _, leaf in self.leaves]
-        gradients = torch.autograd.grad(self.hidden, leaves, grad_hidden.to(self.hidden.dtype), allow_unused=True)
-        return [
-            EmbedGradient(name, token_ids, gradient)
-            for (name, token_ids, _), gradient in zip(self.leaves, gradients, strict=True)
-            if gradient is not None
-        ]
+from roundpipe_cli.model.split import ModelSplit
 
 
 class _BackboneStub(nn.Module):
@@ -463,31 +376,3 @@ def _bindings(modules: Sequence[nn.Module], names: Mapping[int, str]) -> Iterato
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     yield module, attribute, names[id(parameter)]
-
-
-def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each layer, `embed` first and `head` last. A parameter that both share belongs to the head."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    blocks = [
-        [(names[id(p)], p) for p in block.parameters()] for block in model.get_submodule(split.blocks_path).children()
-    ]
-    in_blocks = {id(p) for block in blocks for _, p in block}
-    tail_ids = {id(p) for path in split.tail_paths for p in model.get_submodule(path).parameters()}
-    backbone_ids = {id(p) for p in model.get_submodule(split.backbone_path).parameters()}
-    outside_ids = _parameters_outside(model, split.backbone_path)
-    head_ids = (tail_ids | outside_ids) - in_blocks
-    head = [(name, p) for name, p in model.named_parameters() if id(p) in head_ids]
-    embed = [
-        (name, p)
-        for name, p in model.named_parameters()
-        if id(p) in backbone_ids and id(p) not in head_ids and id(p) not in in_blocks
-    ]
-    return [embed, *blocks, head]
-
-
-def _parameters_outside(model: nn.Module, backbone_path: str) -> set[int]:
-    found: set[int] = set()
-    for path, module in model.named_modules():
-        if path != backbone_path and not path.startswith(backbone_path + "."):
-            found.update(id(p) for p in module.parameters(recurse=False))
-    return found

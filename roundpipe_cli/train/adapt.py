@@ -1,4 +1,4 @@
-"""What a run changes when a device runs out of memory and the recipe says `on_oom: adapt`.
+"""Changes to a run whose device runs out of memory, where the recipe says `on_oom: adapt`.
 
 First one layer is recomputed at a time, which changes no bit; then microbatches are divided, again and again: more of
 them in a step, of fewer rows, the same rows and the same loss (dropout masks differ: each microbatch has its own).
@@ -43,7 +43,7 @@ class Fit:
         return [batch[start : start + size] for batch in batches for start in range(0, len(batch), size)]
 
     def recipe_lines(self, recipe: Recipe) -> dict[str, int | str]:
-        """What to write in the recipe to compute so from the start."""
+        """Recipe keys that make a run compute so from the start."""
         steps = recipe.gradient_accumulation_steps * recipe.micro_batch_size // self.micro_batch_size
         lines: dict[str, int | str] = {}
         if self.micro_batch_size != recipe.micro_batch_size:

@@ -25,7 +25,7 @@ class Begun:
 
     batches: list[RowBatch]
     position: Position
-    """Of the data, behind them."""
+    """Position of the data behind them."""
     microbatches: list[Microbatch]
     num_tokens: int
     under_way: StepUnderWay
@@ -53,7 +53,7 @@ class StepsAhead:
         self._ended_s = 0.0
         """When the step before ended, of `time.perf_counter`."""
         self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
-        """Of the last steps that overlap: seconds that each worker computed, and seconds that they took."""
+        """The last steps that overlap: seconds that each worker computed, and seconds that they took."""
 
     def begin(self, engine: Engine, step: int) -> Begun | None:
         """The step that is next, if need be given to the workers now; None where it has to be computed alone."""
@@ -74,7 +74,7 @@ class StepsAhead:
         if len(batches) != num_microbatches:  # an epoch may end with fewer
             self._sampler.seek(position)
             return None
-        log_rows(self._setup, step + 1, batches)
+        log_rows(self._setup.dataset.rows, step + 1, batches)
         microbatches, num_tokens = self._make(step, batches)
         version = self._setup.store.step_version(step)
         under_way = engine.start_step(microbatches, chain.next(), step=step, version=version)

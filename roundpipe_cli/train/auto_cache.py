@@ -141,7 +141,7 @@ class AutoCache:
 def modelled_bytes(
     costs: CostModel, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
 ) -> int:
-    """What a device needs for these stages by the memory model."""
+    """Memory that a device needs for these stages by the memory model."""
     slot = largest_stage_bytes(costs.layers, forward_stages, backward_stages)
     activations = (
         sum(layer.activation_bytes for layer in costs.layers[first : last + 1]) for first, last in backward_stages
@@ -151,8 +151,8 @@ def modelled_bytes(
 
 
 def make_auto_cache(setup: Setup, planner: AdaptivePlanner, tell: Tell) -> AutoCache:
-    """Of a run: open where the recipe leaves it to us, weights are frozen and devices have memory of their own; not
-    with sequences in chunks, whose keys and values the memory model does not count."""
+    """The cache of a run: open where the recipe leaves it to us, weights are frozen and devices have their own memory;
+    not with sequences in chunks, whose keys and values the memory model does not count."""
     pipeline = setup.recipe.pipeline
     is_open = pipeline.weight_cache == "auto" and setup.recipe.method == "lora" and setup.devices[0] != "cpu"
     is_open = is_open and pipeline.num_chunks == 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
-from roundpipe_cli.data.dataset import Row
+from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.train.sampling import rows_of_steps
 
@@ -46,7 +46,7 @@ def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[M
 
 
 def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
-    """What packing and weights make of the rows, a line each."""
+    """The effect of packing and weights on the rows, a line each."""
     mix, lines = sampler.mix, []
     if mix.is_mixed:
         shares = [
@@ -66,11 +66,11 @@ def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
     return lines
 
 
-def log_rows(setup: Setup, step: int, batches: Sequence[RowBatch]) -> None:
+def log_rows(all_rows: TokenizedRows, step: int, batches: Sequence[RowBatch]) -> None:
     """Append the ids of a step's rows to the file that the environment variable names, if it does: for tests."""
     path = os.environ.get(ROW_LOG_VARIABLE)
     if path:
-        rows = [setup.dataset.rows[index].row_id for batch in batches for sequence in batch for index in sequence]
+        rows = [all_rows[index].row_id for batch in batches for sequence in batch for index in sequence]
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
 

@@ -35,7 +35,7 @@ class Measured:
     steps: list[StepResult] = field(default_factory=list)
     num_tokens: int = 0
     device_peak_bytes: int = 0
-    """Of the worker that needs most; on the processor, live tensors of a step that is run for this alone."""
+    """Peak of the worker that needs most; on the processor, live tensors of a step that is run for this alone."""
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ def compare_for_real(
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
     clock = run_clock()
     with (
-        page_locked(setup, tell),
+        page_locked(setup.store, setup.devices, setup.recipe.weights, tell),
         make_engine(setup) as engine,
         Telemetry(engine, setup.devices, tell, clock, live=live),
     ):

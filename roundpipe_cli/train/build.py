@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from roundpipe_cli.costs.activations import head_bytes
@@ -19,11 +21,12 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
-from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.devices import make_backends, threads_per_worker
 from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token
 
@@ -34,9 +37,10 @@ PROBE_PRODUCTS = 10**10
 processor, and ten for a slow one. Sequences of some tens of tokens will do."""
 MIN_PROBE_TOKENS = 32
 HOST_SHARE = 0.5
-"""Of the host memory that is free, for the activations of all CPU workers together."""
+"""Share of the free host memory, for the activations of all CPU workers together."""
 ROUND_SHARE = 0.25
-"""Of the same, for the inputs of all layers of a round's microbatches. Rounds of one microbatch a worker must do."""
+"""Share of the same, for the inputs of all layers of a round's microbatches. One microbatch per worker is always
+allowed."""
 
 
 def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
@@ -74,7 +78,7 @@ def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
 
 
 def weight_cache_bytes(pipeline: PipelineConfig) -> int:
-    """Of each GPU's memory, for weights that stay there."""
+    """Bytes of each GPU's memory for weights that stay there."""
     return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
 
 
@@ -126,13 +130,13 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
 
 @dataclass(frozen=True)
 class _Form:
-    """Of a microbatch."""
+    """Shape of a microbatch."""
 
     rows: int
     row_tokens: int
-    """Of a chunk, where sequences are cut."""
+    """Tokens of a row; of a chunk, where sequences are cut."""
     context: int
-    """Of the whole sequence."""
+    """Tokens of the whole sequence."""
 
     @property
     def tokens(self) -> int:
@@ -140,19 +144,19 @@ class _Form:
 
 
 def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
-    """Of the longest microbatch, or of a usual one."""
+    """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
     rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
-    context = _sequence_tokens(setup, longest=longest)
+    context = _sequence_tokens(recipe, setup.dataset.rows.lengths, longest=longest)
     return _Form(rows, max(1, context // recipe.pipeline.num_chunks), context)
 
 
 @dataclass(frozen=True)
 class _MemoryParts:
-    """Of a device's memory."""
+    """Parts of a device's memory."""
 
     activation_bytes: list[int] | None
-    """Of each layer, for one microbatch; None: not known."""
+    """Activations of each layer for one microbatch; None: not known."""
     shared_bytes: int
     """For what any stages need beside them."""
 
@@ -197,7 +201,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
 
 
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
-    """Of times measured before: keyed by the devices and all of the model and the recipe that layer times depend on."""
+    """Cache of times measured before, keyed by the devices and all of model and recipe that layer times depend on."""
     recipe = setup.recipe
     if setup.devices[0] == "cpu":
         num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
@@ -226,30 +230,32 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
     )
 
 
-def _sequence_tokens(setup: Setup, *, longest: bool) -> int:
+def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest: bool) -> int:
     """Tokens of the longest or of a usual sequence."""
-    if setup.recipe.packing:
-        return setup.recipe.max_seq_length
-    lengths = setup.dataset.rows.lengths
+    if recipe.packing:
+        return recipe.max_seq_length
     return int(lengths.max()) if longest else max(1, int(lengths.mean()))
 
 
 @contextmanager
-def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
+def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[None]:
     """Keep the store's weights and gradients page-locked meanwhile, so that copies to GPUs run beside the host.
+
+    Args:
+        weights: as in the recipe.
 
     `weights: auto` goes on with ordinary memory where the system refuses, and says so.
 
     Raises:
         ResourceError: `weights: pinned` and the system refuses.
     """
-    wanted = setup.devices[0] != "cpu" and setup.recipe.weights != "pageable"
-    index = int(setup.devices[0].removeprefix("cuda:")) if wanted else 0
+    wanted = devices[0] != "cpu" and weights != "pageable"
+    index = int(devices[0].removeprefix("cuda:")) if wanted else 0
     locked = []
     try:
-        for buffer in setup.store.transferred if wanted else []:
+        for buffer in store.transferred if wanted else []:
             if not cuda.register_host_buffer(buffer, index):
-                _refuse_or_tell(setup, tell)
+                _refuse_or_tell(weights, tell)
                 break
             locked.append(buffer)
         yield
@@ -258,9 +264,9 @@ def page_locked(setup: Setup, tell: Tell) -> Iterator[None]:
             cuda.unregister_host_buffer(buffer)
 
 
-def _refuse_or_tell(setup: Setup, tell: Tell) -> None:
+def _refuse_or_tell(weights: str, tell: Tell) -> None:
     text = "the system does not let this process page-lock its weights"
     hint = "raise the limit of locked memory (ulimit -l unlimited)"
-    if setup.recipe.weights == "pinned":
+    if weights == "pinned":
         raise ResourceError(text, where="weights: pinned", hint=hint)
     tell(Notice(f"{text}: uploads will be slower; {hint}"))

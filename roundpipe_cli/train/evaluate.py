@@ -21,8 +21,8 @@ import torch
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import pad_token_id
-from roundpipe_cli.data.dataset import Row
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
@@ -37,8 +37,8 @@ from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, ev
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
+from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
-from roundpipe_cli.train.checkpoint.store import peek
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.setup import Setup
@@ -51,8 +51,17 @@ class InterruptedScoring(Exception):
 class Scorer:
     """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
 
-    def __init__(self, setup: Setup, engine: Engine, planner: AdaptivePlanner, stopping: Callable[[], bool]) -> None:
-        self._setup, self._engine, self._planner, self._stopping = setup, engine, planner, stopping
+    def __init__(
+        self, engine: Engine, planner: AdaptivePlanner, step_microbatches: int, stopping: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            planner: whose stages of a training step are taken.
+            step_microbatches: of a training step.
+            stopping: whether the run is asked to stop.
+        """
+        self._engine, self._planner, self._stopping = engine, planner, stopping
+        self._step_microbatches = step_microbatches
         self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
 
     def scores(
@@ -71,7 +80,7 @@ class Scorer:
             yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        step = self._planner.schedule(self._setup.recipe.gradient_accumulation_steps)
+        step = self._planner.schedule(self._step_microbatches)
         own, workers = every_stage(step), self._engine.num_workers
         key = own, num_microbatches
         if key not in self._schedules:
@@ -94,11 +103,11 @@ class Evaluator:
         self.best_loss = math.inf
         self.last_loss: float | None = None
         self._last_step: int | None = None
-        """Of the last evaluation."""
+        """Step of the last evaluation."""
         self._num_worse = 0
         """Evaluations since the best one."""
         self._stated_best: int | None = None
-        """What the newest checkpoint, which may still be on its way to the disk, calls the best step."""
+        """The best step by the newest checkpoint, which may still be on its way to the disk."""
 
     @property
     def exhausted(self) -> bool:

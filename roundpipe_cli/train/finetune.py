@@ -13,6 +13,7 @@ from roundpipe_cli.events import Notice
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState
+from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_state,
@@ -23,7 +24,6 @@ from roundpipe_cli.train.checkpoint.resume import (
     shared_facts,
 )
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
-from roundpipe_cli.train.checkpoint.store import load_newest
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.nodes.group import nodes_of
 from roundpipe_cli.train.nodes.machines import Machines

@@ -1,11 +1,11 @@
-"""What is done about a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end."""
+"""Responses to a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end."""
 
 from __future__ import annotations
 
 import math
 
 from roundpipe_cli.data.batching import RowBatch
-from roundpipe_cli.data.dataset import TokenizedDataset
+from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import Notice, Tell

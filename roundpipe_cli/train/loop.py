@@ -26,13 +26,13 @@ from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatc
 from roundpipe_cli.train.border import Border
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import (
     run_state,
 )
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
-from roundpipe_cli.train.checkpoint.store import Checkpoint
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finite import FiniteGuard
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
@@ -128,9 +128,10 @@ class Trainer:
         engine = make_engine(setup)
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
-        self._references = Scorer(setup, engine, self._planner, lambda: False)
+        size = self.recipe.gradient_accumulation_steps
+        self._references = Scorer(engine, self._planner, size, lambda: False)
         alone = self._machines.is_only
-        scorer = Scorer(setup, engine, self._planner, lambda: alone and self._signals.requested is not None)
+        scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
         evaluator.agree = self._machines.from_first
         evaluator.start(evaluation)
@@ -138,7 +139,7 @@ class Trainer:
         saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
         self._updater.before_layer = saver.before_layer
         with (
-            page_locked(setup, self._tell),
+            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell),
             engine,
             self._updater,
             saver,
@@ -177,7 +178,7 @@ class Trainer:
         self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
     def _predicted(self) -> dict[str, float]:
-        """What was known of a full step before it was measured."""
+        """Prediction of a full step, made before it was measured."""
         num_microbatches = self.recipe.gradient_accumulation_steps
         figures = dict(self._planner.predicted(num_microbatches) or {})
         if figures and (tokens := self._log.tokens) is not None:
@@ -208,7 +209,7 @@ class Trainer:
             result = self._finish(engine, step, begun)
         else:
             batches = self.sampler.next_step()
-            log_rows(self.setup, step + 1, batches)
+            log_rows(self.setup.dataset.rows, step + 1, batches)
             if self._updates_early:
                 self._updater.begin_early(step, learning_rate)
             result, microbatches, num_tokens = self._compute(engine, step, batches)
@@ -308,7 +309,7 @@ class Trainer:
         if self.setup.rejected is None:
             return make_microbatches(self.setup, batches)
         microbatches, num_tokens = make_pairs(self.setup, batches)
-        return add_references(self.setup, self._references, microbatches, step), num_tokens
+        return add_references(self.recipe.dpo, self._references, microbatches, step), num_tokens
 
     def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
         row = metrics_row(event)

@@ -12,6 +12,7 @@ from roundpipe_cli.data.batching import RowBatch, pad_token_id
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.model.preference import Preference, Rewards, sequence_sums
+from roundpipe_cli.recipe.schema import DpoConfig
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.evaluate import Scorer
 from roundpipe_cli.train.setup import Setup
@@ -30,9 +31,10 @@ def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbat
     return microbatches, num_tokens
 
 
-def add_references(setup: Setup, scorer: Scorer, microbatches: Sequence[Microbatch], step: int) -> list[Microbatch]:
+def add_references(
+    options: DpoConfig, scorer: Scorer, microbatches: Sequence[Microbatch], step: int
+) -> list[Microbatch]:
     """The microbatches with the log-probabilities of their sequences under the base model."""
-    options = setup.recipe.dpo
     result = []
     scores = scorer.scores(microbatches, step=step, adapters=False)
     for microbatch, scored in zip(microbatches, scores, strict=True):

@@ -1,4 +1,4 @@
-"""What can be checked before torch is loaded, so that a wrong name is told within a second or two."""
+"""Checks before torch is loaded, so that a wrong name is told within a second or two."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
 
 
 def _prove(model: nn.Module, split: ModelSplit, build: Build) -> Proof:
-    """Of the model itself, or of the first narrower one that works."""
+    """The proof of the model itself, or of the first narrower one that works."""
     if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
         for smaller, its_split in _narrower(model.config, build):
             proof = prove(smaller, its_split)

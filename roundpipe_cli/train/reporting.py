@@ -1,4 +1,4 @@
-"""What a run is asked for beside its recipe: how it starts, and whom it reports to."""
+"""Settings of a run beside its recipe: how it starts, and whom it reports to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Reporting:
-    """What a run tells of itself while it lasts, and leaves behind beside its result."""
+    """Reports of a run while it lasts, and files beside its result."""
 
     tell: Tell
     """Is told what happens."""

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows, build_dataset
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.hold_out import hold_out
 from roundpipe_cli.data.pairs import build_pairs
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe

@@ -1,4 +1,4 @@
-"""What a run measured of its steps, for the report, the trace and the time that is left."""
+"""Measurements of a run's steps, for the report, the trace and the time that is left."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from roundpipe_cli.data.batching import BatchSampler
-from roundpipe_cli.data.dataset import TokenizedDataset
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import Packer
+from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.recipe.schema import Recipe
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
-from roundpipe_cli.data.dataset import Row, TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.durable import disk_error, require_free_bytes
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
@@ -23,6 +23,7 @@ from roundpipe_cli.model.adapter_files import read_adapter_tensors
 from roundpipe_cli.model.architectures import check_stored_in_4bit
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
+from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import (
@@ -34,7 +35,6 @@ from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import load_weights, packed_names
-from roundpipe_cli.model.worker_model import layer_parameters
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.devices import choose_devices
@@ -48,7 +48,7 @@ from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_MEMORY_SHARE = 0.8
-"""Of the free host memory, for weights; `weights: auto` maps more of them from a file."""
+"""Share of the free host memory for weights; `weights: auto` maps more of them from a file."""
 
 
 @dataclass
@@ -71,9 +71,9 @@ class Setup:
     split: ModelSplit
     store: WeightStore
     base_files: BaseFiles
-    """What a whole result keeps of the base model's files."""
+    """Files of the base model that a whole result keeps."""
     model_hash: str = ""
-    """Of the base weights' files; see `Fingerprint`."""
+    """Hash of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
     """See `config_fingerprint`."""
 
@@ -102,7 +102,7 @@ def prepare(
     devices, notice = choose_devices(recipe.pipeline.devices)
     if notice:
         tell(Notice(notice))
-    config, base_files = _read_config(base, tell)
+    config, base_files = _config_and_files(base, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
     _check_model(model, split, recipe, devices)
@@ -168,7 +168,7 @@ def _find_base(loaded: LoadedRecipe, offline: bool) -> _Base:
     return _Base(source, 4, True)
 
 
-def _read_config(base: _Base, tell: Tell) -> tuple[Any, BaseFiles]:
+def _config_and_files(base: _Base, tell: Tell) -> tuple[Any, BaseFiles]:
     """The model's configuration, without what cannot be trained, and the files that a whole result keeps."""
     config = load_config(base.source)
     base_files = read_base_files(base.source, config)

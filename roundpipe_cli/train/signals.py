@@ -1,4 +1,4 @@
-"""What the user asks of a run at a step border: stop (by a signal), pause, save. A second SIGINT stops it at once."""
+"""Requests of the user at a step border: stop (by a signal), pause, save. A second SIGINT stops it at once."""
 
 from __future__ import annotations
 

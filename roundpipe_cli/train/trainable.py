@@ -1,4 +1,4 @@
-"""What of a model is trained: adapters put into it, or its own parameters."""
+"""The trained part of a model: adapters put into it, or its own parameters."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 
 CHATML = (

@@ -14,8 +14,9 @@ import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.data import processes
-from roundpipe_cli.data.dataset import TokenizedDataset, build_dataset
+from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 

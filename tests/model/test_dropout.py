@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.block_calls import SplitRefusedError
 from roundpipe_cli.model.dropout import _ANSWERS, SeededDropout, layer_seed
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.split import SplitRefusedError, split_model
+from roundpipe_cli.model.split import split_model
 from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for, tiny_config
 
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.block_calls import SplitRefusedError
+from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.split import SplitRefusedError, split_model
-from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.model.split import split_model
 from tests.support.tiny import make_rig, tiny_config
 
 Walk = Callable[["Backbone", torch.Tensor], torch.Tensor]

@@ -17,13 +17,13 @@ from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import base_name, load_weights
-from roundpipe_cli.model.worker_model import layer_parameters
 from tests.support.tiny import make_rig, tiny_config
 
 INDEX = "model.safetensors.index.json"
@@ -245,7 +245,7 @@ from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import load_weights
-from roundpipe_cli.model.worker_model import layer_parameters
+from roundpipe_cli.model.layer_parameters import layer_parameters
 
 def status_bytes(key):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.train.checkpoint.store import FORMAT_VERSION, load_newest
+from roundpipe_cli.train.checkpoint.reading import FORMAT_VERSION, load_newest
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"

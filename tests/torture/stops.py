@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 
-from roundpipe_cli.train.checkpoint.store import load_newest
+from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome
 from tests.torture.arena import Arena, Seen, assert_identical, at_a_moment, go_on, inside_a_save, saved, start
 from tests.torture.terminal import in_terminal

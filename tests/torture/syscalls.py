@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from roundpipe_cli.train.checkpoint.store import load_newest
+from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome, Running
 from tests.torture.arena import Arena, Seen, assert_identical, died, go_on, saved, spread, start
 

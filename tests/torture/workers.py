@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from roundpipe_cli.train.checkpoint.store import load_newest
+from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome
 from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, spread, start
 

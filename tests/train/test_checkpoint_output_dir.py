@@ -17,7 +17,8 @@ import torch
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check_start, read_state, truncate_metrics
-from roundpipe_cli.train.checkpoint.store import list_checkpoints, load_newest, save_checkpoint
+from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
 
 _NUM_ELEMENTS = 20_000
 

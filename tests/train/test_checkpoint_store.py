@@ -18,8 +18,10 @@ from safetensors import safe_open
 from roundpipe_cli import durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import store as store
+from roundpipe_cli.train.checkpoint.manifest import DamagedError
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest, verify_checkpoint
 from roundpipe_cli.train.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, TensorStream
-from roundpipe_cli.train.checkpoint.store import list_checkpoints, load_newest, save_checkpoint
+from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
 
 
 def _group(step: int) -> dict[str, torch.Tensor]:
@@ -37,7 +39,7 @@ def _save(folder: Path, step: int, keep: int = 2) -> Path:
     return save_checkpoint(folder, step, {"masters": _group(step), "moments": _group(step + 1000)}, meta, keep)
 
 
-def _assert_is(loaded: store.Checkpoint, step: int) -> None:
+def _assert_is(loaded: Checkpoint, step: int) -> None:
     assert loaded.step == step
     assert loaded.meta == {"cursor": step * 8, "loss_hex": (1 / (step + 1)).hex()}
     assert set(loaded.groups) == {"masters", "moments"}
@@ -129,8 +131,8 @@ def test_two_valid_checkpoints_at_every_removal(tmp_path: Path, monkeypatch: pyt
 
 def _is_valid(folder: Path, step: int) -> bool:
     try:
-        return bool(store._verify(folder, step))
-    except store.DamagedError:
+        return bool(verify_checkpoint(folder, step))
+    except DamagedError:
         return False
 
 

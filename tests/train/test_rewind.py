@@ -16,6 +16,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.checkpoint import store as store
 from roundpipe_cli.train.checkpoint.output_dir import RunState, read_state
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_unchanged,
@@ -25,7 +26,7 @@ from roundpipe_cli.train.checkpoint.resume import (
 )
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.step_folders import list_best
-from roundpipe_cli.train.checkpoint.store import Checkpoint, list_checkpoints, load_newest, save_checkpoint
+from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
 
 CALLS = ("rename", "replace", "fsync", "mkdir", "write", "open", "unlink")
 

@@ -14,8 +14,8 @@ import torch
 from roundpipe_cli import durable, faults
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.events import CheckpointSaved, Event
+from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot, State, _Ring
-from roundpipe_cli.train.checkpoint.store import load_newest
 
 NUM_LAYERS, ELEMENTS = 6, 20_000
 

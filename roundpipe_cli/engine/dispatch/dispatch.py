@@ -33,7 +33,7 @@ MEMORY_HINT = "lower micro_batch_size or max_seq_length, set pipeline.recompute=
 
 @dataclass
 class WorkResult:
-    """What came of one worker's part of a step."""
+    """The outcome of one worker's part of a step."""
 
     worker: int
     error: BaseException | None = None
@@ -42,7 +42,7 @@ class WorkResult:
 
 @dataclass
 class _LaneState:
-    """What a lane's thread shares with the others during a step, under the step's lock."""
+    """State that a lane's thread shares with the others during a step, under the step's lock."""
 
     condition: threading.Condition
     inbox: list[int] = field(default_factory=list)
@@ -123,7 +123,7 @@ class StepRun:
             self.progress.last_s = time.monotonic()
 
     def release(self, op_id: int, event: DispatchEvent) -> None:
-        """What the transfer `op_id` moves is there once `event` has happened, before its producer has ended."""
+        """Let others use what the transfer `op_id` moves once `event` has happened, before its producer has ended."""
         with self.progress.lock:
             self.ledger.release(op_id, event)
             self._announce(op_id)

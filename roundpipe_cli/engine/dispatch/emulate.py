@@ -32,7 +32,7 @@ from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, T
 
 @dataclass(frozen=True)
 class Emulated:
-    """What came of one run."""
+    """The outcome of one run."""
 
     timeline: Timeline
     late_s: tuple[float, ...]
@@ -51,7 +51,7 @@ class Emulated:
 
 
 class _Emulation:
-    """What the works of one run share."""
+    """State that the works of one run share."""
 
     def __init__(self, program: Program, costs: CostModel) -> None:
         self.program, self.costs = program, costs

@@ -33,7 +33,7 @@ def links_of(program: Program) -> Dependencies:
 
 
 class Ledger:
-    """What has been issued in one step. Operations beyond the program's own may be added on the way."""
+    """Record of what has been issued in one step. Operations beyond the program's own may be added on the way."""
 
     def __init__(self, program: Program, links: Dependencies) -> None:
         self.ops: list[Op] = list(program.ops)
@@ -44,7 +44,7 @@ class Ledger:
         self._released: dict[int, Any] = {}
 
     def issuable(self) -> list[int]:
-        """What waits for nothing."""
+        """Operations that wait for nothing."""
         return [op_id for op_id, count in enumerate(self.num_missing) if not count]
 
     def issue(self, op_id: int, event: Any) -> list[int]:
@@ -62,7 +62,7 @@ class Ledger:
         return found
 
     def release(self, op_id: int, event: Any) -> None:
-        """What `op_id` moves is there once `event` has happened, before the operation that makes it has ended."""
+        """Let others use what `op_id` moves once `event` has happened, before the operation that makes it has ended."""
         assert not self.is_issued[op_id] and op_id not in self._released
         self._released[op_id] = event
         self.num_missing[op_id] = 0
@@ -77,7 +77,7 @@ class Ledger:
         self._released[op.id] = event
 
     def followers(self, op_id: int) -> tuple[int, ...]:
-        """What waits for `op_id`."""
+        """Operations that wait for `op_id`."""
         return self._followers[op_id] if op_id < len(self._followers) else ()
 
     def inputs(self, op_id: int) -> Sequence[tuple[int, Any]]:

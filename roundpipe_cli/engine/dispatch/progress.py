@@ -1,4 +1,4 @@
-"""What all threads of a step share: a lock, an abort, and when something last moved."""
+"""Shared by all threads of a step: a lock, an abort, and when something last moved."""
 
 from __future__ import annotations
 

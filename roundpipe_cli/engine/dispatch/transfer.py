@@ -1,4 +1,4 @@
-"""What goes over a link next: pure decisions (events in, chunks out; no thread, no clock), and what waiting cost.
+"""The next chunk for a link: pure decisions (events in, chunks out; no thread, no clock), and what waiting cost.
 
 One queue per worker and direction. A transfer enters it when everything that it waits for has happened, so nothing on
 the device's stream ever waits for anything but the link. It goes in chunks, the most urgent transfer first; one that
@@ -112,11 +112,11 @@ class ClassStatistics:
 
 @dataclass
 class TransferStatistics:
-    """What a step's transfers moved and cost, by class: (`up` or `down`, payload)."""
+    """Bytes and seconds of a step's transfers, by class: (`up` or `down`, payload)."""
 
     classes: dict[tuple[str, str], ClassStatistics] = field(default_factory=lambda: defaultdict(ClassStatistics))
     exposed_s: float = 0.0
-    """Of all classes together, a moment with two of them waited for counted once."""
+    """Exposed time of all classes together, a moment with two of them waited for counted once."""
 
     def add(self, other: TransferStatistics) -> None:
         """Add another step's."""

@@ -1,4 +1,4 @@
-"""What an operation of a program does: the seam between the dispatcher and whoever carries operations out."""
+"""The work of a program's operations: the seam between the dispatcher and whoever carries operations out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TransferChunk(NamedTuple):
 
     num_bytes: int
     content: Any
-    """What the `Work` that made it needs to copy it."""
+    """Whatever the `Work` that made it needs to copy it."""
 
 
 class AddedTransfer(NamedTuple):
@@ -34,7 +34,7 @@ class AddedTransfer(NamedTuple):
 
 
 class Work(Protocol):
-    """What the operations of one worker (or of the host) do."""
+    """The operations of one worker (or of the host), carried out."""
 
     lanes: tuple[str, ...]
     """Lanes that have a thread."""
@@ -80,7 +80,7 @@ class Work(Protocol):
         """When an event that has happened did so (`time.perf_counter`); `now_s` where nobody knows."""
 
     def where(self, op: Op, *, weights: bool) -> str:
-        """Where an error happened, for its message; `weights`: while waiting for the weights of `op`."""
+        """The place of an error, for its message; `weights`: while waiting for the weights of `op`."""
 
     def drain(self) -> None:
         """Block until all issued work is done."""

@@ -46,7 +46,7 @@ _HOLDER_WAIT_S = 0.5
 
 
 class RunState(Enum):
-    """What an output directory holds."""
+    """State of the run in an output directory."""
 
     FRESH = "fresh"
     HAS_CHECKPOINT = "has_checkpoint"

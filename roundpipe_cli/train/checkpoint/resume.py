@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors, and whether a run may continue from it."""
+"""The part of a checkpoint beside tensors, and whether a run may continue from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import yaml
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
-from roundpipe_cli.train.checkpoint.store import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.setup import Setup
 
 FREE_KEYS = (
@@ -61,7 +61,7 @@ NEEDED: Mapping[str, tuple[type, ...]] = {
     "data_position.window": WHOLE,
     "data_position.offset": WHOLE,
 }
-"""What a run cannot continue without, by dotted key, and its JSON types. Later additions have defaults."""
+"""Values that a run cannot continue without, by dotted key, and their JSON types. Later additions have defaults."""
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
 
 
 def shared_facts(setup: Setup) -> dict[str, Any]:
-    """What must be the same on every machine of a run."""
+    """Facts that must be the same on every machine of a run."""
     state = run_state(setup, 0.0, 0.0)
     recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
     return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}

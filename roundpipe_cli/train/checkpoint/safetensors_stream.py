@@ -36,7 +36,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the header says of a tensor, known before its bytes are."""
+    """A tensor's entry in the header, known before its bytes are."""
 
     name: str
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class TensorStream:
     specs: tuple[TensorSpec, ...]
     tensors: Iterable[tuple[str, torch.Tensor]]
     metadata: Mapping[str, str] | None = None
-    """Of the header; transformers wants `{"format": "pt"}`."""
+    """Metadata of the header; transformers wants `{"format": "pt"}`."""
 
     @staticmethod
     def of(group: TensorGroup) -> TensorStream:

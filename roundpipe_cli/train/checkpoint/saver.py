@@ -40,19 +40,20 @@ State = list[tuple[str, str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint is to hold, and how to get at it layer by layer."""
+    """The contents of a checkpoint, and how to get at them layer by layer."""
 
     step: int
     layers: Sequence[int]
     """In the order in which they are copied: the order in which the next update wants to change them."""
     state_of: Callable[[int], State]
-    """Of one layer; called again when it is copied, in the copying thread."""
+    """State of one layer; called again when it is copied, in the copying thread."""
     wait_ready: Callable[[int], None]
     """Blocks until a layer's state is that of `step`; called in the copying thread."""
     meta: Mapping[str, Any]
     """Plain JSON values."""
     contents_of: Callable[[int], Iterable[tuple[str, str, torch.Tensor]]] | None = None
-    """Of one layer, called when it is copied in place of `state_of`, whose tensors may then be on the meta device."""
+    """Contents of one layer, called when it is copied in place of `state_of`, whose tensors may then be on the meta
+    device."""
     is_written: bool = True
     """False: `contents_of` sends each layer to the process that writes, and gives nothing."""
 
@@ -124,7 +125,7 @@ class _Ring:
         self._full.put(None)
 
     def pieces(self) -> Iterator[tuple[str, memoryview]]:
-        """What was put, in order."""
+        """Everything that was put, in order."""
         while (buffer := self._full.get()) is not None:
             array: Any = buffer.data.numpy()
             for file, start, end in buffer.parts:

@@ -1,16 +1,16 @@
-"""What a checkpoint holds of the weights and the optimizer, layer by layer, and how it comes back."""
+"""Weights and optimizer in a checkpoint, layer by layer, and how they come back."""
 
 from __future__ import annotations
 
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.saver import State
-from roundpipe_cli.train.checkpoint.store import Checkpoint
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 
 
 def layer_state(store: WeightStore, optimizer: HostOptimizer, step: int, layer: int) -> State:
-    """What the checkpoint after `step` updates holds of one layer."""
+    """One layer's part of the checkpoint after `step` updates."""
     names = [place.name for place in store.layouts[layer].trainable]
     state = [("masters", name, store.master(name)) for name in names]
     state += [("moments", name, tensor) for name, tensor in optimizer.moments_of(layer)]

@@ -1,1 +1,1 @@
-"""What a run reports while it trains: metrics, events, trackers."""
+"""Reports of a run while it trains: metrics, events, trackers."""

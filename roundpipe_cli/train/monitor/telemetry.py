@@ -1,4 +1,4 @@
-"""What a run tells about its workers and memory while it trains, and the file from which others follow it.
+"""Events about workers and memory while a run trains, and the file from which others follow it.
 
 `Telemetry` looks several times a second from a thread of its own; workers are never asked to wait for it. `Recorder`
 passes every event on and appends what is worth keeping to events.jsonl: whole lines, so that a kill at any byte costs
@@ -64,7 +64,7 @@ def run_started(setup: Setup, time_s: float, first_step: int, num_steps: int) ->
 
 
 def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
-    """What the workers did in a step that has just ended, on the run's clock."""
+    """The workers' actions in a step that has just ended, on the run's clock."""
     start_s = clock() - time.perf_counter() + result.started_s
     spans = tuple(
         Span(item.worker, item.lane, item.kind.value, item.stage, item.microbatch, item.start_s, item.end_s)

@@ -55,7 +55,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of the run before its first step."""
+    """Settings of the run for a tracker, before its first step."""
 
     name: str
     output_dir: Path

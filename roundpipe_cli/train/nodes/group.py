@@ -29,7 +29,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
 from roundpipe_cli.model.head import target_rows
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.checkpoint.store import Checkpoint
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.nodes.processes import check_processes
 
 NO_LABEL = -100
@@ -111,7 +111,7 @@ class Nodes:
             self._try(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
 
     def receive_like(self, tensor: torch.Tensor, sender: int) -> torch.Tensor:
-        """What `sender` sends, of the shape and type of `tensor`."""
+        """The tensor that `sender` sends, of the shape and type of `tensor`."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
         content = received.view(-1).view(torch.uint8)
         if content.numel():

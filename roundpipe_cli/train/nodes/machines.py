@@ -81,7 +81,7 @@ class Machines:
         return self.is_first or self.shards is not None
 
     def own_part(self, snapshot: Snapshot) -> Snapshot:
-        """What this machine does for a checkpoint."""
+        """This machine's part of a checkpoint."""
         if self.shards is None:
             return snapshot
         own = [layer for layer in snapshot.layers if self.is_first or self.shards.is_own(layer)]

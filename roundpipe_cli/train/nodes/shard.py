@@ -34,7 +34,7 @@ class Shards:
     owner: Mapping[int, int]
     """Rank by trained layer."""
     sent_files: frozenset[str]
-    """Of a checkpoint, those whose tensors only owners have."""
+    """Files of a checkpoint whose tensors only owners have."""
 
     @property
     def order(self) -> list[int]:
@@ -109,7 +109,7 @@ def make_shards(nodes: Nodes, recipe: Recipe, layouts: Sequence[LayerLayout], te
 
 
 def _whole_bytes(recipe: Recipe, layouts: Sequence[LayerLayout]) -> int:
-    """Of weights, gradients, masters and moments, all of them."""
+    """Bytes of weights, gradients, masters and moments, all of them."""
     versions = 1 + recipe.pipeline.optimizer_staleness
     elements = sum(layout.num_trainable_elements for layout in layouts)
     trained_bytes = sum(layout.trainable_num_bytes for layout in layouts)
@@ -118,7 +118,7 @@ def _whole_bytes(recipe: Recipe, layouts: Sequence[LayerLayout]) -> int:
 
 
 def _state_bytes(recipe: Recipe, num_elements: int) -> int:
-    """Of masters and moments."""
+    """Bytes of masters and moments."""
     rule = make_rule(recipe.optim, RuleSettings(momentum=recipe.sgd_momentum))
     with torch.device("meta"):
         moments = sum(tensor.nbytes for tensor in rule.make_state(torch.Size([num_elements])).values())

@@ -1,1 +1,1 @@
-"""What a run leaves: adapter or model, report, export, generation."""
+"""Results of a run: adapter or model, report, export, generation."""

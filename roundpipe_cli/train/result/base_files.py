@@ -29,7 +29,7 @@ does not save them."""
 
 @dataclass(frozen=True)
 class BaseFiles:
-    """What a whole result has from its base model, beside weights, configuration and tokenizer."""
+    """Files that a whole result has from its base model, beside weights, configuration and tokenizer."""
 
     config: Mapping[str, Any]
     """Entries of config.json that training changes, as they are to be in the result."""

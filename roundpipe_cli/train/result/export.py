@@ -103,12 +103,12 @@ class Destination:
 
 @dataclass
 class Extras:
-    """What is written beside the weights for those who use them."""
+    """Files beside the weights for those who use them."""
 
     base: str | None
     """Name of the base model."""
     model_file: str = "."
-    """What the Modelfile loads."""
+    """File or folder that the Modelfile loads."""
     has_template: bool = False
     """Whether Ollama's language could say the chat template; set when it is written."""
     added_ends: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ def _save_tokenizer(result: Path, folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """Summary of a written export."""
 
     num_modules: int
     """Modules whose weights the adapter changed."""

@@ -85,7 +85,7 @@ def answer_ends(model: Any, tokenizer: Any) -> list[int]:
 
 
 def describe_answer(model: Any, tokenizer: Any, temperature: float) -> str:
-    """Where and how the model answers, and what ends it."""
+    """The devices and settings with which the model answers, and what ends an answer."""
     ends = " ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in answer_ends(model, tokenizer))
     how = f"sampling at temperature {temperature:g}" if temperature > 0 else "the most probable tokens"
     device = "the processor" if model.device.type == "cpu" else str(model.device)

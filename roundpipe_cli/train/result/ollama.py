@@ -21,7 +21,7 @@ _MARKS = {"system": "SYSTEMTEXT", "user": "USERTEXT", "assistant": "ASSISTANTTEX
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """What a chat template writes around the texts of a conversation."""
+    """The text that a chat template writes around the messages of a conversation."""
 
     start: str
     """Before a conversation without a system message."""

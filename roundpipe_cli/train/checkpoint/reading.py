@@ -1,0 +1,172 @@
+"""Checkpoints read back: the newest one whose every byte is as it was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from roundpipe_cli.errors import NoCheckpointError, Problem
+from roundpipe_cli.events import Say
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, FileRecord, read_own_json, read_records, verify_files
+from roundpipe_cli.train.checkpoint.step_folders import STEP_FOLDER, list_checkpoints
+
+FORMAT_NAME = "roundpipe-checkpoint"
+FORMAT_VERSION = 1
+"""Grows when a release writes what an older release would misread. Older versions stay readable."""
+
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.json"
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """The tensors of one group, each read from the disk when it is asked for.
+
+    A tensor may be a private view of the mapped file: copy it into place and let go of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = cast(Any, safe_open(str(path), framework="pt", device="cpu"))
+        self._names: dict[str, None] = dict.fromkeys(self._file.offset_keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint."""
+
+    folder: Path
+    step: int
+    """Finished optimizer updates; the next step to run has this number, counted from 0."""
+    meta: dict[str, Any]
+    groups: tuple[str, ...]
+
+    def tensors(self, group: str) -> LazyTensors:
+        """Raises:
+        KeyError: the checkpoint has no such group.
+        """
+        if group not in self.groups:
+            raise KeyError(group)
+        return LazyTensors(self.folder / f"{group}.safetensors")
+
+
+def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = None) -> Checkpoint:
+    """The newest checkpoint of `output_dir` whose every byte is as written, or the one named by `path`.
+
+    Nothing is changed on the disk. Each damaged checkpoint passed over gives one warning that names the file, what
+    was found and what was expected.
+
+    Raises:
+        NoCheckpointError: none there, none valid, or one was written by a newer release.
+    """
+    if path is not None:
+        match = STEP_FOLDER.match(path.name)
+        candidates = [(int(match.group(1)), path)] if match and os.path.lexists(path) else []
+    else:
+        candidates = list_checkpoints(output_dir)
+    if not candidates:
+        raise NoCheckpointError(
+            "no checkpoint to resume from",
+            where=str(path or output_dir),
+            found="nothing named step-*" if path is None else "no such checkpoint",
+            expected="a folder such as step-00000200",
+            hint="run without --resume to start afresh, or name the run's folder with output_dir=",
+        )
+    damages: list[str] = []
+    for step, folder in candidates:
+        try:
+            return _load(folder, step)
+        except DamagedError as damage:
+            damages.append(str(damage))
+            if warn is not None:
+                warn(f"checkpoint {folder.name} is damaged and passed over: {damage}")
+    error = NoCheckpointError(
+        f"no valid checkpoint to resume from: tried {', '.join(folder.name for _, folder in candidates)}",
+        where=str(path or output_dir),
+        hint="nothing was deleted; restore one from a copy, or start afresh with another output_dir=",
+    )
+    error.problems += tuple(Problem(damage) for damage in damages)
+    raise error
+
+
+def peek(folder: Path) -> dict[str, Any] | None:
+    """The `meta` of a checkpoint without any look at its other files; None where it cannot be read."""
+    try:
+        meta = read_own_json(folder / STATE_NAME).get("meta")
+    except DamagedError:
+        return None
+    return meta if isinstance(meta, dict) else None
+
+
+def _load(folder: Path, step: int) -> Checkpoint:
+    records = verify_checkpoint(folder, step)
+    groups = []
+    for record in records:
+        if record.name.endswith(".safetensors"):
+            groups.append(record.name.removesuffix(".safetensors"))
+            _check_readable(folder / record.name)
+    state = read_own_json(folder / STATE_NAME)
+    if state.get("step") != step or not isinstance(state.get("meta"), dict):
+        raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
+    return Checkpoint(folder, step, state["meta"], tuple(groups))
+
+
+def verify_checkpoint(folder: Path, step: int) -> list[FileRecord]:
+    """Compare every byte of the checkpoint with its manifest.
+
+    Raises:
+        DamagedError: the first difference.
+        NoCheckpointError: the format is newer than this release.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        raise DamagedError(folder, "not a folder of its own", "a folder")
+    records = _read_manifest(folder, step)
+    verify_files(folder, records, MANIFEST_NAME)
+    return records
+
+
+def _read_manifest(folder: Path, step: int) -> list[FileRecord]:
+    path = folder / MANIFEST_NAME
+    manifest = read_own_json(path)
+    version = manifest.get("format_version")
+    if manifest.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
+        raise DamagedError(path, "no manifest of a checkpoint", f"format {FORMAT_NAME!r}, version {FORMAT_VERSION}")
+    if version > FORMAT_VERSION:
+        raise NoCheckpointError(
+            "the newest checkpoint was written by a newer release of roundpipe",
+            where=str(path),
+            found=f"checkpoint format version {version}",
+            expected=f"version {FORMAT_VERSION} or older",
+            hint="upgrade roundpipe, or move that checkpoint away to resume from the one before",
+        )
+    if manifest.get("step") != step:
+        raise DamagedError(path, f"step {manifest.get('step')!r}", f"step {step}")
+    records = read_records(path, manifest.get("files"))
+    names = [record.name for record in records]
+    if STATE_NAME not in names:
+        raise DamagedError(path, f"files {', '.join(names)}", f"{STATE_NAME} among them")
+    return records
+
+
+def _check_readable(path: Path) -> None:
+    """A header that lies must be found before any tensor is used."""
+    try:
+        LazyTensors(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedError(path, f"no safetensors file ({error})", "a safetensors file") from error
