@@ -9,9 +9,9 @@ Each layer is a graph of its own (its input is detached), so where stages are cu
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, BoundaryStore, MicrobatchState
-from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.gradients import GradientFold, GradientParts, Leaving, square_sum
@@ -128,6 +128,16 @@ class _LayerGraph:
     """Of a chunk: its own keys and values, with their graph."""
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A gradient of the first block's input on its way to the host."""
+
+    microbatch: int
+    prologue: Prologue
+    gradient: torch.Tensor
+    event: DeviceEvent
+
+
 class StageRunner:
     """Runs actions of one worker on its module objects."""
 
@@ -146,6 +156,7 @@ class StageRunner:
         """By (layer, microbatch), from the forward to the backward."""
         self._head_input: dict[int, torch.Tensor] = {}
         self._forward_sequences, self._backward_sequences = Sequences(), Sequences()
+        self._sent: deque[_Sent] = deque()
         self._poison: float | None = None
         self.leaving: list[Leaving] = []
         """Of the operation at work: what its download takes to the host's fold."""
@@ -190,6 +201,7 @@ class StageRunner:
         self._graphs.clear()
         self._kept.clear()
         self._head_input.clear()
+        self._sent.clear()
         self.leaving = []
         self._forward_sequences.clear()
         self._backward_sequences.clear()
@@ -524,7 +536,20 @@ class StageRunner:
             context.gradient_complete(layer, square_sum(fold.flat))
 
     def _embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
+        """The embed layer's, on the host, as soon as the gradient is there: others before it most likely are."""
         self.layer = 0
         if state.prologue is not None and state.prologue.leaves and gradient is not None:
-            context.embed_gradients[state.index] = state.prologue.backward(self.backend.send(gradient))
-            state.prologue.hidden = state.prologue.hidden.detach()
+            host, event = self.backend.send(gradient)
+            self._sent.append(_Sent(state.index, state.prologue, host, event))
+            state.prologue = replace(state.prologue, hidden=state.prologue.hidden.detach())
+        while self._sent and self.backend.happens_in_s(self._sent[0].event) <= 0:
+            self._finish_embed(context)
+
+    def finish(self, context: StepContext) -> None:
+        """At the end of a step, when the device has done all: what its host still has to do."""
+        while self._sent:
+            self._finish_embed(context)
+
+    def _finish_embed(self, context: StepContext) -> None:
+        sent = self._sent.popleft()
+        context.embed_gradients[sent.microbatch] = sent.prologue.backward(sent.gradient)

@@ -84,3 +84,11 @@ def test_either_of_two_steps_under_way_may_fail(failing: int, ask: Callable[[str
 def two_workers(rig: Rig) -> Engine:
     backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
     return Engine(rig.skeleton, rig.split, rig.store, backends, seed=3, head_chunk_tokens=8)
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_threads_that_issue_never_wait_for_a_device(name: str) -> None:
+    """Copies from ordinary memory, `.cpu()` and numbers asked for would each hold up all that a thread issues."""
+    _, simulation = CASES[name].simulated(0)
+    waits = {key: count for key, count in simulation.machine.host_waits.items() if key[0] != "MainThread"}
+    assert not waits, "the end of a step alone waits, for its losses, in the caller's thread"

@@ -63,8 +63,9 @@ class Backend(ABC):
         """Copy device tensors to the host; the event says when they are there."""
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy of what the worker thread just computed; it is complete. Past the lanes, for rare tensors."""
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+        """A host copy of what the worker thread just computed, and when it is complete. Past the lanes, for rare
+        tensors."""
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
