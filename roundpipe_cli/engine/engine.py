@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.activations import BoundaryKey, BoundaryStore, MicrobatchState
-from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.base import Backend, is_out_of_memory
 from roundpipe_cli.engine.carrier import Carrier, downloads_of
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, StepRun
 from roundpipe_cli.engine.dispatch.ledger import Dependencies, links_of
@@ -153,7 +153,7 @@ class Engine:
             self._workers,
             options=options,
             watchdog_s=watchdog_s,
-            out_of_memory=(torch.OutOfMemoryError, MemoryError),
+            is_out_of_memory=is_out_of_memory,
         )
         trained = [i for i, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         self._first_trainable_layer = self._lowest_trained(trained)
@@ -450,7 +450,9 @@ class Engine:
                 if keeps_weights or worker.cache.holds_all:
                     worker.keep_weights(program)
                 worker.reserve_slots(self._num_slots, program)
-            except (torch.OutOfMemoryError, MemoryError) as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 where = f"worker {worker.index} ({worker.backend.device}), slots for stages or weight cache"
                 text = f"{type(error).__name__}: {error}".strip()
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error

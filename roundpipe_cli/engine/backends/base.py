@@ -19,6 +19,16 @@ DeviceEvent = Any
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(target, source) of a copy, of one shape and type."""
 
+_REFUSALS = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+"""In messages of a device's libraries: the driver, which also loads kernels and page-locks memory, cuBLAS and cuDNN."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or a device had no more memory, whichever library asked for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
+
 
 class Backend(ABC):
     """One worker's device."""
