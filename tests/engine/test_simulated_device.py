@@ -40,6 +40,22 @@ def test_memory_is_counted_and_given_back() -> None:
         assert backend.peak_bytes == 0
 
 
+def test_a_mark_has_passed_once_the_host_has_seen_it() -> None:
+    cuda.release_workspaces()  # where there is no card
+    with simulated():
+        backend = cuda.CudaBackend(0)
+        with backend.worker_thread():
+            backend.wait(None)
+            start = backend.mark()
+            torch.ones(3, device="cuda").add_(1)
+            end = backend.mark()
+        with pytest.raises(RuntimeError, match="not ready"):
+            backend.seconds_between(start, end)
+        while not backend.has_passed(end):
+            pass
+        assert backend.seconds_between(start, end) >= 0
+
+
 def test_page_locked_memory_refused() -> None:
     """The driver's error stays behind, and would come up in the next kernel that starts."""
     with simulated(max_locked_bytes=4096):
