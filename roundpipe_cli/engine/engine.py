@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-import torch
 from torch import nn
 
 from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState
-from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.base import Backend, is_out_of_memory
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.context import Scoring, StepContext
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, StepRun
@@ -104,7 +103,7 @@ class Engine:
             self._workers,
             options=transfers,
             watchdog_s=options.watchdog_s,
-            out_of_memory=(torch.OutOfMemoryError, MemoryError),
+            is_out_of_memory=is_out_of_memory,
         )
         self._open = False
         self._under_way: list[StepUnderWay] = []
@@ -325,7 +324,9 @@ class Engine:
                 if keeps_weights or worker.slots.cache.holds_all:
                     worker.slots.keep_weights(program)
                 worker.slots.reserve(self._options.num_slots, program)
-            except (torch.OutOfMemoryError, MemoryError) as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 where = f"worker {worker.index} ({worker.backend.device}), slots for stages or weight cache"
                 text = f"{type(error).__name__}: {error}".strip()
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error

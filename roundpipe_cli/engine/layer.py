@@ -5,8 +5,9 @@ Each layer is a graph of its own (its input is detached), so where stages are cu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.activations import MicrobatchState, SequenceChunk
-from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.collect import GradientCollector
 from roundpipe_cli.engine.context import Scoring, StepContext
 from roundpipe_cli.engine.kept import weights_found_again
@@ -46,6 +47,16 @@ class LayerGraph:
     """For a chunk: its own keys and values, with their graph."""
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A gradient of the first block's input on its way to the host."""
+
+    microbatch: int
+    prologue: Prologue
+    gradient: torch.Tensor
+    event: DeviceEvent
+
+
 class LayerRunner:
     """Computes layers on one worker's module objects."""
 
@@ -65,6 +76,7 @@ class LayerRunner:
         self._kept: dict[tuple[int, int], LayerGraph] = {}
         """By (layer, microbatch), from the forward to the backward."""
         self._forward_sequences, self._backward_sequences = Sequences(), Sequences()
+        self._sent: deque[_Sent] = deque()
         self.layer = 0
         """The layer in work, for error messages."""
 
@@ -77,6 +89,7 @@ class LayerRunner:
     def reset(self) -> None:
         """Drop what a failed step left."""
         self._kept.clear()
+        self._sent.clear()
         self.collector.leaving = []
         self._forward_sequences.clear()
         self._backward_sequences.clear()
@@ -94,11 +107,26 @@ class LayerRunner:
         return self.backend.receive(state.prologue.hidden.detach())
 
     def embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
-        """Backward of the embed layer, whose gradients are added at the end of the step."""
+        """Backward of the embed layer, on the host, as soon as the gradient is there: others before it most likely are.
+
+        Its gradients are added at the end of the step.
+        """
         self.layer = 0
         if state.prologue is not None and state.prologue.leaves and gradient is not None:
-            context.gradients.of_embed[state.index] = state.prologue.backward(self.backend.send(gradient))
-            state.prologue.hidden = state.prologue.hidden.detach()
+            host, event = self.backend.send(gradient)
+            self._sent.append(_Sent(state.index, state.prologue, host, event))
+            state.prologue = replace(state.prologue, hidden=state.prologue.hidden.detach())
+        while self._sent and self.backend.happens_in_s(self._sent[0].event) <= 0:
+            self._finish_embed(context)
+
+    def finish(self, context: StepContext) -> None:
+        """At the end of a step, when the device has done all: what its host still has to do."""
+        while self._sent:
+            self._finish_embed(context)
+
+    def _finish_embed(self, context: StepContext) -> None:
+        sent = self._sent.popleft()
+        context.gradients.of_embed[sent.microbatch] = sent.prologue.backward(sent.gradient)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 

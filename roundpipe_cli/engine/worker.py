@@ -172,6 +172,8 @@ class Worker:
 
     def drain(self) -> None:
         self.backend.synchronize()
+        if self._context is not None and not self._context.progress.aborted:
+            self.runner.layers.finish(self._context)
         self._step.peak_bytes = self.backend.peak_bytes
 
     def busy_s(self) -> float:

@@ -29,6 +29,8 @@ from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
 
 _ALIGNMENT_BYTES = 64
+MAX_WEIGHTS = 1 << 30
+"""Dequantised at once, whole scales' worth: bitsandbytes counts in 32 bits. Fused experts may have more."""
 
 
 def packed_bytes(num_elements: int, bits: int = 4) -> int:
@@ -122,17 +124,32 @@ def _dynamic_map(device: torch.device) -> torch.Tensor:
 
 def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int = 4) -> torch.Tensor:
     """The weights of `packed` as a new tensor."""
-    functional = import_bitsandbytes().functional
     count = shape.numel()
+    codes, scales = packed[: _num_codes(count, bits)], packed[_codes_bytes(count, bits) :].view(torch.float32)
+    if count <= MAX_WEIGHTS:
+        return _dequantize(codes, scales, shape, dtype, bits)
+    whole = torch.empty(shape, dtype=dtype, device=packed.device)
+    for start in range(0, count, MAX_WEIGHTS):
+        part = whole.view(-1)[start : start + MAX_WEIGHTS]
+        own_codes = codes[start * bits // 8 :][: _num_codes(len(part), bits)]
+        own_scales = scales[start // WEIGHTS_PER_SCALE :][: _num_scales(len(part))]
+        part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, bits).view(-1))
+    return whole
+
+
+def _dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int
+) -> torch.Tensor:
+    """The weights of at most `MAX_WEIGHTS` codes."""
+    functional = import_bitsandbytes().functional
     state = functional.QuantState(  # type: ignore[no-untyped-call]
-        absmax=packed[_codes_bytes(count, bits) :].view(torch.float32),
+        absmax=scales,
         shape=shape,
-        code=_dynamic_map(packed.device) if bits == 8 else None,
+        code=_dynamic_map(codes.device) if bits == 8 else None,
         blocksize=WEIGHTS_PER_SCALE,
         quant_type=None if bits == 8 else "nf4",
         dtype=dtype,
     )
-    codes = packed[: _num_codes(count, bits)]
     whole: torch.Tensor
     if bits == 8:
         whole = functional.dequantize_blockwise(codes, state).view(shape)

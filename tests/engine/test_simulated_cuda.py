@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,10 @@ from roundpipe_cli import faults
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.errors import InternalError
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.loop import run_finetune
+from roundpipe_cli.train.signals import StopSignals
+from tests.support.e2e import make_model, make_workspace, metrics
 from tests.support.simulated_cases import CASES, Bits, Case, is_equal, page_locked, simulated
 from tests.support.tiny import Rig
 
@@ -84,3 +91,31 @@ def test_either_of_two_steps_under_way_may_fail(failing: int, ask: Callable[[str
 def two_workers(rig: Rig) -> Engine:
     backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
     return Engine(rig.skeleton, rig.split, rig.store, backends, seed=3, head_chunk_tokens=8)
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_threads_that_issue_never_wait_for_a_device(name: str) -> None:
+    """Copies from ordinary memory, `.cpu()` and numbers asked for would each hold up all that a thread issues."""
+    _, simulation = CASES[name].simulated(0)
+    waits = {key: count for key, count in simulation.machine.host_waits.items() if key[0] != "MainThread"}
+    assert not waits, "the end of a step alone waits, for its losses, in the caller's thread"
+
+
+def test_finetune_on_two_simulated_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run itself, in this process: page-locking, profile steps, planner, weight cache, saving, the result."""
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
+    model = make_model(tmp_path / "model", num_hidden_layers=2)
+    losses = []
+    for devices in (["cpu", "cpu"], ["cuda:0", "cuda:1"]):
+        pipeline = {"devices": devices, "threads_per_worker": 1}
+        folder = make_workspace(tmp_path / devices[0][:3], model, pipeline=pipeline, num_train_epochs=1)
+        out = folder / "out"
+        loaded = load_recipe(str(folder / "recipe.yaml"), [f"output_dir={out}"])
+        with warnings.catch_warnings(), simulated() if devices[0] != "cpu" else nullcontext():
+            warnings.simplefilter("ignore")  # PEFT's, when it saves
+            run_finetune(
+                loaded, resume=False, offline=True, allow_changed=(), tell=lambda event: None, signals=StopSignals()
+            )
+        assert (out / "adapter_model.safetensors").is_file()
+        losses.append([row["loss"] for row in metrics(out)])
+    assert losses[1] == losses[0]

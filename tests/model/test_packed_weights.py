@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model import packed_weights
 from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize, require_bitsandbytes
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import REPOSITORY, finetune, fresh, make_model, make_workspace, metrics
@@ -38,6 +39,26 @@ def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dt
         assert (unpacked - values).abs().max() < 0.02 * values.abs().max()
     if values.numel() % 128 == 0:
         assert 8 * packed.numel() == (bits + 0.5) * values.numel()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("count", [256, 257, 300, 511])
+def test_a_large_weight_is_unpacked_in_parts(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes counts weights in 32 bits: 2^31 of them, as fused experts may have, ended a run on CUDA."""
+    values, packed = torch.randn(count), torch.empty(packed_bytes(count, bits), dtype=torch.uint8)
+    quantize(values, packed, bits)
+    expected = dequantize(packed, values.shape, torch.float32, bits).view(-1)
+    largest = []
+    at_once = packed_weights._dequantize
+
+    def counted(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, *args: Any) -> torch.Tensor:
+        largest.append(shape.numel())
+        return at_once(codes, scales, shape, *args)
+
+    monkeypatch.setattr(packed_weights, "_dequantize", counted)
+    monkeypatch.setattr(packed_weights, "MAX_WEIGHTS", 128)
+    assert torch.equal(dequantize(packed, values.shape, torch.float32, bits), expected)
+    assert max(largest) == 128 and sum(largest) == count
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ class Case:
 @contextmanager
 def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> Iterator[Simulation]:
     """A simulation, and none of its constants in later ones."""
+    packed_weights.import_bitsandbytes()  # or something imports it within, and it looks for the library of its kernels
     try:
         with Simulation(cards, seed, **options) as simulation:
             yield simulation

@@ -19,6 +19,16 @@ DeviceEvent = Any
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(target, source) of a copy, of one shape and type."""
 
+_REFUSALS = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+"""In messages of a device's libraries: the driver, which also loads kernels and page-locks memory, cuBLAS and cuDNN."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or a device had no more memory, whichever library asked for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
+
 
 class Backend(ABC):
     """One worker's device."""
@@ -63,8 +73,9 @@ class Backend(ABC):
         """Copy device tensors to the host; the event says when they are there."""
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy of what the worker thread just computed; it is complete. Past the lanes, for rare tensors."""
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+        """A host copy of what the worker thread just computed, and when it is complete. Past the lanes, for rare
+        tensors."""
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:

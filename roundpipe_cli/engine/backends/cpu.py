@@ -105,8 +105,8 @@ class CpuBackend(Backend):
     def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
         self.copy_up(pairs)
 
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.aliases_host else tensor.clone()
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+        return tensor if self.aliases_host else tensor.clone(), None
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.aliases_host:

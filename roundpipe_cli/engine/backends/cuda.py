@@ -135,8 +135,9 @@ class CudaBackend(Backend):
                 target.copy_(source, non_blocking=True)
             return self._down.record_event()
 
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cpu()
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+        # On the compute stream itself, in order; `cpu()` would make the host wait for all of it.
+        return self.host_like(tensor).copy_(tensor, non_blocking=True), self.record()
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         # On the compute stream itself, in order; torch keeps and reuses the page-locked copy until it has been read.

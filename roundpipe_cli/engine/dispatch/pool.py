@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from roundpipe_cli.engine.dispatch.dispatch import (
@@ -50,7 +50,7 @@ class Pool:
         host: Work | None = None,
         options: TransferOptions | None = None,
         watchdog_s: float | None = 600.0,
-        out_of_memory: tuple[type[BaseException], ...] = (MemoryError,),
+        is_out_of_memory: Callable[[BaseException], bool] = lambda error: isinstance(error, MemoryError),
     ) -> None:
         """
         Args:
@@ -58,14 +58,14 @@ class Pool:
             host: what the host's updates do, where programs have them.
             options: how transfers share a link.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
-            out_of_memory: exceptions that mean that a device has no more memory.
+            is_out_of_memory: whether an exception means that a device has no more memory.
         """
         self.works: dict[int, Work] = dict(enumerate(works))
         if host is not None:
             self.works[NOBODY] = host
         self.is_stuck = False
         """A thread may still be busy with an old step: no other can be run."""
-        self._watchdog_s, self._out_of_memory = watchdog_s, out_of_memory
+        self._watchdog_s, self._is_out_of_memory = watchdog_s, is_out_of_memory
         self._under_way: list[StepRun] = []
         """Started and not waited for, oldest first."""
         self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
@@ -225,7 +225,7 @@ class Pool:
         if isinstance(error, RoundpipeError):
             raise error
         text = f"{type(error).__name__}: {error}".strip()
-        if isinstance(error, self._out_of_memory):
+        if self._is_out_of_memory(error):
             raise OutOfDeviceMemoryError(
                 "out of memory on a worker", where=failed.where, found=text, hint=MEMORY_HINT
             ) from error

@@ -8,15 +8,17 @@ in every floating type and -1 in the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from tests.support.simulated_cuda.clocks import Clock, History, join
-from tests.support.simulated_cuda.streams import Marker, Streams
+from tests.support.simulated_cuda.streams import Line, Marker, Streams
 
+Pool = Line | None
+"""The stream whose memory it is; None: page-locked host memory."""
 POISON = 0xFF
 BLOCK_BYTES, SMALL_BYTES, SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 512, 2**20, 2 * 2**20, 20 * 2**20
 """As torch: rounding of a block, the largest small block, segments for small blocks and for those up to 10 MiB."""
@@ -25,7 +27,7 @@ BLOCK_BYTES, SMALL_BYTES, SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 512, 2**20, 2 * 2
 class Segment:
     """A piece of memory that was asked of the driver, cut into blocks."""
 
-    def __init__(self, name: str, num_bytes: int, pool: Hashable) -> None:
+    def __init__(self, name: str, num_bytes: int, pool: Pool) -> None:
         raw = np.empty(num_bytes + BLOCK_BYTES, dtype=np.uint8)
         start = -raw.ctypes.data % BLOCK_BYTES
         self.bytes = raw[start : start + num_bytes]
@@ -54,6 +56,14 @@ class Block:
     """What had happened when it became free: who gets it next knows that too."""
 
     def poison(self) -> None:
+        """Write over the block, behind the copies that its own stream has put off: those may still use it."""
+        line = self.segment.pool
+        if line is not None and line.deferred:
+            line.deferred.append((line.actor.count, self._fill))
+        else:
+            self._fill()
+
+    def _fill(self) -> None:
         self.segment.bytes[self.start : self.start + self.num_bytes].fill(POISON)
 
 
@@ -91,7 +101,7 @@ class CachingAllocator:
         self.limit_bytes: Callable[[], int] = lambda: 1 << 62
         """That may be reserved, now."""
         self._segments: list[Segment] = []
-        self._free: dict[tuple[Hashable, int], list[Block]] = {}
+        self._free: dict[tuple[Pool, int], list[Block]] = {}
         """By pool and size."""
         self._returned: deque[Block] = deque()
         """Freed, perhaps by a thread in the middle of something else, and not seen to yet."""
@@ -106,7 +116,7 @@ class CachingAllocator:
     def reserved_bytes(self) -> int:
         return sum(len(segment.bytes) for segment in self._segments)
 
-    def allocate(self, num_bytes: int, pool: Hashable) -> tuple[torch.Tensor, Block]:
+    def allocate(self, num_bytes: int, pool: Pool) -> tuple[torch.Tensor, Block]:
         """A block as a tensor of so many bytes, at least one.
 
         Raises:
@@ -161,7 +171,7 @@ class CachingAllocator:
         for blocks in self._free.values():
             blocks[:] = [block for block in blocks if id(block.segment) not in gone]
 
-    def _cut(self, size: int, pool: Hashable) -> Block:
+    def _cut(self, size: int, pool: Pool) -> Block:
         """A block from bytes never given out."""
         for segment in self._segments:
             if segment.pool == pool and len(segment.bytes) - segment.end >= size:
@@ -173,7 +183,7 @@ class CachingAllocator:
         segment.end += size
         return block
 
-    def _reserve(self, size: int, pool: Hashable) -> Segment:
+    def _reserve(self, size: int, pool: Pool) -> Segment:
         wanted = SEGMENT_BYTES if size <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         if size > LARGE_SEGMENT_BYTES // 2:
             wanted = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES

@@ -80,7 +80,7 @@ class Machine:
     def allocate(self, num_bytes: int, device: int | None) -> torch.Tensor:
         """A uint8 tensor in device memory, or page-locked; the device's is for the thread's current stream."""
         with self.lock:
-            pool = None if device is None else id(self.streams.current(device).line)
+            pool = None if device is None else self.streams.current(device).line
             allocator = self.pinned if device is None else self.devices[device]
             assert allocator is not None
             made, block = allocator.allocate(num_bytes, pool)
