@@ -33,7 +33,7 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.operations import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from roundpipe_cli.train.build import page_locked
@@ -74,7 +74,7 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
         backward_stages=plan.backward_stages,
         num_workers=num_workers,
         rounds=Rounds(
-            len(microbatches), per_round=plan.microbatches_per_round, options=DEALING if name == RESIDENT else None
+            len(microbatches), per_round=plan.microbatches_per_round, options=DEALING if name == RESIDENT else Options()
         ),
         costs=costs,
     )

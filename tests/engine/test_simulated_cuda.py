@@ -13,9 +13,11 @@ import pytest
 from roundpipe_cli import faults
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.loop import run_finetune
+from roundpipe_cli.train.finetune import run_finetune
+from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics
 from tests.support.simulated_cases import CASES, Bits, Case, is_equal, page_locked, simulated
@@ -90,7 +92,7 @@ def test_either_of_two_steps_under_way_may_fail(failing: int, ask: Callable[[str
 
 def two_workers(rig: Rig) -> Engine:
     backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-    return Engine(rig.skeleton, rig.split, rig.store, backends, seed=3, head_chunk_tokens=8)
+    return Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8))
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
@@ -113,9 +115,7 @@ def test_finetune_on_two_simulated_cards(tmp_path: Path, monkeypatch: pytest.Mon
         loaded = load_recipe(str(folder / "recipe.yaml"), [f"output_dir={out}"])
         with warnings.catch_warnings(), simulated() if devices[0] != "cpu" else nullcontext():
             warnings.simplefilter("ignore")  # PEFT's, when it saves
-            run_finetune(
-                loaded, resume=False, offline=True, allow_changed=(), tell=lambda event: None, signals=StopSignals()
-            )
+            run_finetune(loaded, Start(offline=True), Reporting(lambda event: None), StopSignals())
         assert (out / "adapter_model.safetensors").is_file()
         losses.append([row["loss"] for row in metrics(out)])
     assert losses[1] == losses[0]

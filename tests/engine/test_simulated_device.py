@@ -8,6 +8,7 @@ import torch
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
 from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated
@@ -98,7 +99,7 @@ def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
     schedule = case.schedule(rig, len(case.microbatches))
     with simulated(), page_locked(rig):
         backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-        with Engine(rig.skeleton, rig.split, rig.store, backends, seed=3, head_chunk_tokens=8) as engine:
+        with Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8)) as engine:
             torch.cuda.set_per_process_memory_fraction(1e-4, 1)
             with pytest.raises(OutOfDeviceMemoryError, match="cuda:1"):
                 engine.run_step(case.microbatches, schedule, step=0)

@@ -77,17 +77,17 @@ def dropped_at_issue(patch: pytest.MonkeyPatch) -> None:
 
 def folded_at_issue(patch: pytest.MonkeyPatch) -> None:
     """The host takes gradients for complete when their download has been issued."""
-    issued, ended = workers.Worker.issued, workers.Worker.ended
+    issued = workers.Worker.issued
 
     def early(worker: workers.Worker, op: Any, event: DeviceEvent) -> None:
         issued(worker, op, event)
-        if op.lane == DOWN and op.id in worker._landing:
-            for leaving, host in worker._landing.pop(op.id):
-                assert worker._context is not None
-                worker.runner.fold(worker._context, leaving.layer, leaving.place, leaving.parts_in(host))
+        if op.lane == DOWN:
+            assert worker._context is not None
+            for leaving, host in worker._sums._landing.pop(op.id, ()):
+                collector = worker.runner.layers.collector
+                collector.fold_on_host(worker._context, leaving.layer, leaving.place, leaving.parts_in(host))
 
     patch.setattr(workers.Worker, "issued", early)
-    patch.setattr(workers.Worker, "ended", ended)
 
 
 def event_before_copy(patch: pytest.MonkeyPatch) -> None:

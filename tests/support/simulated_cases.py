@@ -14,13 +14,14 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model import counter_random, packed_weights
 from roundpipe_cli.model.preference import Preference
-from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.support.tiny import Rig, make_rig, random_microbatches
@@ -38,14 +39,13 @@ def roundpipe(rig: Rig, num_microbatches: int, **options: Any) -> Schedule:
         forward_stages=[(start, min(start + 1, last - 1)) for start in range(0, last, 2)],
         backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)],
         num_workers=2,
-        num_microbatches=num_microbatches,
-        **options,
+        rounds=Rounds(num_microbatches, **options),
     )
 
 
 def one_f_one_b(rig: Rig, num_microbatches: int) -> Schedule:
     stages = [(0, 1), (2, rig.num_layers - 1)]
-    return build_schedule("1f1b", forward_stages=stages, num_workers=2, num_microbatches=num_microbatches)
+    return build_schedule("1f1b", forward_stages=stages, num_workers=2, rounds=Rounds(num_microbatches))
 
 
 def resident(rig: Rig, num_microbatches: int) -> Schedule:
@@ -57,8 +57,7 @@ def resident(rig: Rig, num_microbatches: int) -> Schedule:
         forward_stages=found.forward_stages,
         backward_stages=found.backward_stages,
         num_workers=2,
-        num_microbatches=num_microbatches,
-        options=found.dealing,
+        rounds=Rounds(num_microbatches, options=DEALING),
     )
 
 
@@ -82,7 +81,8 @@ def train(engine: Engine, rig: Rig, case: Case) -> Bits:
     schedule = case.schedule(rig, len(case.microbatches) * case.chunks)
     for step in range(case.num_steps):
         version = rig.store.step_version(step)
-        result = engine.run_step(case.microbatches, schedule, step=step, version=version, loss_scale=case.loss_scale)
+        scaled = GradientOptions(loss_scale=case.loss_scale)
+        result = engine.run_step(case.microbatches, schedule, step=step, version=version, gradients=scaled)
         bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step), str(result.rewards)]
         if step < case.num_steps - 1:
             update(rig, step)
@@ -143,8 +143,9 @@ class Case:
     model_type: str
     method: str
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Of `make_rig`."""
+    """Options of `make_rig`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `EngineOptions`."""
     schedule: Callable[[Rig, int], Schedule] = roundpipe
     microbatches: Sequence[Microbatch] = field(default_factory=lambda: random_microbatches(SIZES))
     chunks: int = 1
@@ -157,8 +158,8 @@ class Case:
 
     def on(self, rig: Rig, backends: Sequence[Backend]) -> Bits:
         """What the steps come to on these devices."""
-        options = {"seed": 3, "head_chunk_tokens": 8, **self.engine}
-        with Engine(rig.skeleton, rig.split, rig.store, backends, **options) as engine:
+        options = EngineOptions(seed=3, head_chunk_tokens=8, **self.engine)
+        with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
             return self.steps(engine, rig, self)
 
     def on_processor(self) -> Bits:
