@@ -14,7 +14,7 @@ from roundpipe_cli.cache import CACHE_VARIABLE
 
 SMOKE = (
     *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py", "schedule/test_schedule_validate.py"),
-    *("planning/test_one_decision.py", "data/test_data_columns.py", "model/test_counter_random.py"),
+    *("planning/test_partition_properties.py", "data/test_data_columns.py", "model/test_counter_random.py"),
     *("engine/test_dispatch.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
 )
 """Files of the subset `smoke`."""

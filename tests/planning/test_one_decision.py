@@ -17,6 +17,7 @@ import pytest
 
 from roundpipe_cli.choices import SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench import _question
+from roundpipe_cli.cli.bench_options import CaseFlags
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.choose import choose
@@ -99,7 +100,7 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
 
 
 def asked_by_bench(path: Path, words: list[str], machine: str) -> SimulationCase:
-    return _question(str(path), words, None, machine, None, None, "default", None, None)
+    return _question(str(path), words, None, machine, CaseFlags())
 
 
 @pytest.mark.parametrize(("name", "machine", "schedule"), EVERY)
