@@ -186,6 +186,7 @@ class _Timer:
         return LayerCost("embed", 0.0, 0.0, recompute=False, boundary_bytes=self._boundary_bytes)
 
     def block(self, block: Block) -> LayerCost:
+        """Seconds, bytes and boundary of one block for one microbatch, counted from its matrices and its attention."""
         architecture, settings = self.architecture, self.settings
         tokens, per_flop = settings.tokens_per_microbatch, self._s_per_flop
         query = architecture.num_attention_heads * architecture.head_dim

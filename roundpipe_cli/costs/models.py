@@ -330,6 +330,7 @@ class _BlockShape:
     shared_intermediate: int
 
     def block(self, with_experts: bool, window: int | None) -> Block:
+        """Parameter counts of a block; `window` is its attention's, in tokens, None for the whole sequence."""
         query, key_value = self.heads * self.head_dim, self.key_value_heads * self.head_dim
         matrices = 3 if self.gated else 2
         if with_experts:

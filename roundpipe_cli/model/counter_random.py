@@ -37,6 +37,8 @@ CPU_ROWS = 4
 DEVICE_ROWS = 64
 """The same elsewhere: 16 MiB, so that launches do not count."""
 _GAMMA = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""Shifts and factors of `mix`."""
 _WORD = 1 << 32
 _MASK64 = (1 << 64) - 1
 
@@ -50,9 +52,9 @@ def _signed(value: int) -> int:
 def _word64(key: int, index: int) -> int:
     """Word `index`, from 0, of SplitMix64 from the state `key`."""
     word = (key + (index + 1) * _GAMMA) & _MASK64
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return word ^ (word >> 31)
+    for shift, factor in _MIX:
+        word = ((word ^ (word >> shift)) * factor) & _MASK64
+    return word
 
 
 def _signed32(value: int) -> int:
@@ -64,7 +66,7 @@ def _splitmix64(key: int, count: int) -> torch.Tensor:
     """The first `count` words of SplitMix64 from the state `key`, int64 on the host."""
     words = torch.arange(1, count + 1, dtype=torch.int64, device="cpu")
     words.mul_(_signed(_GAMMA)).add_(_signed(key))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    for shift, factor in _MIX:
         # torch's shift to the right repeats the sign
         words ^= (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         words *= _signed(factor)

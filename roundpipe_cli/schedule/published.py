@@ -65,6 +65,11 @@ class _Walk:
         self.backward_end: list[list[tuple[float, int] | None]] = [[None] * total for _ in schedule.backward_stages]
 
     def run(self, rows: list[list[Action]] | tuple[tuple[Action, ...], ...]) -> None:
+        """Walk all workers' actions, each row in its order, as soon as what they need has ended.
+
+        Raises:
+            ValueError: the schedule deadlocks.
+        """
         position = [0] * len(rows)
         progress = True
         while progress:

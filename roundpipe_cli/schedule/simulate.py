@@ -123,6 +123,11 @@ class _Run:
         self.order = 0
 
     def go(self) -> None:
+        """Run every operation to its end.
+
+        Raises:
+            ValueError: the program deadlocks.
+        """
         for op in self.ops:
             if not self.waiting[op.id] and op.lane != COMPUTE:
                 self._push(0.0, op.id, -1)

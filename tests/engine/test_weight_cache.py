@@ -24,22 +24,12 @@ from roundpipe_cli.schedule.builders import build_forward, build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.operations import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
-from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for, write_new_weights
 
 SIZES = [(2, 9), (1, 7), (2, 5), (1, 11)]
 NUM_STEPS = 3
 EVERYTHING = 10**9
 Bits = list[tuple[str, str, bytes]]
-
-
-def update(rig: Rig, step: int) -> None:
-    """Something new in every trained weight, made from the gradient, as an optimizer would write it."""
-    for layer, layout in enumerate(rig.store.layouts):
-        if layout.num_trainable_elements:
-            with rig.store.next_version(layer) as place:
-                torch.add(place.masters, rig.store.gradients_of(step)[layer], alpha=-0.01, out=place.new_masters)
-                if place.weights is not None:
-                    place.weights.copy_(place.new_masters)
 
 
 def train(rig: Rig, schedule: Schedule, cache: int, **options: Any) -> tuple[Bits, list[StepResult]]:
@@ -52,7 +42,7 @@ def train(rig: Rig, schedule: Schedule, cache: int, **options: Any) -> tuple[Bit
             gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients_of(step))
             bits.append((result.loss.hex(), result.gradient_norm.hex(), gradients))
             results.append(result)
-            update(rig, step)
+            write_new_weights(rig, step)
     return bits, results
 
 

@@ -24,7 +24,7 @@ from roundpipe_cli.schedule.builders import build_forward, build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
-from tests.support.tiny import Rig, make_rig, random_microbatches
+from tests.support.tiny import Rig, make_rig, random_microbatches, write_new_weights
 
 SIZES, MORE_SIZES = ((2, 5), (1, 4)), ((2, 6), (1, 5), (2, 4))
 CARDS = (Card(), SMALL_CARD)
@@ -61,16 +61,6 @@ def resident(rig: Rig, num_microbatches: int) -> Schedule:
     )
 
 
-def update(rig: Rig, step: int) -> None:
-    """Something new in every trained weight, as an optimizer would write it."""
-    for layer, layout in enumerate(rig.store.layouts):
-        if layout.num_trainable_elements:
-            with rig.store.next_version(layer) as place:
-                torch.add(place.masters, rig.store.gradients_of(step)[layer], alpha=-0.01, out=place.new_masters)
-                if place.weights is not None:
-                    place.weights.copy_(place.new_masters)
-
-
 def gradient_bits(rig: Rig, step: int) -> Bits:
     return [gradient.clone() for gradient in rig.store.gradients_of(step)]
 
@@ -85,7 +75,7 @@ def train(engine: Engine, rig: Rig, case: Case) -> Bits:
         result = engine.run_step(case.microbatches, schedule, step=step, version=version, gradients=scaled)
         bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step), str(result.rewards)]
         if step < case.num_steps - 1:
-            update(rig, step)
+            write_new_weights(rig, step)
     return bits
 
 
@@ -103,7 +93,7 @@ def overlap(engine: Engine, rig: Rig, case: Case) -> Bits:
             under_way.append(start(step + 1))
         result = engine.finish_step(under_way.pop(0))
         bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step)]
-        update(rig, step)
+        write_new_weights(rig, step)
     return bits
 
 

@@ -312,6 +312,16 @@ def schedule_for(
     )
 
 
+def write_new_weights(rig: Rig, step: int) -> None:
+    """Something new in every trained weight, made from the gradient, as an optimizer would write it."""
+    for layer, layout in enumerate(rig.store.layouts):
+        if layout.num_trainable_elements:
+            with rig.store.next_version(layer) as place:
+                torch.add(place.masters, rig.store.gradients_of(step)[layer], alpha=-0.01, out=place.new_masters)
+                if place.weights is not None:
+                    place.weights.copy_(place.new_masters)
+
+
 def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:
     """Rough costs of a LoRA run of microbatches of 18 tokens, on devices of so much memory and links without end."""
     sizes = LayerSizes(rig.store.layouts, [layout.num_bytes // 4 for layout in rig.store.layouts], hidden_size=64)

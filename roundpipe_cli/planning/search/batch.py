@@ -188,6 +188,8 @@ class _Walk:
         """Free; then, with links: up link free, down link free, and when each slot is free, oldest first."""
 
     def run(self, chain: RoundChain) -> Array:
+        """Seconds per step of each cut of the batch over the measured steps of `chain`, float [cuts]; of two regimes,
+        the slower one's."""
         numpy = self.numpy
         first: Array = 0.0
         """Makespan after the first step."""

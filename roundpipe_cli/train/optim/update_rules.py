@@ -19,7 +19,7 @@ from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
-MomentState = Mapping[str, torch.Tensor]
+Moments = Mapping[str, torch.Tensor]
 
 SCALE_ELEMENTS = 256
 """Elements that share a scale in 8 bit; bitsandbytes' own."""
@@ -38,13 +38,7 @@ class UpdateRule(Protocol):
         """State that is kept from update to update for values of this shape, as before the first."""
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MomentState,
-        learning_rate: float,
-        number: int,
-        salt: int,
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
     ) -> None:
         """One update in place, number `number` (from 1); `salt` differs from block to block."""
 
@@ -76,13 +70,7 @@ class AdamW:
         return {"exp_avg": torch.empty(shape), "exp_avg_sq": torch.empty(shape)}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MomentState,
-        learning_rate: float,
-        number: int,
-        salt: int,
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
     ) -> None:
         self._update(values, gradient, state["exp_avg"], state["exp_avg_sq"], learning_rate, number)
 
@@ -126,13 +114,7 @@ class AdamW16(AdamW):
         return {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MomentState,
-        learning_rate: float,
-        number: int,
-        salt: int,
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
     ) -> None:
         moment, square_moment = state["exp_avg"].float(), state["exp_avg_sq"].float()
         self._update(values, gradient, moment, square_moment, learning_rate, number)
@@ -188,13 +170,7 @@ class AdamW8(AdamW):
         }
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MomentState,
-        learning_rate: float,
-        number: int,
-        salt: int,
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
     ) -> None:
         functional: Any = import_bitsandbytes().functional
         moment, square_moment = state["state1"], state["state2"]
@@ -228,13 +204,7 @@ class Sgd:
         return {"momentum": torch.empty(shape)} if self.momentum else {}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MomentState,
-        learning_rate: float,
-        number: int,
-        salt: int,
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
     ) -> None:
         sgd(
             [values],
@@ -271,13 +241,7 @@ class Adafactor:
         }
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MomentState,
-        learning_rate: float,
-        number: int,
-        salt: int,
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
     ) -> None:
         from transformers import Adafactor as Theirs
 
