@@ -5,6 +5,7 @@ Nothing here knows of files or other chunks, so that any process can do any chun
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,8 @@ MAX_ROW_CHARACTERS = 16 * 1024**2
 """Characters of one row's text. The offsets of that many tokens need more than a gigabyte."""
 BATCH_CHARACTERS = 1024**2
 """Tokenised at once."""
+MEDIA_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
+"""Where other tools put an image's, a video's or a sound's tokens. Rows with a column of files are refused."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class ChunkResult:
     """(place, what is wrong), ascending."""
     control_tokens: list[int] = field(default_factory=list)
     """Places of conversations that spell a special token."""
+    placeholders: list[int] = field(default_factory=list)
+    """Places of rows whose text has a placeholder of an image, a video or a sound."""
     unused: Counter[str] = field(default_factory=Counter)
     """Rows that have a column, or a key in their messages, that is not used, by its name."""
 
@@ -105,7 +110,7 @@ class RowEncoder:
         places: list[int] = []
         rendered: list[Rendered] = []
         faults: list[tuple[int, RowFault]] = []
-        control_tokens = []
+        control_tokens, placeholders = [], []
         unused: Counter[str] = Counter()
         for place, raw in enumerate(rows):
             try:
@@ -119,6 +124,8 @@ class RowEncoder:
                 places.append(place)
                 if self._holds_control_token(content):
                     control_tokens.append(place)
+                if MEDIA_PLACEHOLDER.search(rendered[-1].text):
+                    placeholders.append(place)
             except BadRowError as error:
                 faults.append((place, error.fault))
         kept: list[tuple[int, Encoded]] = []
@@ -128,8 +135,9 @@ class RowEncoder:
                 faults.append((place, result.fault))
             else:
                 kept.append((place, result))
-        made = self._result(kept, sorted(faults, key=lambda item: item[0]), control_tokens)
-        made.unused = unused
+        made = self._result(kept)
+        made.faults, made.unused = sorted(faults, key=lambda item: item[0]), unused
+        made.control_tokens, made.placeholders = control_tokens, placeholders
         return made
 
     def _tokenise(self, rendered: Sequence[Rendered], plain: bool) -> Iterator[Encoded | BadRowError]:
@@ -142,9 +150,7 @@ class RowEncoder:
             yield from encode_batch(self._tokenizer, rendered[start:stop], plain=plain)
             start = stop
 
-    def _result(
-        self, kept: Sequence[tuple[int, Encoded]], faults: list[tuple[int, RowFault]], control_tokens: list[int]
-    ) -> ChunkResult:
+    def _result(self, kept: Sequence[tuple[int, Encoded]]) -> ChunkResult:
         limit, cuts = self._settings.max_seq_length, self._settings.long_rows == "truncate"
         ids, trained, lengths, counts = [], [], [], []
         for _, row in kept:
@@ -164,8 +170,6 @@ class RowEncoder:
             num_trained=np.array(counts, dtype=np.int64),
             input_ids=np.concatenate([np.empty(0, dtype=np.int32), *ids]),
             trained=np.concatenate([np.empty(0, dtype=np.bool_), *trained]),
-            faults=faults,
-            control_tokens=control_tokens,
         )
 
     def _render(self, content: Content) -> Rendered:

@@ -225,6 +225,7 @@ class _Builder:
         report.rows_read += len(names)
         report.bad_rows += [(names[place], fault) for place, fault in result.faults]
         report.control_token_rows += [names[place] for place in result.control_tokens]
+        report.placeholder_rows += [names[place] for place in result.placeholders]
         report.count_unused(result.unused)
         is_long = result.full_lengths > self._settings.max_seq_length
         is_kept = result.lengths > 0
@@ -330,6 +331,12 @@ class _Builder:
             yield (
                 f"{len(spelt)} of {report.rows_read} rows spell special tokens in their text, which the tokenizer "
                 f"takes for real ones: {listed(spelt)}"
+            )
+        literal = [source.where(number) for source, counted in pairs for number in counted.placeholder_rows]
+        if literal:
+            yield (
+                f"{len(literal)} of {report.rows_read} rows have `<image>`, `<video>` or `<audio>` in their "
+                f"text, and no such file belongs to them; the model learns the letters: {listed(literal)}"
             )
         if report.rows_too_long:
             done = f"cut to {self._settings.max_seq_length} tokens" if report.rows_truncated else "dropped as too long"

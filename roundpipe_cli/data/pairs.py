@@ -81,6 +81,7 @@ def _joint_source(
         too_long_rows=_either(chosen.too_long_rows, rejected.too_long_rows),
         untrained_rows=_either(chosen.untrained_rows, rejected.untrained_rows),
         control_token_rows=_either(chosen.control_token_rows, rejected.control_token_rows),
+        placeholder_rows=_either(chosen.placeholder_rows, rejected.placeholder_rows),
         unused_columns=unused,
         trained_tokens=sum(_num_trained(row) for row in labels),
         total_tokens=sum(map(len, labels)),

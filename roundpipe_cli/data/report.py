@@ -33,6 +33,8 @@ class SourceReport:
     """Rows without one token to train (left), always dropped."""
     control_token_rows: list[int] = field(default_factory=list)
     """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
+    placeholder_rows: list[int] = field(default_factory=list)
+    """Rows whose text has `<image>`, `<video>` or `<audio>` and that have no column with it: letters to the model."""
     unused_columns: dict[str, int] = field(default_factory=dict)
     """Rows with a column that is not used, by its name; keys in messages are called `messages[].id`."""
     trained_tokens: int = 0

@@ -371,6 +371,15 @@ def test_text_that_spells_special_tokens_is_noticed(tmp_path: Path) -> None:
     assert any("1 of 2 rows spell special tokens" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
 
 
+@pytest.mark.parametrize("row", [{"text": "<image> a cat"}, {"prompt": "<image>What is it?", "completion": "A cat"}])
+def test_a_placeholder_without_its_file_is_noticed(tmp_path: Path, row: dict[str, str]) -> None:
+    """Without a column of images nothing was refused: the model learnt the letters `<image>`, and nobody knew."""
+    plain = dict.fromkeys(row, "An <img> tag")
+    dataset = build(write_rows(tmp_path / "x.jsonl", [plain, row]))
+    assert dataset.report.sources[0].placeholder_rows == [2] and dataset.report.rows_kept == 2
+    assert any("1 of 2 rows have `<image>`" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
+
+
 def test_importing_loads_neither_torch_nor_the_libraries_of_data() -> None:
     program = "import sys, roundpipe_cli.data.dataset, roundpipe_cli.data.batching; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
