@@ -200,10 +200,10 @@ def model_types() -> ModelTypes | None:
     found: dict[str, dict[str, str]] = {name: {} for name in _ASKED}
     for path in _TABLES:
         tree = _parsed(folder / path)
-        for node in ast.walk(tree) if tree is not None else ():
-            name = _name_filled(node)
+        for statement in tree.body if tree is not None else ():
+            name = _name_filled(statement.value if isinstance(statement, ast.Expr) else statement)
             if name in found:
-                found[name] |= _pairs(node)
+                found[name] |= _pairs(statement)
     known, causal, masked = (found[name] for name in _ASKED)
     return ModelTypes(known, causal, masked) if {"llama", "gpt2"} <= known.keys() & causal.keys() else None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -51,6 +52,18 @@ Binding = tuple[nn.Module, str, str]
 """(module, attribute, parameter name)."""
 
 
+def _copies_of_empty(model: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy` with a copy of every empty container that a module has: id of the container -> copy.
+
+    A module has a dozen of them, mostly hooks that nobody registered; made one by one they are half of a copy's time.
+    """
+    containers = (value for module in model.modules() for value in vars(module).values())
+    return {id(value): type(value)() for value in containers if type(value) in _CONTAINERS and not value}
+
+
+_CONTAINERS = {OrderedDict, dict, set, list}
+
+
 class WorkerModel:
     """Module objects of one worker. Blocks and head live on `device`, the embed layer on the host."""
 
@@ -76,7 +89,7 @@ class WorkerModel:
         self.split = split
         self.device = device
         names = {id(p): name for name, p in model.named_parameters()}
-        memo: dict[int, Any] = {}
+        memo = _copies_of_empty(model)
         causal = copy.deepcopy(model, memo)
         own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
         causal.train()
