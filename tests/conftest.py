@@ -1,7 +1,8 @@
 """Settings of the whole suite.
 
-Tests marked `gpu` are skipped, visibly, where there is no GPU. Files with a test marked `slow` begin, so that no
-process is left with one when the other has run out of work.
+Tests marked `sweep` run by `scripts/test -m sweep` only; so do those combinations of a test marked `covering(strength)`
+whose values others hold. Tests marked `gpu` are skipped, visibly, where there is no GPU. Files with a test marked
+`slow` begin, so that no process is left with one when the other has run out of work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE
+from tests.support.covering import covering
 
 SMOKE = (
     *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py", "schedule/test_schedule_validate.py"),
@@ -38,6 +40,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    _mark_sweeps(items)
     smoke = {Path(__file__).parent / name for name in SMOKE}
     for item in items:
         if item.path in smoke:
@@ -50,3 +53,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _mark_sweeps(items: list[pytest.Item]) -> None:
+    """Mark `sweep` what a test that is marked `covering(strength)` does not need to hold all its values."""
+    cases: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("covering")
+        assert marker is not None
+        chosen = covering(
+            [{name: id(value) for name, value in item.callspec.params.items()} for item in group], *marker.args
+        )
+        for number, item in enumerate(group):
+            if number not in chosen:
+                item.add_marker("sweep")

@@ -96,7 +96,7 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
     """Inputs of all backward stages that are made and not used up, over two steps in the simulator's time; and with
     enough stages for all workers what is counted is a round, and at most a half above that."""
     draw = random.Random(5)
-    for _ in range(8):
+    for _ in range(3):
         workers, num_blocks = draw.randint(1, 6), draw.randint(6, 14)
         layers = [LayerCost(f"block.{index}", draw.uniform(0.8, 1.2), 2, True) for index in range(num_blocks)]
         speeds = tuple(draw.choice([1.0, 0.5]) for _ in range(workers)) if earliest_free else None

@@ -85,6 +85,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Rig, Bits]:
     return rig, run_step(rig, roundpipe("whole", 1), copy=False, recompute="stage")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("copy", [False, True], ids=["alias", "copy"])
 @pytest.mark.parametrize("partition", sorted(PARTITIONS))
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
@@ -94,6 +95,7 @@ def test_workers_partitions_and_copies(case: tuple[Rig, Bits], num_workers: int,
     assert run_step(rig, roundpipe(partition, num_workers), copy=copy, recompute=recompute) == expected
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("per_round", [1, 2, 4, 5])
 def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute: str) -> None:
@@ -102,6 +104,7 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
     assert run_step(rig, schedule, copy=per_round % 2 == 0, recompute=recompute) == expected
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", BOUND_SCHEDULES)
 def test_bound_schedules(case: tuple[Rig, Bits], name: str, num_workers: int) -> None:

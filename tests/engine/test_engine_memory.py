@@ -118,6 +118,7 @@ def slot_bytes(rig: Rig, stages: Sequence[tuple[int, int]]) -> int:
     return weights + sums + padding
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("blocks_per_stage", [1, 3])
 def test_live_bytes_stay_within_the_bound(rig: Rig, blocks_per_stage: int, recompute: str) -> None:

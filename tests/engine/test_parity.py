@@ -96,6 +96,7 @@ def check_parity(
             ours.step(learning_rate, MAX_NORM / (result.gradient_norm + 1e-6))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
 def test_five_steps_agree_with_plain_pytorch(model_type: str, method: str) -> None:

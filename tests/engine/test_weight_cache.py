@@ -56,6 +56,7 @@ def weight_bytes(result: StepResult) -> int:
     return result.transfers.classes[UP, WEIGHTS].num_bytes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(
     ("model_type", "method", "dtype"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.weights import mapped_buffers
+from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import check_fits, make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
@@ -45,7 +46,8 @@ def load(folder: Path, *overrides: str) -> LoadedRecipe:
     return load_recipe(recipe, [f"output_dir={folder / 'out'}", *overrides])
 
 
-def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path) -> None:
+def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # even cuts: which are best is not asked here
     machine = "2x4090,host_memory_gib="
     enough, short = make_plan(load(tmp_path), machine + "128"), make_plan(load(tmp_path), machine + "32")
     assert enough.verdict.fits and short.verdict.fits

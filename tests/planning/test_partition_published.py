@@ -93,7 +93,7 @@ def test_planned_steady_state_is_as_fast_as_the_best_known(name: str, most_ms: f
     assert plan.step_s >= (whole + recompute) * (1 - 1e-9), "the workers cannot do more than they have time for"
 
 
-@pytest.mark.parametrize("num_blocks", [24, 32, 48])
+@pytest.mark.parametrize("num_blocks", [24, *(pytest.param(count, marks=pytest.mark.sweep) for count in (32, 48))])
 def test_a_planned_steady_state_lasts(num_blocks: int) -> None:
     """Chained rounds may fall into a slow regime later: a plan must be fast beyond the steps it was judged by."""
     blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True) for index in range(num_blocks)]

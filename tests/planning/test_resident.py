@@ -206,6 +206,7 @@ def test_what_a_failed_step_computed_is_free_when_it_is_run_again(rig: Rig, monk
         engine.run_step(random_microbatches(SIZES), schedule, step=0)
 
 
+@pytest.mark.sweep
 def test_stages_are_as_small_as_the_memory(rig: Rig) -> None:
     layers = rig.store.layouts[1:]
     whole = sum(layout.num_bytes for layout in layers)

@@ -74,7 +74,13 @@ def is_searched(name: str, num_layers: int) -> bool:
     return num_layers <= MAX_SEARCHED_LAYERS or num_layers > choose.MAX_SEARCHED_LAYERS or name in ALWAYS_SEARCHED
 
 
-@pytest.mark.parametrize("name", RECIPES)
+def cases() -> list[object]:
+    """Large models on four or eight GPUs take seconds each: `scripts/test -m sweep` and scripts/recipe_verdicts.py."""
+    large = [name for name in RECIPES if re.search(r"_[48]x", name) and not name.startswith("qwen3/8b")]
+    return [pytest.param(name, marks=[pytest.mark.sweep] if name in large else []) for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the figure where the search is short. For the others what no cut changes, and a step between two bounds: no
     cut is faster than arithmetic alone, and the search must not end behind the few even cuts that it is spared here.

@@ -167,6 +167,7 @@ def test_a_killed_process_ends_the_run_which_resumes(workspace: Path) -> None:
     assert numbers(folder / "out") == numbers(folder / "whole"), "to the bit"
 
 
+@pytest.mark.sweep
 def test_the_benchmark_runs() -> None:
     """At a size that says nothing about speed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -111,10 +111,10 @@ with Updater(store, optimizer, num_threads=1) as updater:
 @pytest.mark.parametrize(
     ("dtype", "staleness", "method", "expected"),
     [
-        ("bfloat16", 0, "full", 18),
+        pytest.param("bfloat16", 0, "full", 18, marks=pytest.mark.sweep),
         ("bfloat16", 1, "full", 24),
-        ("float32", 0, "full", 16),
-        ("float32", 1, "full", 24),
+        pytest.param("float32", 0, "full", 16, marks=pytest.mark.sweep),
+        pytest.param("float32", 1, "full", 24, marks=pytest.mark.sweep),
         ("bfloat16", 1, "frozen", 2.0),
     ],
 )
