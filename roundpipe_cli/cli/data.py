@@ -100,8 +100,9 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     lengths = sequence_lengths(dataset, look.rejected)
     yield f"rows    {report.filter_counts()}"
     for source, counted in zip(dataset.sources, report.sources, strict=True):
-        yield f"  {counted.name}: type {counted.type}, {counted.rows_kept} of {counted.rows_read} rows kept"
-        cut = "cut" if report.long_rows == "truncate" else "too long, dropped"
+        kept = "{1} rows in {0} sequences" if report.long_rows == "split" else "{0} of {1} rows kept"
+        yield f"  {counted.name}: type {counted.type}, " + kept.format(counted.rows_kept, counted.rows_read)
+        cut = {"truncate": "cut", "split": "split"}.get(report.long_rows, "too long, dropped")
         bad = [number for number, _ in counted.bad_rows]
         for what, numbers in (
             ("bad", bad),
@@ -111,7 +112,8 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
             if numbers:
                 yield f"    {what}: {_places(source.where, numbers)}"
     share = 100 * report.trained_tokens / report.total_tokens
-    yield f"tokens  {report.total_tokens}, {report.trained_tokens} of them trained ({share:.1f} %)"
+    lost = f"; {report.lost_tokens} lost to cuts and dropped rows" if report.lost_tokens else ""
+    yield f"tokens  {report.total_tokens}, {report.trained_tokens} of them trained ({share:.1f} %){lost}"
     if look.fill is None:
         yield f"pairs   {len(dataset.rows)}, each a chosen and a rejected sequence; pairs are not packed"
     else:

@@ -47,16 +47,18 @@ class ChunkResult:
     """The rows of one chunk. Places count from 0 within the chunk; rows without one of the faults are all there."""
 
     places: npt.NDArray[np.int64]
-    """Places of the rows that were tokenised, ascending, shape [rows]."""
+    """Places of the rows that were tokenised, ascending, shape [rows]; of one that is split, once for each sequence."""
     full_lengths: npt.NDArray[np.int64]
-    """Tokens before any cut, [rows]."""
+    """Tokens before any cut, [rows]; of one that is split, at each of its sequences."""
     lengths: npt.NDArray[np.int64]
-    """Tokens that are kept, [rows]; 0 for a row that is left out as too long or without a trained token."""
+    """Tokens that are kept, [rows]; 0 for what is left out as too long or without a trained token."""
     num_trained: npt.NDArray[np.int64]
     """Labels that count in the loss, [rows]."""
     input_ids: npt.NDArray[np.int32]
     """Tokens of the rows of `lengths` above 0, end to end."""
     trained: npt.NDArray[np.bool_]
+    lost_tokens: int = 0
+    """Tokens of tokenised rows that are in no sequence."""
     faults: list[tuple[int, RowFault]] = field(default_factory=list)
     """(place, what is wrong), ascending."""
     control_tokens: list[int] = field(default_factory=list)
@@ -151,26 +153,52 @@ class RowEncoder:
             start = stop
 
     def _result(self, kept: Sequence[tuple[int, Encoded]]) -> ChunkResult:
-        limit, cuts = self._settings.max_seq_length, self._settings.long_rows == "truncate"
-        ids, trained, lengths, counts = [], [], [], []
-        for _, row in kept:
-            length = len(row.input_ids)
-            length = length if length <= limit else limit if cuts else 0
-            num_trained = int(np.count_nonzero(row.trained[1:length]))
-            if num_trained == 0:
-                length = 0
-            ids.append(row.input_ids[:length])
-            trained.append(row.trained[:length])
-            lengths.append(length)
-            counts.append(num_trained)
+        places, full_lengths, lengths, counts = [], [], [], []
+        ids, trained = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.bool_)]
+        lost_tokens = 0
+        for place, row in kept:
+            for sequence, num_new in self._sequences(row):
+                num_trained = int(np.count_nonzero(sequence.trained[1:]))
+                length = len(sequence.input_ids) if num_trained else 0
+                lost_tokens -= num_new if num_trained else 0
+                places.append(place)
+                full_lengths.append(len(row.input_ids))
+                lengths.append(length)
+                counts.append(num_trained)
+                ids.append(sequence.input_ids[:length])
+                trained.append(sequence.trained[:length])
+            lost_tokens += len(row.input_ids)
         return ChunkResult(
-            places=np.array([place for place, _ in kept], dtype=np.int64),
-            full_lengths=np.array([len(row.input_ids) for _, row in kept], dtype=np.int64),
+            places=np.array(places, dtype=np.int64),
+            full_lengths=np.array(full_lengths, dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             num_trained=np.array(counts, dtype=np.int64),
-            input_ids=np.concatenate([np.empty(0, dtype=np.int32), *ids]),
-            trained=np.concatenate([np.empty(0, dtype=np.bool_), *trained]),
+            input_ids=np.concatenate(ids),
+            trained=np.concatenate(trained),
+            lost_tokens=lost_tokens,
         )
+
+    def _sequences(self, row: Encoded) -> Iterator[tuple[Encoded, int]]:
+        """(what is kept of a row, how many of its tokens no sequence before had), at least one entry.
+
+        limit 5, overlap 2    0 1 2 3 4                   tokens; those in brackets are not trained again
+                                   (3 4) 5 6 7
+                                         (6 7) 8 9
+        """
+        limit, policy = self._settings.max_seq_length, self._settings.long_rows
+        num_tokens = len(row.input_ids)
+        if num_tokens <= limit or policy != "split":
+            end = num_tokens if num_tokens <= limit else limit if policy == "truncate" else 0
+            yield Encoded(row.input_ids[:end], row.trained[:end]), end
+            return
+        end = 0
+        while end < num_tokens:
+            is_alone = end == num_tokens - 1  # a single token is trained behind another, or not at all
+            begin, seen = max(0, end - max(self._settings.long_rows_overlap, is_alone)), end
+            end = min(num_tokens, begin + limit)
+            trained = row.trained[begin:end].copy()
+            trained[: seen - begin] = False
+            yield Encoded(row.input_ids[begin:end], trained), end - seen
 
     def _render(self, content: Content) -> Rendered:
         train_all = self._settings.train_on_inputs

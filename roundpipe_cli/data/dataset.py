@@ -176,6 +176,14 @@ class _Builder:
         report.type = row_format.type
         if row_format.notice is not None:
             notices.append(row_format.notice)
+        if self._settings.long_rows == "split" and row_format.type != "text":
+            raise RefusedError(
+                "only rows of type text can be split",
+                where=source.name,
+                found=f"type {row_format.type}, `long_rows: split`",
+                expected="texts: a later piece of a conversation would have no prompt",
+                hint="`long_rows: truncate` or drop, or a larger max_seq_length",
+            )
         facts = self._facts  # asked for before the children got work
         if facts is None:
             self._do_without_template(source, row_format, notices)
@@ -229,9 +237,12 @@ class _Builder:
         report.count_unused(result.unused)
         is_long = result.full_lengths > self._settings.max_seq_length
         is_kept = result.lengths > 0
-        is_untrained = ~is_kept & (~is_long if self._settings.long_rows != "truncate" else True)
-        report.too_long_rows += numbers[result.places[is_long]].tolist()
-        report.untrained_rows += numbers[result.places[is_untrained]].tolist()
+        left_out = np.setdiff1d(result.places, result.places[is_kept])
+        if self._settings.long_rows in ("drop", "error"):  # of those, too long ones were not looked at
+            left_out = np.setdiff1d(left_out, result.places[is_long])
+        report.too_long_rows += numbers[np.unique(result.places[is_long])].tolist()
+        report.untrained_rows += numbers[left_out].tolist()
+        report.lost_tokens += result.lost_tokens
         report.rows_kept += int(np.count_nonzero(is_kept))
         report.trained_tokens += int(result.num_trained[is_kept].sum())
         report.total_tokens += int(result.lengths.sum())
@@ -313,7 +324,7 @@ class _Builder:
             where=listed(self._long_places(report)),
             found=f"up to {longest} tokens",
             expected="max_seq_length tokens at most, since the recipe says `long_rows: error`",
-            hint=f"max_seq_length={longest}, or long_rows=truncate, or long_rows=drop",
+            hint=f"max_seq_length={longest}, or long_rows=truncate, drop or, for texts, split",
         )
 
     def _long_places(self, report: DataReport) -> list[str]:
@@ -339,7 +350,11 @@ class _Builder:
                 f"text, and no such file belongs to them; the model learns the letters: {listed(literal)}"
             )
         if report.rows_too_long:
-            done = f"cut to {self._settings.max_seq_length} tokens" if report.rows_truncated else "dropped as too long"
+            limit = self._settings.max_seq_length
+            ways = {"truncate": f"cut to {limit} tokens", "split": f"split into sequences of {limit} tokens at most"}
+            done = ways.get(self._settings.long_rows, "dropped as too long")
+            if report.lost_tokens:
+                done += f" ({report.lost_tokens} tokens lost)"
             yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(self._long_places(report))}"
         if report.rows_untrained:
             places = [source.where(number) for source, counted in pairs for number in counted.untrained_rows]

@@ -132,6 +132,7 @@ def data_document(
         "tokens": {
             "total": report.total_tokens,
             "trained": report.trained_tokens,
+            "lost": report.lost_tokens,
             "trained_share": report.trained_tokens / report.total_tokens,
         },
         "lengths": {

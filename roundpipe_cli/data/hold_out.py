@@ -25,10 +25,13 @@ def held_out_positions(num_rows: int, size: float, seed: int) -> npt.NDArray[np.
 def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[TokenizedDataset, TokenizedDataset]:
     """Rows to train on and rows to evaluate on, both in the order of the files. Arguments as `held_out_positions`.
 
+    All sequences of a row that was split are on one side.
+
     Raises:
         RefusedError: nothing is left to train on.
     """
-    num_rows = len(dataset.rows)
+    row_ids, row_of = np.unique(dataset.rows.row_ids, return_inverse=True)
+    num_rows = len(row_ids)
     held = held_out_positions(num_rows, size, seed)
     if len(held) >= num_rows:
         raise RefusedError(
@@ -37,8 +40,8 @@ def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[Tokeniz
             found=f"{len(held)} of {num_rows} rows",
             expected=f"less than {num_rows}",
         )
-    kept = np.setdiff1d(np.arange(num_rows, dtype=np.int64), held, assume_unique=True)
-    return part_of(dataset, kept), part_of(dataset, held)
+    is_held = np.isin(row_of, held)
+    return part_of(dataset, np.flatnonzero(~is_held)), part_of(dataset, np.flatnonzero(is_held))
 
 
 def part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:

@@ -39,7 +39,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "tokenizer": tokenizer_digest,
         "template": template,
         "max_seq_length": settings.max_seq_length,
-        "long_rows": settings.long_rows,
+        "long_rows": [settings.long_rows, settings.long_rows_overlap],
         "train_on_inputs": settings.train_on_inputs,
         "on_bad_row": settings.on_bad_row,
     }

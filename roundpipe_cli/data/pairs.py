@@ -85,6 +85,7 @@ def _joint_source(
         unused_columns=unused,
         trained_tokens=sum(_num_trained(row) for row in labels),
         total_tokens=sum(map(len, labels)),
+        lost_tokens=chosen.lost_tokens + rejected.lost_tokens,
         longest_row_tokens=max(chosen.longest_row_tokens, rejected.longest_row_tokens),
     )
 

@@ -26,9 +26,10 @@ class SourceReport:
     """As the recipe says or as decided from the columns; None where no row could be read."""
     rows_read: int = 0
     rows_kept: int = 0
+    """Sequences to train: a row that is split is several."""
     bad_rows: list[tuple[int, RowFault]] = field(default_factory=list)
     too_long_rows: list[int] = field(default_factory=list)
-    """Rows of more than `max_seq_length` tokens: kept and cut, dropped or refused, as `long_rows` says."""
+    """Rows of more than `max_seq_length` tokens: kept and cut, split, dropped or refused, as `long_rows` says."""
     untrained_rows: list[int] = field(default_factory=list)
     """Rows without one token to train (left), always dropped."""
     control_token_rows: list[int] = field(default_factory=list)
@@ -40,6 +41,8 @@ class SourceReport:
     trained_tokens: int = 0
     """Labels that count in the loss: all but each row's first token, which nothing predicts."""
     total_tokens: int = 0
+    lost_tokens: int = 0
+    """Tokens of rows that were read and could be used, and that no sequence has: cut off, or dropped with their row."""
     longest_row_tokens: int = 0
     """Before any cut."""
 
@@ -78,7 +81,7 @@ class DataReport:
 
     sources: tuple[SourceReport, ...]
     long_rows: str
-    """Treatment of `too_long_rows`: error, drop or truncate."""
+    """Treatment of `too_long_rows`: error, drop, truncate or split."""
 
     @property
     def rows_read(self) -> int:
@@ -112,12 +115,17 @@ class DataReport:
     def total_tokens(self) -> int:
         return sum(source.total_tokens for source in self.sources)
 
+    @property
+    def lost_tokens(self) -> int:
+        return sum(source.lost_tokens for source in self.sources)
+
     def filter_counts(self) -> str:
         """`120 rows read, 3 bad, 2 too long, 0 without a trained token, 115 kept`."""
-        long_verb = "cut" if self.long_rows == "truncate" else "too long"
+        long_verb = {"truncate": "cut", "split": "split"}.get(self.long_rows, "too long")
+        kept = f"{self.rows_kept} sequences" if self.long_rows == "split" else f"{self.rows_kept} kept"
         return (
             f"{self.rows_read} rows read, {self.rows_bad} bad, {self.rows_too_long} {long_verb}, "
-            f"{self.rows_untrained} without a trained token, {self.rows_kept} kept"
+            f"{self.rows_untrained} without a trained token, {kept}"
         )
 
 

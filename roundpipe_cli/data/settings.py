@@ -36,7 +36,9 @@ class DataSettings:
     max_seq_length: int
     """Tokens of the longest row that is kept whole."""
     train_on_inputs: bool = False
-    long_rows: Literal["error", "drop", "truncate"] = "truncate"
+    long_rows: Literal["error", "drop", "truncate", "split"] = "truncate"
+    long_rows_overlap: int = 0
+    """Tokens that a sequence repeats of the one before, below `max_seq_length`; read where rows are split."""
     on_bad_row: Literal["error", "skip"] = "error"
     shuffle: bool = True
     """Read by `BatchSampler`'s caller; building a dataset keeps the order of the files."""

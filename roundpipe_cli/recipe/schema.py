@@ -224,8 +224,11 @@ class Recipe:
     """New order of the rows in each epoch, from `seed`."""
     train_on_inputs: bool = False
     """Train on prompt tokens too; otherwise only on answers."""
-    long_rows: Literal["error", "drop", "truncate"] = "truncate"
-    """How rows over `max_seq_length` tokens are treated; they are always counted and reported."""
+    long_rows: Literal["error", "drop", "truncate", "split"] = "truncate"
+    """How rows over `max_seq_length` tokens are treated; they and the tokens lost are always counted and reported.
+    `split` cuts texts into sequences, so that nothing is lost; a conversation's later pieces would have no prompt."""
+    long_rows_overlap: Annotated[int, Range(0)] = 0
+    """With `long_rows: split`, tokens of a sequence that the next one repeats as context, not trained again."""
     on_bad_row: Literal["error", "skip"] = "error"
     """How rows without the needed columns are treated; skipped rows are counted and named."""
     chat_template: Words | None = None

@@ -18,6 +18,7 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
+SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
 """Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
 
@@ -34,6 +35,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     for other in packed[1:]:
         what = f"the base weights cannot be in {packed[0].bits} and in {other.bits} bit"
         findings.add((other.key,), what, hint="delete one of the lines")
+    _find_split_problems(recipe, findings)
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -48,6 +50,24 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
                 )
 
 
+def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
+    """Long texts in pieces."""
+    splits, overlap = recipe.long_rows == "split", recipe.long_rows_overlap
+    if overlap and not splits:
+        findings.add(("long_rows_overlap",), "only sequences of a split row can overlap", hint="`long_rows: split`")
+    elif overlap >= recipe.max_seq_length:
+        findings.add(
+            ("long_rows_overlap",),
+            "sequences that overlap in all their tokens have none to train",
+            found=str(overlap),
+            expected=f"less than max_seq_length, {recipe.max_seq_length}",
+        )
+    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+    for key, index, kind in ((key, at, one.type) for key, given in named for at, one in enumerate(given)):
+        if splits and kind not in ("auto", "text"):
+            findings.add((key, index, "type"), "only rows of type text can be split", found=kind, hint=SPLIT_HINT)
+
+
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     if recipe.objective != "dpo":
         for index, dataset in enumerate(recipe.datasets):
@@ -57,6 +77,8 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         return
     wanted = (("method", "lora", "the reference is the base model below the adapters"),)
     off = (("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0))
+    if recipe.long_rows == "split":
+        findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     for key, value, why in wanted:
         if getattr(recipe, key) != value:
             findings.add((key,), f"objective dpo needs {key} {value}", found=str(getattr(recipe, key)), hint=why)

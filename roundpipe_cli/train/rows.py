@@ -27,6 +27,7 @@ def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
         max_seq_length=recipe.max_seq_length,
         train_on_inputs=recipe.train_on_inputs,
         long_rows=recipe.long_rows,
+        long_rows_overlap=recipe.long_rows_overlap,
         on_bad_row=recipe.on_bad_row,
         shuffle=recipe.shuffle,
         seed=recipe.seed,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.hold_out import hold_out
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
@@ -198,6 +199,45 @@ def test_long_rows(tmp_path: Path, num_tokens: int, policy: str, kept: int | Non
     assert dataset.report.sources[0].longest_row_tokens == num_tokens
     assert [notice for notice in dataset.notices if "x.jsonl:2" in notice] == list(dataset.notices)
     assert len(dataset.notices) == int(is_long)
+    lost = {"drop": num_tokens, "truncate": num_tokens - 10}.get(policy, 0) if is_long else 0
+    assert dataset.report.lost_tokens == lost
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 4])
+@pytest.mark.parametrize("num_tokens", [10, 11, 19, 20, 21, 57])
+def test_split_texts_lose_nothing(tmp_path: Path, num_tokens: int, overlap: int) -> None:
+    """Sequences without what they repeat are the text again; every token is trained once, but a sequence's first."""
+    text = "".join(chr(ord("a") + index % 26) for index in range(num_tokens - 1))  # and EOS
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "short"}, {"text": text}, {"text": "also"}])
+    options: dict[str, Any] = {"type": "text", "max_seq_length": 10}
+    whole = build(path, **{**options, "max_seq_length": 1000})
+    dataset = build(path, **options, long_rows="split", long_rows_overlap=overlap)
+    assert dataset.rows.lengths.max() <= 10 and dataset.report.lost_tokens == 0
+    pieces = [row for row in dataset.rows if row.row_id == 1]
+    new = [row.input_ids[row.labels != -100] for row in pieces]
+    assert np.concatenate(new).tolist() == whole.rows[1].input_ids.tolist()
+    assert all((row.labels[:overlap] == -100).all() for row in pieces[1:])
+    trained = sum(int((row.labels[1:] != -100).sum()) for row in pieces)
+    firsts = len(pieces) - (num_tokens % 10 == 1)  # a last token alone has one before it
+    assert trained == num_tokens - (firsts if overlap == 0 else 1)
+    assert [row.row_id for row in dataset.rows] == [0, *[1] * len(pieces), 2]
+    assert dataset.report.rows_kept == 2 + len(pieces) and dataset.report.rows_read == 3
+    assert dataset.where(1).endswith("x.jsonl:2") and dataset.where(2).endswith("x.jsonl:3")
+    assert any("1 of 3 rows split into sequences" in notice for notice in dataset.notices) == (num_tokens > 10)
+
+
+def test_sequences_of_one_text_are_held_out_together(tmp_path: Path) -> None:
+    rows = [{"text": "x" * (5 + 7 * number)} for number in range(8)]
+    dataset = build(write_rows(tmp_path / "x.jsonl", rows), type="text", max_seq_length=10, long_rows="split")
+    kept, held = hold_out(dataset, 0.5, seed=3)
+    assert len(set(held.rows.row_ids.tolist())) == 4 and len(kept.rows) + len(held.rows) == len(dataset.rows)
+    assert not set(kept.rows.row_ids.tolist()) & set(held.rows.row_ids.tolist())
+
+
+def test_conversations_are_not_split(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
+    with pytest.raises(RefusedError, match="only rows of type text can be split"):
+        build(path, long_rows="split")
 
 
 def test_answer_beyond_the_cut_is_dropped_and_counted(tmp_path: Path) -> None:

@@ -454,3 +454,20 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, fifo, Path("/dev/zero"), Path("/dev/stdin"), tmp_path / "none.yaml"):
         with pytest.raises(RefusedError):
             load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "what"),
+    [
+        ("long_rows_overlap: 4\n", "long_rows_overlap", "only sequences of a split row can overlap"),
+        ("long_rows: split\nmax_seq_length: 8\nlong_rows_overlap: 8\n", "long_rows_overlap", "have none to train"),
+        ("long_rows: split\neval_datasets: [{path: b, type: chat}]\n", "eval_datasets", "only rows of type text"),
+        ("long_rows: split\nobjective: dpo\n", "long_rows", "pairs cannot be split"),
+    ],
+)
+def test_what_cannot_be_split(tmp_path: Path, lines: str, key: str, what: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: m\ndatasets: [{{path: a}}]\noutput_dir: o\n{lines}", encoding="utf-8")
+    with pytest.raises(RefusedError) as caught:
+        load_recipe(path)
+    assert [problem.what for problem in caught.value.problems if what in problem.what and key in (problem.where or "")]
