@@ -199,7 +199,13 @@ def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest
 # --- READMEs --------------------------------------------------------------------------------------------------------
 
 READMES = [ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")]
-RUN_HERE = ("roundpipe recipes ls", "roundpipe recipes show", "roundpipe recipes keys", "roundpipe --version")
+RUN_HERE = (
+    "roundpipe recipes ls",
+    "roundpipe recipes show",
+    "roundpipe recipes keys",
+    "roundpipe recipes schema",
+    "roundpipe --version",
+)
 """Beginnings of commands that this file runs as they stand, unless they name a file of the user's."""
 RUN_ONCE = "roundpipe plan recipes/qwen3-32b.yaml --hardware 8x4090"
 """The one `plan` that this file runs too: each takes seconds."""

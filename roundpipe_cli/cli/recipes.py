@@ -152,6 +152,20 @@ def keys(
         say(f"no key has {' and '.join(words or ())} in its name; `roundpipe recipes keys` lists all")
 
 
+@recipes.command("schema")
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors that complete and check YAML by it.
+
+    Example: roundpipe recipes schema > recipe.schema.json
+    """
+    import json
+
+    from roundpipe_cli.cli.output import say_data
+    from roundpipe_cli.recipe.json_schema import recipe_json_schema
+
+    say_data(json.dumps(recipe_json_schema(), indent=1))
+
+
 def _validation(file: str, notices: tuple[str, ...], error: Any) -> dict[str, Any]:
     from dataclasses import asdict
 

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
@@ -14,7 +15,16 @@ from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, recipe_keys
-from roundpipe_cli.recipe.schema import DatasetConfig, DpoConfig, LoraConfig, NodesConfig, PipelineConfig, Recipe
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schema import (
+    DatasetConfig,
+    DpoConfig,
+    LoraConfig,
+    NodesConfig,
+    PipelineConfig,
+    Recipe,
+    plain_data,
+)
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.recipe.strict_yaml import parse_text
 from scripts.recipe_pages import PAGE, updated
@@ -95,3 +105,26 @@ def test_figures_of_the_main_page_are_those_of_the_headers() -> None:
         verdict = rows[name]
         assert verdict is not None
         assert (float(step_s), float(tokens_per_s.replace(",", ""))) == (verdict.step_s, verdict.tokens_per_s), name
+
+
+def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:
+    """Every shipped recipe and every default; and it refuses a slip of each kind where the loader does."""
+    schema = json.loads(CliRunner().invoke(recipes, ["schema"]).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for shipped in shipped_recipes():
+        assert not list(validator.iter_errors(parse_text(shipped.path.read_text(encoding="utf-8"), "x").data)), shipped
+    resolved = plain_data(Recipe(model="m", datasets=(DatasetConfig(path="a"),), output_dir="o"))
+    assert not list(validator.iter_errors(resolved))
+    good = "model: m\ndatasets: [{path: a}]\n"
+    for line in (
+        *("learning_rat: 1", "learning_rate: 0", "learning_rate: 11", "lora: {r: 1.5}", "lora: {rank2: 1}"),
+        *("method: qlora", "packing: 1", "model: 7", "pipeline: {devices: [gpu]}", "pipeline: {devices: []}"),
+        *("pipeline: {forward_stages: [[0]], backward_stages: [[0]]}", "datasets: [{}]", "save_total_limit: 1"),
+        *("lr_scheduler_kwargs: {no_such: 1}", "weight_decay: -1", "max_steps: 0", "report_to: [nobody]"),
+    ):
+        text = line + "\n" + "".join(one + "\n" for one in good.splitlines() if one.split(":")[0] != line.split(":")[0])
+        (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(RefusedError):
+            load_recipe(tmp_path / "recipe.yaml")
+        assert list(validator.iter_errors(parse_text(text, "x").data)), line
