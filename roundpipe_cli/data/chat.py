@@ -12,7 +12,7 @@ follow, or that move the system prompt about) the turn is rendered again with a 
 and what stands at that place in the real text is compared with the content. What neither way can tell is refused.
 
 Templates are programs from elsewhere: they run in transformers' ImmutableSandboxedEnvironment, are at most 64 KiB, and
-`rendering.py` runs them in a child process under limits of time and memory. `strftime_now` tells them a fixed date, so
+`processes.py` runs them in a child process under limits of time and memory. `strftime_now` tells them a fixed date, so
 that rows do not change from one day to the next.
 """
 
@@ -24,7 +24,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import Conversation, Exchange, Message
@@ -34,7 +33,6 @@ from roundpipe_cli.errors import RefusedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_TEMPLATE_BYTES = 64 * 1024
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"
 PLACEHOLDER = "Placeholder0"
@@ -60,46 +58,6 @@ class Rendered:
     """Characters of `text` that are trained, in order."""
     left_out: tuple[str, ...] = ()
     """Parts of messages that the chat template does not write, by name."""
-
-
-def find_template(tokenizer: PreTrainedTokenizerBase, override: str | None, folder: Path | None) -> str | None:
-    """The text of the template in force: `override` (a file, or the text itself), else the tokenizer's; None if none.
-
-    Raises:
-        RefusedError: the file does not exist, or the template is too large.
-    """
-    if override is not None:
-        template = override if "{" in override else _read_template(override, folder)
-    else:
-        try:
-            template = str(tokenizer.get_chat_template())
-        except ValueError:  # none set, or several and none called `default`
-            return None
-    if len(template.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
-        raise RefusedError(
-            "the chat template is too large",
-            where="chat_template",
-            found=f"{len(template)} characters",
-            expected=f"at most {MAX_TEMPLATE_BYTES} bytes",
-        )
-    return template
-
-
-def _read_template(path: str, folder: Path | None) -> str:
-    written = Path(path).expanduser()
-    tried = [Path.cwd() / written] + ([folder / written] if folder is not None else [])
-    for candidate in tried:
-        if candidate.is_file():
-            try:
-                return candidate.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise RefusedError("cannot read the chat template", where=str(candidate), found=str(error)) from error
-    raise RefusedError(
-        "chat template not found",
-        where=f"chat_template: {printable(path)}",
-        found="neither " + " nor ".join(str(candidate) for candidate in dict.fromkeys(tried)),
-        expected="a file, or the text of a template",
-    )
 
 
 class ChatTemplate:

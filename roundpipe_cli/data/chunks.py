@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.chat import ChatTemplate, Rendered, find_template
+from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.encode import Encoded, encode_batch
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content, Conversation, Exchange
 from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault
 from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class RowEncoder:
         self._settings = settings
         self._tokenizer = tokenizer
         self._limited = limited
-        text = find_template(tokenizer, settings.chat_template, settings.folder)
+        text = find_template(tokenizer, settings.chat_template, settings.folder, settings.chat_template_kwargs)
         self._template: ChatTemplate | None = None
         if text is not None:
             with self._within_limits():

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.data.block_sums import DamageError
-from roundpipe_cli.data.chat import TEMPLATE_DATE, find_template
+from roundpipe_cli.data.chat import TEMPLATE_DATE
 from roundpipe_cli.data.chunks import ChunkResult, TemplateFacts
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.keys import digest_tokenizer, shard_key
@@ -27,6 +27,7 @@ from roundpipe_cli.data.rows import RawRow, fault_problem
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
+from roundpipe_cli.data.template import find_template
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say
@@ -81,7 +82,9 @@ class _Builder:
         self._pool = pool
         self._tell = tell
         self._told_s = time.monotonic()
-        self._template = find_template(tokenizer, settings.chat_template, settings.folder)
+        self._template = find_template(
+            tokenizer, settings.chat_template, settings.folder, settings.chat_template_kwargs
+        )
         self._tokenizer_digest = digest_tokenizer(tokenizer)
         self._sources: list[Source] = []
         self._shards: list[Shard] = []

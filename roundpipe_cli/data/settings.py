@@ -48,3 +48,5 @@ class DataSettings:
     offline: bool = False
     chat_template: str | None = None
     """A file or the text of a template in place of the tokenizer's own."""
+    chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Values of variables that the template reads."""

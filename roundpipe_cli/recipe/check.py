@@ -172,7 +172,9 @@ def describe_type(hint: Any) -> str:
     if origin is tuple:
         return f"a list (each item {describe_type(arguments[0])})"
     if origin is Mapping:
-        return f"a mapping with keys among {', '.join(get_args(arguments[0]))}"
+        known = _choices(arguments[0])
+        keys = f"keys among {', '.join(known)}" if known else f"keys that are {describe_type(arguments[0])}"
+        return f"a mapping with {keys}"
     if is_dataclass(hint):
         return f"a mapping with keys such as {', '.join(hints_of(hint)) if isinstance(hint, type) else ''}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
@@ -217,11 +219,11 @@ def _is_list(hint: Any) -> bool:
 
 def _check_mapping(value: dict[str, Any], hint: Any, path: KeyPath, findings: Findings) -> Any:
     key_hint, value_hint = get_args(hint)
-    known = list(get_args(key_hint))
+    known = _choices(key_hint)
     result: dict[str, Any] = {}
     for key, item in value.items():
         here = (*path, key)
-        if key in known:
+        if key in known if known else check(key, key_hint, here, findings.trial()) is not REFUSED:
             result[key] = check(item, value_hint, here, findings)
         else:
             findings.add(

@@ -154,7 +154,6 @@ CHANGES: Mapping[str, str] = {
     "mask_history": "every answer of a chat is trained, not only the last",
     "default_system": "the chat template's own system message is used",
     "default_system_message": "the chat template's own system message is used",
-    "chat_template_kwargs": "the chat template gets no settings",
     "add_tokens": "no tokens are added",
     "add_special_tokens": "no tokens are added",
     "new_special_tokens_config": "no tokens are added",

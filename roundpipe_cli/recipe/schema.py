@@ -22,6 +22,7 @@ from roundpipe_cli.recipe.constraints import Explained, InclusiveRange, Matching
 Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
 DeviceName = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
+VariableName = Annotated[str, Matching(r"[A-Za-z_]\w{0,63}", "a name, for instance enable_thinking")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], InclusiveRange()], ...], NotEmpty()]
 Column = Literal[
     "text",
@@ -233,6 +234,9 @@ class Recipe:
     """How rows without the needed columns are treated; skipped rows are counted and named."""
     chat_template: Words | None = None
     """File or Jinja text in place of the tokenizer's own chat template. null is the tokenizer's own."""
+    chat_template_kwargs: Mapping[VariableName, bool | int | float | Words] = field(default_factory=dict)
+    """Variables of the chat template, for instance `{enable_thinking: false}`; also the defaults of the template that
+    is saved with the result."""
     eval_datasets: tuple[DatasetConfig, ...] = ()
     """Rows for evaluation only; together with those that `val_set_size` holds out."""
     micro_batch_size: PositiveInt = 1

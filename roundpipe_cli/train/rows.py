@@ -34,6 +34,7 @@ def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
         folder=loaded.folder,
         offline=offline,
         chat_template=recipe.chat_template,
+        chat_template_kwargs=recipe.chat_template_kwargs,
     )
 
 

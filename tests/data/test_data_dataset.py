@@ -234,6 +234,55 @@ def test_sequences_of_one_text_are_held_out_together(tmp_path: Path) -> None:
     assert not set(kept.rows.row_ids.tolist()) & set(held.rows.row_ids.tolist())
 
 
+THINKING = (
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '(brief)' }}{% endif %}"
+    "{% for m in messages %}{{ '<s>' + m.role + '\\n' + m.content + '</s>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
+)
+
+
+def test_variables_of_the_template(tmp_path: Path) -> None:
+    """They hold for the rows and for the template that is saved; whoever renders that may give others."""
+    path, tokenizer = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT]), byte_tokenizer(template=THINKING)
+    plain = build(path, tokenizer)
+    brief = build(path, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert trained_text(tokenizer, plain) == (CHAT_TEXT, "Yo</s>")
+    assert trained_text(tokenizer, brief) == ("(brief)" + CHAT_TEXT, "Yo</s>")
+    assert plain.chat_template == THINKING and brief.chat_template is not None
+
+    def rendered(**variables: Any) -> str:
+        template = brief.chat_template
+        return str(
+            tokenizer.apply_chat_template(GOOD_CHAT["messages"], chat_template=template, tokenize=False, **variables)
+        )
+
+    assert rendered() == "(brief)" + CHAT_TEXT and rendered(enable_thinking=True) == CHAT_TEXT
+
+
+@pytest.mark.parametrize("value", [True, False, 3, -2.5, 'a "quoted" \\ {{ word }} é\n'])
+def test_a_variable_arrives_as_it_was_written(tmp_path: Path, value: Any) -> None:
+    tokenizer = byte_tokenizer(
+        template="{{ messages[0].content }}|{{ word }}|{{ word is string }}{{ messages[1].content }}"
+    )
+    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
+    text, _ = trained_text(tokenizer, build(path, tokenizer, chat_template_kwargs={"word": value}))
+    assert text == f"Hi|{value}|{isinstance(value, str)}Yo"
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "what"),
+    [
+        (THINKING, "enable_thoughts", "does not read enable_thoughts"),
+        (THINKING, "messages", "is always given messages"),
+        (None, "enable_thinking", "no chat template to give variables to"),
+    ],
+)
+def test_variables_that_nobody_reads_are_refused(tmp_path: Path, template: str | None, name: str, what: str) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
+    with pytest.raises(RefusedError, match=what):
+        build(path, byte_tokenizer(template=template), chat_template_kwargs={name: 1})
+
+
 def test_conversations_are_not_split(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
     with pytest.raises(RefusedError, match="only rows of type text can be split"):

@@ -248,6 +248,7 @@ SAMPLES: dict[str, Any] = {
     **{"lora.r": 2, "lora.alpha": 2, "lora.dropout": 0.1, "lora.target_modules": ["q"], "lora.use_dora": True},
     **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
     "lora.start_from": "adapter",
+    "chat_template_kwargs": {"enable_thinking": False},
 }
 """A value for each recipe key that a training file of another tool may have, under its own or another name."""
 NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
@@ -263,8 +264,9 @@ NOT_OF_PEERS = {
     "nodes",
     "resume_from_checkpoint",
     "lr_above_peak",
+    "long_rows_overlap",
 }
-"""Sections, a key that no other tool has, what every file has, and the checkpoint, whose value decides: another
+"""Sections, keys that no other tool has, what every file has, and the checkpoint, whose value decides: another
 program's is not read."""
 
 

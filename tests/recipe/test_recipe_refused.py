@@ -471,3 +471,12 @@ def test_what_cannot_be_split(tmp_path: Path, lines: str, key: str, what: str) -
     with pytest.raises(RefusedError) as caught:
         load_recipe(path)
     assert [problem.what for problem in caught.value.problems if what in problem.what and key in (problem.where or "")]
+
+
+@pytest.mark.parametrize("text", ["{a b: 1}", "{-x: 2}", "{'': x}", "{think: [1]}", "{think: null}"])
+def test_variables_of_a_template_have_names_and_plain_values(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: m\ndatasets: [{{path: a}}]\nchat_template_kwargs: {text}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert len(caught.value.problems) == 1 and "chat_template_kwargs" in (caught.value.problems[0].where or "")

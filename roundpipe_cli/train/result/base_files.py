@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundpipe_cli.data.chat import ChatTemplate, find_template
+from roundpipe_cli.data.chat import ChatTemplate
+from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, read_config, read_json

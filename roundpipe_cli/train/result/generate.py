@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.data.chat import find_template
+from roundpipe_cli.data.template import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say

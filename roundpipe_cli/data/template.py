@@ -1,0 +1,96 @@
+"""Which chat template is in force: the recipe's or the tokenizer's own, with the values that the recipe gives it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roundpipe_cli.data.rows import printable
+from roundpipe_cli.errors import RefusedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TEMPLATE_BYTES = 64 * 1024
+GIVEN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+)
+"""Whoever renders a template gives it these."""
+
+
+def find_template(
+    tokenizer: PreTrainedTokenizerBase,
+    override: str | None,
+    folder: Path | None,
+    variables: Mapping[str, bool | int | float | str] | None = None,
+) -> str | None:
+    """The text of the template in force: `override` (a file, or the text itself), else the tokenizer's; None if none.
+
+    Args:
+        variables: values that the template has from now on, unless whoever renders it gives others.
+
+    Raises:
+        RefusedError: the file does not exist, the template is too large, or does not read one of `variables`.
+    """
+    if override is not None:
+        template = override if "{" in override else _read_template(override, folder)
+    else:
+        try:
+            template = str(tokenizer.get_chat_template())
+        except ValueError:  # none set, or several and none called `default`
+            if variables:
+                raise RefusedError(
+                    "the tokenizer has no chat template to give variables to",
+                    where="chat_template_kwargs",
+                    found=", ".join(variables),
+                    hint="delete the line, or add `chat_template: path/to/template.jinja`",
+                ) from None
+            return None
+    if len(template.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
+        raise RefusedError(
+            "the chat template is too large",
+            where="chat_template",
+            found=f"{len(template)} characters",
+            expected=f"at most {MAX_TEMPLATE_BYTES} bytes",
+        )
+    return _with_defaults(template, variables or {})
+
+
+def _with_defaults(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
+    """The template behind a line that gives its variables values.
+
+    Raises:
+        RefusedError: it does not read one of them, or whoever renders it always gives it.
+    """
+    line = ""
+    for name, value in variables.items():
+        if name in GIVEN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", template):
+            given = name in GIVEN_VARIABLES
+            raise RefusedError(
+                f"the chat template {'is always given' if given else 'does not read'} {name}",
+                where="chat_template_kwargs",
+                found=f"{name}: {printable(json.dumps(value))}",
+                expected="variables that the template reads, such as enable_thinking where a model has it",
+            )
+        line += f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+    return f"{line}\n{template}" if line else template
+
+
+def _read_template(path: str, folder: Path | None) -> str:
+    written = Path(path).expanduser()
+    tried = [Path.cwd() / written] + ([folder / written] if folder is not None else [])
+    for candidate in tried:
+        if candidate.is_file():
+            try:
+                return candidate.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise RefusedError("cannot read the chat template", where=str(candidate), found=str(error)) from error
+    raise RefusedError(
+        "chat template not found",
+        where=f"chat_template: {printable(path)}",
+        found="neither " + " nor ".join(str(candidate) for candidate in dict.fromkeys(tried)),
+        expected="a file, or the text of a template",
+    )
