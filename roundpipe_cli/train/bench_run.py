@@ -140,6 +140,8 @@ class _Teller:
         """A step has just ended."""
         self._step_s.append(result.step_s)
         step = len(self._step_s)
+        for text in result.notices:
+            self._tell(Notice(text))
         self._tell(step_timeline(result, step, self._clock))
         self._tell(
             StepFinished(

@@ -220,6 +220,8 @@ class Trainer:
             self._planner.observe(result.timeline)
         pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
         self._log.computed(result, pipeline_s)
+        for text in result.notices:
+            self._tell(Notice(text))
         self._tell(step_timeline(result, step + 1, self._clock))
         result = _poisoned(result, self._updater.poison(step))
         if self._guard.is_finite(result):

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.signals import StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics
-from tests.support.simulated_cases import CASES, Bits, Case, is_equal, page_locked, simulated
-from tests.support.tiny import Rig
+from tests.support.simulated_cases import CASES, Bits, Case, is_equal, page_locked, simulated, two_workers
 
 NUM_SEEDS = 4
 
@@ -88,11 +84,6 @@ def test_either_of_two_steps_under_way_may_fail(failing: int, ask: Callable[[str
         ask(f"compute:raise:step={failing}:nth=3")
         with pytest.raises(InternalError, match=f"step {failing}"):
             case.simulated(seed, lazy=seed == 1)
-
-
-def two_workers(rig: Rig) -> Engine:
-    backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-    return Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8))
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])

@@ -188,6 +188,12 @@ def page_locked(rig: Rig) -> Iterator[None]:
             cuda.unregister_host_buffer(buffer)
 
 
+def two_workers(rig: Rig) -> Engine:
+    """On both cards, as a case is run."""
+    backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
+    return Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8))
+
+
 def is_equal(found: Bits, expected: Bits) -> bool:
     """Whether two runs came to the same bits."""
     return len(found) == len(expected) and all(map(_same, found, expected))
