@@ -125,6 +125,11 @@ class Simulation:
         """Pairs of accesses that nothing orders, the first ones."""
         return self.machine.unordered
 
+    def draw_again(self, seed: int, *, lazy: bool) -> None:
+        """Another seed from here on, between two runs of one engine."""
+        self.machine.streams.random.seed(seed)
+        self.machine.lazy = lazy
+
     def __enter__(self) -> Simulation:
         assert not hasattr(SimulatedStream, "owner"), "one simulation at a time"
         SimulatedStream.owner = self.machine.streams
