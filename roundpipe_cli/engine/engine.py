@@ -41,6 +41,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.head import HeadLoss, HeadScores
+from roundpipe_cli.model.preference import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Schedule
@@ -266,7 +267,7 @@ class Engine:
         context = replace(context, scoring=Scoring(adapters, greedy))
         self._wait(self._start(context, 1.0))
         scores = [state.scores for state in context.microbatches]
-        return [item for item in scores if item is not None]
+        return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]
 
     def _start(self, context: StepContext, loss_scale: float) -> StepUnderWay:
         """Have the workers run the context's program."""
@@ -358,7 +359,9 @@ class Engine:
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
             notices=self._take_notices(),
-            rewards=tuple(state.rewards for state in context.microbatches if state.rewards is not None),
+            rewards=tuple(
+                Rewards.of(state.reward_sums) for state in context.microbatches if state.reward_sums is not None
+            ),
             gradient_norm=math.sqrt(sum(squares)) / done.loss_scale,
             step_s=seconds,
             actions=tuple(actions),

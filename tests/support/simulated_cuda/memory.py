@@ -143,7 +143,7 @@ class CachingAllocator:
         """
         block.known = dict(self._streams.myself().clock)
         for line in self._streams.lines:
-            join(block.known, line.seen)
+            join(block.known, dict(line.seen))  # a copy: this thread may hold no lock
         self._returned.append(block)
 
     def tidy(self) -> None:
