@@ -62,7 +62,7 @@ def describe_device(index: int) -> str:
 def has_bfloat16(index: int) -> bool:
     """Whether GPU `index` computes in bfloat16 itself; torch would emulate it, many times slower."""
     with torch.cuda.device(index):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def set_up_process(indices: Collection[int]) -> None:
