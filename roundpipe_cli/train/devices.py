@@ -73,6 +73,11 @@ def threads_per_worker(setting: str | int, num_workers: int) -> int:
     return max(1, num_cores() // num_workers) if isinstance(setting, str) else setting
 
 
+def updater_threads(devices: Sequence[str]) -> int:
+    """Intra-op threads of updates, which run beside steps: of each GPU, the threads that issue keep a core."""
+    return max(1, num_cores() - sum(device != "cpu" for device in devices))
+
+
 def make_backends(devices: Sequence[str], num_threads: int, *, count_bytes: bool = False) -> list[Backend]:
     """One backend per worker; `count_bytes`: workers on the processor count their live bytes, which makes them slow."""
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:

@@ -29,10 +29,10 @@ def test_the_bits_are_those_of_the_processor(name: str) -> None:
     """
     case = CASES[name]
     for seed, found, simulation in case.simulated_seeds(range(NUM_SEEDS)):
-        assert is_equal(found, expected(name)), f"seed {seed}"
+        assert is_equal(found, expected(name), case.bound), f"seed {seed}"
         assert sum(simulation.machine.launches.values()) > 100, "nothing ran on the simulated cards"
         waits = {key: count for key, count in simulation.machine.host_waits.items() if key[0] != "MainThread"}
-        assert max(waits.values(), default=0) <= (0 if case.leaves_a_trace else 1), f"seed {seed}: {waits}"
+        assert case.waits or max(waits.values(), default=0) <= (not case.leaves_a_trace), f"seed {seed}: {waits}"
 
 
 @pytest.mark.parametrize("name", ["lora", "full", "staleness-1", "cache-whole"])

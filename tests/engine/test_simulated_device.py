@@ -7,15 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train import devices
 from roundpipe_cli.train.devices import make_backends, with_dtype_of
+from roundpipe_cli.train.result import generate
 from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers
-from tests.support.simulated_cuda import SMALL_CARD, Card
+from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
+from tests.support.tiny import make_rig
 
 MIB = 1024**2
 
@@ -46,7 +50,7 @@ def test_memory_is_counted_and_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "devices", "becomes"),
+    ("dtype", "names", "becomes"),
     [
         ("bfloat16", ("cuda:0", "cuda:1"), "float16"),
         ("bfloat16", ("cuda:0", "cuda:0"), "bfloat16"),
@@ -54,11 +58,11 @@ def test_memory_is_counted_and_given_back() -> None:
         ("bfloat16", ("cpu", "cpu"), "bfloat16"),
     ],
 )
-def test_a_card_without_bfloat16_trains_in_float16(dtype: str, devices: tuple[str, ...], becomes: str) -> None:
+def test_a_card_without_bfloat16_trains_in_float16(dtype: str, names: tuple[str, ...], becomes: str) -> None:
     """`plan` said float16 while the run emulated bfloat16, many times slower."""
     recipe = load_text(f"model: m\ndatasets: [{{path: rows.jsonl}}]\ndtype: {dtype}\n", "r.yaml").recipe
     with simulated():
-        found, notice = with_dtype_of(recipe, devices)
+        found, notice = with_dtype_of(recipe, names)
     assert found == replace(recipe, dtype=becomes)
     assert (notice is None) == (dtype == becomes) and ("cuda:1 (Simulated 75" in (notice or "")) == (dtype != becomes)
 
@@ -149,6 +153,37 @@ def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(simulation.machine.pinned, "_out_of_memory", fail)
         with pytest.raises(RuntimeError, match="illegal"):
             backend.host_like(torch.ones(3, device="cuda:0"))
+
+
+def test_updates_leave_a_core_for_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of staleness 1 took all cores beside the threads that issue."""
+    monkeypatch.setattr(devices, "num_cores", lambda: 4)
+    asked = [("cpu", "cpu"), ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:0",) * 9]
+    assert [devices.updater_threads(names) for names in asked] == [4, 3, 2, 1]
+
+
+def test_squares_of_a_large_sum_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "SQUARED_ELEMENTS", 10)
+    values = torch.arange(35, dtype=torch.float32)
+    with simulated():
+        found = float(gradients.square_sum(values.to("cuda:1")))
+    assert found == pytest.approx(float(values.double().square().sum()), rel=1e-12)
+
+
+def test_a_result_answers_on_the_card_with_most_free_memory() -> None:
+    """`generate` stayed on the processor; a model without room still does, and says so."""
+    model, said = make_rig("llama", "full", num_hidden_layers=1).plain.eval(), []
+    ids = torch.arange(1, 6)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with simulated(cards=[Card(total_bytes=GIB // 2), Card(total_bytes=2 * GIB)]):
+            moved = generate.move_to_gpu(model, said.append)
+            assert str(moved.device) == "cuda:1" and not said
+            found = moved(input_ids=ids.to("cuda:1")).logits.cpu()
+            model = moved.to("cpu")
+        with simulated(cards=[Card(total_bytes=GIB // 2)]):
+            assert generate.move_to_gpu(model, said.append).device.type == "cpu"
+    assert torch.equal(found, expected) and "no GPU has room" in said[0]
 
 
 def test_links_are_measured() -> None:
