@@ -26,7 +26,7 @@ MIB = 1024**2
 
 def test_what_is_said_of_a_card() -> None:
     with simulated(cards=[Card(total_bytes=64 * MIB), SMALL_CARD]):
-        assert cuda.num_devices() == 2
+        assert cuda.num_devices() == 2 and devices.choose_devices("auto") == (("cuda:0", "cuda:1"), None)
         assert cuda.describe_device(1) == "Simulated 75, 4 GiB" and cuda.uuid(1) == "GPU-0000-24"
         kept = cuda.CudaBackend(0).allocate(30 * MIB)
         assert cuda.memory_use(0) == (kept.nbytes, 64 * MIB) and cuda.memory_bytes(0) == 34 * MIB
