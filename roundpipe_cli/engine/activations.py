@@ -15,7 +15,7 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.embedding import Prologue
 from roundpipe_cli.model.head import HeadScores
-from roundpipe_cli.model.preference import Preference, Rewards
+from roundpipe_cli.model.preference import Preference
 
 
 class BoundaryKind(str, Enum):
@@ -117,8 +117,8 @@ class MicrobatchState:
     """Block arguments on each worker's device, made once."""
     loss_sum: float | torch.Tensor | None = None
     preference: Preference | None = None
-    rewards: Rewards | None = None
-    """Set for preference pairs."""
+    reward_sums: torch.Tensor | None = None
+    """Those of `Rewards`; set for preference pairs."""
     scores: HeadScores | None = None
     """Set in a pass without backward."""
     chunk: SequenceChunk | None = None

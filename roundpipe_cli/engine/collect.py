@@ -31,7 +31,7 @@ class GradientCollector:
         on_host, leaves = layer not in prepared.device_folds, self._leaves(context, layer)
         sums = [] if on_host else self.accumulators.get(layer, [])
         if fold is not None and on_host and not leaves and fold.is_turn(prepared.fold_place(layer, microbatch)):
-            sums = fold.views
+            sums = fold.begin()
 
         def take(index: int, gradient: torch.Tensor) -> None:
             if on_host and not leaves and self._backend.device.type != "cpu":

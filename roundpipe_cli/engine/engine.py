@@ -41,6 +41,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.model.head import HeadLoss, HeadScores
+from roundpipe_cli.model.preference import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Schedule
@@ -85,6 +86,8 @@ class Engine:
         self._options = options
         self._trained = trained_layers(store, split)
         self._seeds_blocks = True
+        self._told: set[str] = set()
+        """Notices of devices that a result has had."""
         transfers = options.transfers or TransferOptions()
         self._workers = []
         for index, backend in enumerate(backends):
@@ -264,7 +267,7 @@ class Engine:
         context = replace(context, scoring=Scoring(adapters, greedy))
         self._wait(self._start(context, 1.0))
         scores = [state.scores for state in context.microbatches]
-        return [item for item in scores if item is not None]
+        return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]
 
     def _start(self, context: StepContext, loss_scale: float) -> StepUnderWay:
         """Have the workers run the context's program."""
@@ -278,6 +281,7 @@ class Engine:
         self._under_way.append(under_way)
         self._show()
         self._pool.start(run)
+        context.gradients.begin_embed()
         return under_way
 
     def _carrier(self, worker: Worker, context: StepContext, run: StepRun) -> Carrier:
@@ -331,6 +335,13 @@ class Engine:
                 text = f"{type(error).__name__}: {error}".strip()
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error
 
+    def _take_notices(self) -> tuple[str, ...]:
+        """What devices have to say, each text once in a run."""
+        found = filter(None, (worker.backend.take_notice() for worker in self._workers))
+        new = tuple(text for text in dict.fromkeys(found) if text not in self._told)
+        self._told.update(new)
+        return new
+
     def _finish(self, done: StepUnderWay) -> StepResult:
         context, started_s = done.context, done.started_s
         if context.microbatches:  # what no block did in the first step, none does: later steps need not watch for it
@@ -347,7 +358,10 @@ class Engine:
         return StepResult(
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
-            rewards=tuple(state.rewards for state in context.microbatches if state.rewards is not None),
+            notices=self._take_notices(),
+            rewards=tuple(
+                Rewards.of(state.reward_sums) for state in context.microbatches if state.reward_sums is not None
+            ),
             gradient_norm=math.sqrt(sum(squares)) / done.loss_scale,
             step_s=seconds,
             actions=tuple(actions),
@@ -355,4 +369,5 @@ class Engine:
             started_s=started_s,
             transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in done.steps),
+            device_reserved_bytes=tuple(step.reserved_bytes for step in done.steps),
         )

@@ -38,19 +38,27 @@ class GradientFold:
         Args:
             layer: index of the layer.
             layout: where its parameters lie.
-            flat: float32 [num_trainable_elements], the host's accumulator; set to zero here.
+            flat: float32 [num_trainable_elements], the host's accumulator; set to zero by whoever adds to it first.
             num_microbatches: of the step.
             progress: shared by the step's threads.
         """
         self.layer = layer
         self.flat = flat
         self.num_microbatches = num_microbatches
-        self.views = [place.trainable_view(flat) for place in layout.trainable]
+        self._views = [place.trainable_view(flat) for place in layout.trainable]
+        self._begun = False
+        """Whether `flat` holds this step's sum, not an earlier step's."""
         self._progress = progress
         self._next = 0
         self._folding = False
         self._waiting: dict[int, GradientParts] = {}
-        flat.zero_()
+
+    def begin(self) -> list[torch.Tensor]:
+        """The sum of each parameter, to be added to; zero at first. For those whose turn it is."""
+        if not self._begun:
+            self.flat.zero_()
+            self._begun = True
+        return self._views
 
     def is_turn(self, microbatch: int) -> bool:
         """Whether `microbatch` comes next. Only the caller who holds that microbatch's gradients may rely on it."""
@@ -75,8 +83,9 @@ class GradientFold:
                     complete = self._next == self.num_microbatches
                     break
                 turn = self._waiting.pop(self._next)
+            views = self.begin()
             for index, gradient in turn:
-                self.views[index].add_(gradient)
+                views[index].add_(gradient)
             with self._progress.condition:
                 self._next += 1
         self._progress.moved()
@@ -86,6 +95,7 @@ class GradientFold:
         """`flat` holds the sum of all microbatches before `next_microbatch`, or soon will: its download is issued."""
         assert next_microbatch > self._next, "a stage was visited out of order"
         self._next = next_microbatch
+        self._begun = True
 
 
 def gradient_folds(
@@ -119,6 +129,11 @@ class StepGradients:
         """Layer -> sum of squares of its complete gradient."""
         self.of_embed: dict[int, list[EmbedGradient]] = {}
         """Microbatch -> gradients of the embed layer's parameters."""
+
+    def begin_embed(self) -> None:
+        """Clear the embed layer's sum, which no worker adds to, while the workers compute."""
+        if self.folds[0] is not None:
+            self.folds[0].begin()
 
     def complete(self, layer: int, squares: torch.Tensor) -> None:
         """Note the sum of squares of a complete gradient, which is on the host."""

@@ -228,9 +228,7 @@ class LayerRunner:
                 taps=GradientTaps(self.parameters[layer], take),
                 needs_hidden_grad=self.trained.first < layer,
             )
-        on_host = self.backend.device.type == "cpu"
-        state.loss_sum = float(result.loss_sum) if on_host else result.loss_sum  # no waiting for a GPU here
-        state.rewards = result.rewards
+        state.loss_sum, state.reward_sums = result.loss_sum, result.reward_sums  # read when the step is done
         self.collector.fold(context, layer, state.index, parts)
         return result.grad_hidden
 
@@ -238,19 +236,23 @@ class LayerRunner:
         """Forward of the head in a pass without backward."""
         self.layer = context.prepared.head
         with self.backend.compute():
-            state.scores = score_head(
+            scores = score_head(
                 self.model.logits,
                 hidden,
                 self._targets(state),
                 chunk_tokens=context.loss.chunk_tokens,
                 greedy=scoring.greedy,
             )
+        state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # whole when the pass is done
         state.prologue = None  # nothing will ask for it again
 
     def _targets(self, state: MicrobatchState) -> HeadTargets:
         """The microbatch's targets on this worker's device."""
         indices, ids = self.backend.receive(state.target_indices), self.backend.receive(state.target_ids)
-        return HeadTargets(indices, ids, state.preference)
+        preference = state.preference
+        if preference is not None:
+            preference = replace(preference, reference=self.backend.receive(preference.reference))
+        return HeadTargets(indices, ids, preference)
 
     # -- chunks of a sequence ------------------------------------------------------------------------------------
 

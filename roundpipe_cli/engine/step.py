@@ -52,10 +52,15 @@ class StepResult:
     num_workers: int
     transfers: TransferStatistics
     device_peak_bytes: tuple[int, ...]
+    """Per worker, the peak of memory in use."""
+    device_reserved_bytes: tuple[int, ...] = ()
+    """Per worker, the peak of what the allocator held for it: more, where blocks of other sizes leave gaps."""
     started_s: float = 0.0
     """Start by `time.perf_counter`."""
     rewards: tuple[Rewards, ...] = ()
     """One for each microbatch of preference pairs."""
+    notices: tuple[str, ...] = ()
+    """What the user should know of the devices; each once in a run."""
 
     @property
     def timeline(self) -> Timeline:

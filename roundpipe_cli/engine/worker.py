@@ -49,7 +49,9 @@ class WorkerStep:
     started_s: float = 0.0
     """That moment, of `time.perf_counter`."""
     peak_bytes: int = 0
-    """Peak of the device's memory."""
+    """Peak of the device's memory in use."""
+    reserved_bytes: int = 0
+    """Peak of what was taken from the driver for it."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Worker:
         if self._context is not None and not self._context.progress.aborted:
             self.runner.layers.finish(self._context)
         self._step.peak_bytes = self.backend.peak_bytes
+        self._step.reserved_bytes = self.backend.peak_reserved_bytes
 
     def busy_s(self) -> float:
         return 0.0

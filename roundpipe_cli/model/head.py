@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.model.gradient_taps import GradientTaps
-from roundpipe_cli.model.preference import Preference, Rewards, preference_loss, sequence_sums
+from roundpipe_cli.model.preference import Preference, preference_loss, sequence_sums
 
 Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -26,7 +26,8 @@ class HeadTargets:
     ids: torch.Tensor
     """int64 [N]: the tokens."""
     preference: Preference | None = None
-    """The sequences are preference pairs; None: the loss is the sum over target tokens."""
+    """The sequences are preference pairs, the reference on the hidden states' device; None: the loss is the sum over
+    target tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class HeadResult:
     """Loss and gradients of the head for one microbatch."""
 
     loss_sum: float | torch.Tensor
-    """Sum of the target tokens' losses in nats, accumulated in float64; a 0-dim tensor where nobody waits for it."""
+    """Sum of the target tokens' losses in nats, accumulated in float64; a 0-dim tensor, as nobody waits for it here."""
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
-    rewards: Rewards | None = None
-    """Set for preference pairs."""
+    reward_sums: torch.Tensor | None = None
+    """Those of `Rewards`, float64 [3]; set for preference pairs."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,14 +93,22 @@ def chunk_loss(
 
 @dataclass
 class HeadScores:
-    """Scores of one microbatch from a pass without a backward."""
+    """Scores of one microbatch from a pass without a backward; all tensors where the head computed, or copies of it."""
 
-    loss_sum: float
+    loss_sum: float | torch.Tensor
     """As `HeadResult.loss_sum`, to the bit for equal hidden states."""
     log_probabilities: torch.Tensor
-    """float32 [N] on the host: of each target token."""
+    """float32 [N]: of each target token."""
+    sequence_sums: torch.Tensor
+    """float64 [B]: of each sequence's target tokens."""
     best_ids: torch.Tensor | None
-    """int64 [N] on the host: the most probable token at each target's place, if asked for."""
+    """int64 [N]: the most probable token at each target's place, if asked for."""
+
+    def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> HeadScores:
+        """The same with every tensor moved."""
+        best_ids = None if self.best_ids is None else move(self.best_ids)
+        loss_sum = move(self.loss_sum) if isinstance(self.loss_sum, torch.Tensor) else self.loss_sum
+        return HeadScores(loss_sum, move(self.log_probabilities), move(self.sequence_sums), best_ids)
 
 
 def score_head(
@@ -116,18 +125,21 @@ def score_head(
         greedy: also tell the most probable tokens.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])[targets.indices]
-    best_ids = torch.empty_like(targets.ids, device="cpu") if greedy else None
-    scores = HeadScores(0.0, torch.empty(rows.shape[0]), best_ids)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=rows.device)
+    every = torch.empty(rows.shape[0], device=rows.device)
+    best_ids = torch.empty_like(targets.ids) if greedy else None
     for start in range(0, rows.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         with torch.no_grad():
             log_probabilities = torch.log_softmax(logits_of(rows[part], start).float(), dim=-1)
             picked = log_probabilities.gather(1, targets.ids[part, None])
-        scores.loss_sum += -float(picked.double().sum())
-        scores.log_probabilities[part] = picked[:, 0].cpu()
-        if scores.best_ids is not None:
-            scores.best_ids[part] = log_probabilities.argmax(dim=-1).cpu()
-    return scores
+        loss_sum += -picked.double().sum()
+        every[part] = picked[:, 0]
+        if best_ids is not None:
+            best_ids[part] = log_probabilities.argmax(dim=-1)
+    return HeadScores(
+        loss_sum, every, sequence_sums(every, targets.indices, (hidden.shape[0], hidden.shape[1])), best_ids
+    )
 
 
 def run_head(
@@ -160,9 +172,8 @@ def run_head(
     if preference is not None:
         scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens, greedy=False)
         sequences = indices // hidden.shape[1]
-        policy = sequence_sums(scores.log_probabilities, sequences, hidden.shape[0])
-        pair_loss, slopes, result.rewards = preference_loss(policy, preference)
-        factors = -slopes.to(hidden.device, torch.float32)[sequences, None]
+        pair_loss, slopes, result.reward_sums = preference_loss(scores.sequence_sums, preference)
+        factors = -slopes.float()[sequences, None]
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
     for start in range(0, rows.shape[0], loss.chunk_tokens):
         part = slice(start, start + loss.chunk_tokens)

@@ -19,7 +19,7 @@ class Preference:
     """Inputs of the loss beside the model's own log-probabilities."""
 
     reference: torch.Tensor
-    """float64 [2P], on the host: of each sequence under the reference model."""
+    """float64 [2P]: of each sequence under the reference model."""
     beta: float
     label_smoothing: float = 0.0
 
@@ -28,36 +28,45 @@ class Preference:
 class Rewards:
     """Sums over pairs; a reward is beta times the log-probability gained over the reference model."""
 
+    @staticmethod
+    def of(sums: torch.Tensor) -> Rewards:
+        """The rewards that `preference_loss` found; waits for them."""
+        chosen, rejected, num_right = sums.tolist()
+        return Rewards(chosen, rejected, int(num_right))
+
     chosen: float
     rejected: float
     num_right: int
     """Pairs whose chosen sequence has the higher reward."""
 
 
-def sequence_sums(log_probabilities: torch.Tensor, sequences: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Sum over the target tokens of each sequence, float64 [num_sequences], on the host.
+def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Sum over the target tokens of each sequence, float64 [B]; row by row, so that a device's bits stay the same.
 
     Args:
         log_probabilities: [N], of target tokens.
-        sequences: [N], the sequence of each.
+        indices: [N], their positions in B * T.
+        shape: B, T.
     """
-    sums = torch.zeros(num_sequences, dtype=torch.float64)
-    return sums.index_add_(0, sequences.cpu(), log_probabilities.cpu().double())
+    rows = torch.zeros(shape, dtype=torch.float64, device=log_probabilities.device)
+    rows.view(-1)[indices] = log_probabilities.double()
+    return rows.sum(dim=1)
 
 
-def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[float, torch.Tensor, Rewards]:
-    """Loss of one microbatch.
+def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of one microbatch, on the device of `policy`, where the reference is too; nobody waits for it.
 
     Args:
         policy: float64 [2P], log-probability of each sequence.
 
     Returns:
-        the sum of the pairs' losses, its gradient with respect to `policy` (float64 [2P]), and the rewards.
+        the sum of the pairs' losses, its gradient with respect to `policy` (float64 [2P]), and the sums of `Rewards`
+        (float64 [3]).
     """
     rewards = preference.beta * (policy - preference.reference)
     chosen, rejected = rewards.chunk(2)
     margin, smoothing = chosen - rejected, preference.label_smoothing
     loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
     slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
-    told = Rewards(float(chosen.sum()), float(rejected.sum()), int((margin > 0).sum()))
-    return float(loss.sum()), torch.cat([slope, -slope]), told
+    sums = torch.stack([chosen.sum(), rejected.sum(), (margin > 0).sum().double()])
+    return loss.sum(), torch.cat([slope, -slope]), sums

@@ -71,8 +71,7 @@ def sink_attention(
     scale = width**-0.5 if scaling is None else scaling
     seen = key.shape[2]
     more_width, more_keys = STEP - width % STEP, STEP - seen % STEP
-    one = query.new_zeros(more_width)
-    one[0] = 1
+    one = functional.pad(query.new_ones(1), (0, more_width - 1))  # `x[0] = 1` would upload the number, and wait
     query = torch.cat((query, one.expand(batch, heads, length, more_width)), dim=-1)
     groups = heads // key.shape[1]
     key, value = (

@@ -78,7 +78,7 @@ class AutoCache:
             return
         self._is_open = False
         schedule = self._planner.schedule(count)
-        taken = max(peak // share for peak, share in zip(result.device_peak_bytes, self._shares, strict=True))
+        taken = max(peak // share for peak, share in zip(result.device_reserved_bytes, self._shares, strict=True))
         costs = self._planner.costs
         modelled = modelled_bytes(costs, schedule.forward_stages, schedule.backward_stages)
         if self._hold_all(engine, schedule, max(0, taken - modelled)):

@@ -11,7 +11,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.events import Say, StepFinished, Tell, run_clock
+from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import Result, run
@@ -140,6 +140,8 @@ class _Teller:
         """A step has just ended."""
         self._step_s.append(result.step_s)
         step = len(self._step_s)
+        for text in result.notices:
+            self._tell(Notice(text))
         self._tell(step_timeline(result, step, self._clock))
         self._tell(
             StepFinished(

@@ -27,7 +27,7 @@ from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
-from roundpipe_cli.train.devices import make_backends, threads_per_worker
+from roundpipe_cli.train.devices import gpu_index, make_backends, threads_per_worker
 from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
@@ -98,9 +98,7 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
     on_gpu = setup.devices[0] != "cpu"
     config: Any = setup.model.config
     if on_gpu:
-        memory = min(
-            cuda.memory_bytes(int(name.removeprefix("cuda:"))) // setup.devices.count(name) for name in setup.devices
-        )
+        memory = min(cuda.memory_bytes(gpu_index(name)) // setup.devices.count(name) for name in setup.devices)
         memory = max(0, memory - weight_cache_bytes(recipe.pipeline))
     else:
         memory = int(HOST_SHARE * host_memory().available_bytes / len(setup.devices))
@@ -207,7 +205,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
         num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
         devices = [f"{processor_name()}, {num_cores()} cores, {num_threads} threads"] * len(setup.devices)
     else:
-        devices = [cuda.describe_device(int(name.removeprefix("cuda:"))) for name in setup.devices]
+        devices = [cuda.describe_device(gpu_index(name)) for name in setup.devices]
     config: Any = setup.model.config
     return ProfileCache(
         {
@@ -250,7 +248,7 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
         ResourceError: `weights: pinned` and the system refuses.
     """
     wanted = devices[0] != "cpu" and weights != "pageable"
-    index = int(devices[0].removeprefix("cuda:")) if wanted else 0
+    index = gpu_index(devices[0]) if wanted else 0
     locked = []
     try:
         for buffer in store.transferred if wanted else []:

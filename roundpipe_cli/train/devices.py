@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.schema import Recipe
 
 
 def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:
@@ -28,7 +30,7 @@ def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str |
     assert not isinstance(devices, str), "checked by the recipe"
     available = cuda.num_devices()
     for device in devices:
-        if device != "cpu" and int(device.removeprefix("cuda:")) >= available:
+        if device != "cpu" and gpu_index(device) >= available:
             names = ", ".join(f"cuda:{index}" for index in range(available))
             raise RefusedError(
                 "no such device",
@@ -47,16 +49,40 @@ def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str |
     return tuple(devices), None
 
 
+def with_dtype_of(recipe: Recipe, devices: Sequence[str]) -> tuple[Recipe, str | None]:
+    """The recipe in float16 where a device has no bfloat16, as `plan` has it, and a notice of that."""
+    if recipe.dtype != "bfloat16":
+        return recipe, None
+    indices = {name: gpu_index(name) for name in dict.fromkeys(devices) if name != "cpu"}
+    lacking = [
+        f"{name} ({cuda.describe_device(index)})" for name, index in indices.items() if not cuda.has_bfloat16(index)
+    ]
+    if not lacking:
+        return recipe, None
+    text = f"no bfloat16 on {', '.join(lacking)}: training in float16 with loss scaling (dtype: float16)"
+    return replace(recipe, dtype="float16"), text
+
+
+def gpu_index(device: str) -> int:
+    """N of `cuda:N`."""
+    return int(device.removeprefix("cuda:"))
+
+
 def threads_per_worker(setting: str | int, num_workers: int) -> int:
     """Intra-op threads of each CPU worker."""
     return max(1, num_cores() // num_workers) if isinstance(setting, str) else setting
 
 
+def updater_threads(devices: Sequence[str]) -> int:
+    """Intra-op threads of updates, which run beside steps: of each GPU, the threads that issue keep a core."""
+    return max(1, num_cores() - sum(device != "cpu" for device in devices))
+
+
 def make_backends(devices: Sequence[str], num_threads: int, *, count_bytes: bool = False) -> list[Backend]:
     """One backend per worker; `count_bytes`: workers on the processor count their live bytes, which makes them slow."""
+    if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
+        cuda.set_up_process(gpus)
     return [
-        CpuBackend(num_threads, count_bytes=count_bytes)
-        if device == "cpu"
-        else cuda.CudaBackend(int(device.removeprefix("cuda:")))
+        CpuBackend(num_threads, count_bytes=count_bytes) if device == "cpu" else cuda.CudaBackend(gpu_index(device))
         for device in devices
     ]

@@ -176,7 +176,7 @@ class Evaluator:
         microbatches = [collate_rows(rows[start : start + size], pad) for start in range(0, len(rows), size)]
         loss_sum, tokens = 0.0, 0
         for scores in self._scorer.scores(microbatches, step=done):
-            loss_sum += scores.loss_sum
+            loss_sum += float(scores.loss_sum)
             tokens += len(scores.log_probabilities)
         return loss_sum / tokens, tokens
 

@@ -79,5 +79,5 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
                     return
                 check_not_past_end(checkpoint, trainer.num_steps)
-            write_atomically(output_dir / "recipe.yaml", resolved_yaml(recipe).encode(), mode=0o644)
+            write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
             trainer.run(checkpoint)

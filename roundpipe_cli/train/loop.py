@@ -11,7 +11,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
@@ -33,6 +32,7 @@ from roundpipe_cli.train.checkpoint.resume import (
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
+from roundpipe_cli.train.devices import updater_threads
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finite import FiniteGuard
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
@@ -84,7 +84,8 @@ class Trainer:
         for text in describe_schedule(self._learning_rate, recipe, self.num_steps):
             tell(Notice(text))
         self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
-        self._updater = Updater(setup.store, self.optimizer, num_threads=num_cores(), shards=self._machines.shards)
+        num_threads = updater_threads(setup.devices)
+        self._updater = Updater(setup.store, self.optimizer, num_threads=num_threads, shards=self._machines.shards)
         self._fit = Fit.of(recipe)
         self._guard = FiniteGuard(recipe, setup.dataset)
         self._position = Position()
@@ -220,6 +221,8 @@ class Trainer:
             self._planner.observe(result.timeline)
         pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
         self._log.computed(result, pipeline_s)
+        for text in result.notices:
+            self._tell(Notice(text))
         self._tell(step_timeline(result, step + 1, self._clock))
         result = _poisoned(result, self._updater.poison(step))
         if self._guard.is_finite(result):

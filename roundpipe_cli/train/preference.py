@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from roundpipe_cli.data.batching import RowBatch, pad_token_id
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model.head import target_rows
-from roundpipe_cli.model.preference import Preference, Rewards, sequence_sums
+from roundpipe_cli.model.preference import Preference, Rewards
 from roundpipe_cli.recipe.schema import DpoConfig
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.evaluate import Scorer
@@ -38,10 +37,8 @@ def add_references(
     result = []
     scores = scorer.scores(microbatches, step=step, adapters=False)
     for microbatch, scored in zip(microbatches, scores, strict=True):
-        rows, tokens = microbatch.labels.shape
-        sequences = target_rows(microbatch.labels)[0] // tokens
-        reference = sequence_sums(scored.log_probabilities, sequences, rows)
-        result.append(replace(microbatch, preference=Preference(reference, options.beta, options.label_smoothing)))
+        preference = Preference(scored.sequence_sums, options.beta, options.label_smoothing)
+        result.append(replace(microbatch, preference=preference))
     return result
 
 

@@ -5,7 +5,7 @@ names first, then the architecture, then the data, then memory, then the weights
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import load_weights, packed_names
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.devices import choose_devices
+from roundpipe_cli.train.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
@@ -96,12 +96,10 @@ def prepare(
         RefusedError: recipe, data or model refused (exit code 2).
         ResourceError: not enough host memory (exit code 5).
     """
-    recipe = loaded.recipe
     base = _find_base(loaded, offline)
     fingerprint = Fingerprint(base.source)
-    devices, notice = choose_devices(recipe.pipeline.devices)
-    if notice:
-        tell(Notice(notice))
+    devices, loaded = _on_devices(loaded, tell)
+    recipe = loaded.recipe
     config, base_files = _config_and_files(base, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
@@ -141,6 +139,15 @@ def prepare(
         fingerprint.result(),
         config_fingerprint(base.source),
     )
+
+
+def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], LoadedRecipe]:
+    """The device of each worker, and the recipe in a data type that all of them have."""
+    devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
+    recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
+    for text in filter(None, (no_gpu, other_dtype)):
+        tell(Notice(text))
+    return devices, replace(loaded, recipe=recipe)
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
-from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
-from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated
-from tests.support.simulated_cuda import SMALL_CARD, Card
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train import devices
+from roundpipe_cli.train.devices import make_backends, with_dtype_of
+from roundpipe_cli.train.result import generate
+from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers
+from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
+from tests.support.tiny import make_rig
 
 MIB = 1024**2
 
 
 def test_what_is_said_of_a_card() -> None:
     with simulated(cards=[Card(total_bytes=64 * MIB), SMALL_CARD]):
-        assert cuda.num_devices() == 2
+        assert cuda.num_devices() == 2 and devices.choose_devices("auto") == (("cuda:0", "cuda:1"), None)
         assert cuda.describe_device(1) == "Simulated 75, 4 GiB" and cuda.uuid(1) == "GPU-0000-24"
         kept = cuda.CudaBackend(0).allocate(30 * MIB)
         assert cuda.memory_use(0) == (kept.nbytes, 64 * MIB) and cuda.memory_bytes(0) == 34 * MIB
@@ -35,10 +42,60 @@ def test_memory_is_counted_and_given_back() -> None:
         held = backend.allocate(5 * MIB)
         del held
         assert backend.peak_bytes == 5 * MIB and cuda.memory_use(1)[0] > 0
+        assert backend.peak_reserved_bytes == cuda.memory_use(1)[0] > backend.peak_bytes
         backend.release_unused()
         assert cuda.memory_use(1)[0] == 0
         backend.reset_peak()
-        assert backend.peak_bytes == 0
+        assert backend.peak_bytes == backend.peak_reserved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names", "becomes"),
+    [
+        ("bfloat16", ("cuda:0", "cuda:1"), "float16"),
+        ("bfloat16", ("cuda:0", "cuda:0"), "bfloat16"),
+        ("float32", ("cuda:1",), "float32"),
+        ("bfloat16", ("cpu", "cpu"), "bfloat16"),
+    ],
+)
+def test_a_card_without_bfloat16_trains_in_float16(dtype: str, names: tuple[str, ...], becomes: str) -> None:
+    """`plan` said float16 while the run emulated bfloat16, many times slower."""
+    recipe = load_text(f"model: m\ndatasets: [{{path: rows.jsonl}}]\ndtype: {dtype}\n", "r.yaml").recipe
+    with simulated():
+        found, notice = with_dtype_of(recipe, names)
+    assert found == replace(recipe, dtype=becomes)
+    assert (notice is None) == (dtype == becomes) and ("cuda:1 (Simulated 75" in (notice or "")) == (dtype != becomes)
+
+
+@pytest.mark.parametrize(
+    ("card", "variable", "grows"),
+    [
+        (Card(), None, True),
+        (Card(), "PYTORCH_CUDA_ALLOC_CONF", False),
+        (Card(), "PYTORCH_ALLOC_CONF", False),
+        (Card(maps_memory=False), None, False),
+    ],
+)
+def test_what_a_run_changes_of_torch(
+    card: Card, variable: str | None, grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments that grow, unless the user or the driver has it otherwise; no plans of cuDNN for every new length."""
+    for name in cuda.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:128")
+    with simulated(cards=[card]) as simulation:
+        made = make_backends(["cuda:0", "cuda:0"], 1)
+        assert simulation.machine.grows_segments is grows and not torch.backends.cuda.cudnn_sdp_enabled()
+        assert made[0].allocate(5).nbytes == 5
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_full_card_is_no_reason_to_change_the_allocator() -> None:
+    with simulated(cards=[Card(total_bytes=0)]) as simulation:
+        with pytest.raises(torch.OutOfMemoryError):
+            cuda.set_up_process([0])
+        assert simulation.machine.grows_segments
 
 
 def test_a_mark_has_passed_once_the_host_has_seen_it() -> None:
@@ -70,6 +127,65 @@ def test_page_locked_memory_refused() -> None:
         cuda.unregister_host_buffer(large)
 
 
+def test_page_locked_memory_refused_for_transfers() -> None:
+    """What a run asked for beside its weights ended it: now ordinary memory does, said once, with the same bits."""
+    case = CASES["full"]
+    rig, expected = case.rig(), case.on_processor()
+    room = sum(buffer.nbytes for buffer in rig.store.transferred)
+    schedule = case.schedule(rig, len(case.microbatches))
+    with simulated(max_locked_bytes=room), page_locked(rig), two_workers(rig) as engine:
+        first = engine.run_step(case.microbatches, schedule, step=0)
+        found = [first.loss, first.gradient_norm, *(one.clone() for one in rig.store.gradients_of(0))]
+        again = engine.run_step(case.microbatches, schedule, step=0)
+    assert is_equal(found, expected[: len(found)]) and again.loss == first.loss
+    assert [text for text in first.notices if "page-lock" in text] == list(first.notices) and len(first.notices) == 1
+    assert not again.notices
+
+
+def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated() as simulation:
+        backend = cuda.CudaBackend(0)
+
+        def fail(size: int) -> RuntimeError:
+            return RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        simulation.machine.pinned.limit_bytes = lambda: 0
+        monkeypatch.setattr(simulation.machine.pinned, "_out_of_memory", fail)
+        with pytest.raises(RuntimeError, match="illegal"):
+            backend.host_like(torch.ones(3, device="cuda:0"))
+
+
+def test_updates_leave_a_core_for_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of staleness 1 took all cores beside the threads that issue."""
+    monkeypatch.setattr(devices, "num_cores", lambda: 4)
+    asked = [("cpu", "cpu"), ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:0",) * 9]
+    assert [devices.updater_threads(names) for names in asked] == [4, 3, 2, 1]
+
+
+def test_squares_of_a_large_sum_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "SQUARED_ELEMENTS", 10)
+    values = torch.arange(35, dtype=torch.float32)
+    with simulated():
+        found = float(gradients.square_sum(values.to("cuda:1")))
+    assert found == pytest.approx(float(values.double().square().sum()), rel=1e-12)
+
+
+def test_a_result_answers_on_the_card_with_most_free_memory() -> None:
+    """`generate` stayed on the processor; a model without room still does, and says so."""
+    model, said = make_rig("llama", "full", num_hidden_layers=1).plain.eval(), []
+    ids = torch.arange(1, 6)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with simulated(cards=[Card(total_bytes=GIB // 2), Card(total_bytes=2 * GIB)]):
+            moved = generate.move_to_gpu(model, said.append)
+            assert str(moved.device) == "cuda:1" and not said
+            found = moved(input_ids=ids.to("cuda:1")).logits.cpu()
+            model = moved.to("cpu")
+        with simulated(cards=[Card(total_bytes=GIB // 2)]):
+            assert generate.move_to_gpu(model, said.append).device.type == "cpu"
+    assert torch.equal(found, expected) and "no GPU has room" in said[0]
+
+
 def test_links_are_measured() -> None:
     with simulated(lazy=True):
         speeds = measure_links([cuda.CudaBackend(0), cuda.CudaBackend(1)], 4096)
@@ -97,15 +213,13 @@ def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
     case = CASES["full"]
     rig, expected = case.rig(), case.on_processor()
     schedule = case.schedule(rig, len(case.microbatches))
-    with simulated(), page_locked(rig):
-        backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-        with Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8)) as engine:
-            torch.cuda.set_per_process_memory_fraction(1e-4, 1)
-            with pytest.raises(OutOfDeviceMemoryError, match="cuda:1"):
-                engine.run_step(case.microbatches, schedule, step=0)
-            torch.cuda.set_per_process_memory_fraction(1.0, 1)
-            engine.use_less_memory()
-            result = engine.run_step(case.microbatches, schedule, step=0)
+    with simulated(), page_locked(rig), two_workers(rig) as engine:
+        torch.cuda.set_per_process_memory_fraction(1e-4, 1)
+        with pytest.raises(OutOfDeviceMemoryError, match="cuda:1"):
+            engine.run_step(case.microbatches, schedule, step=0)
+        torch.cuda.set_per_process_memory_fraction(1.0, 1)
+        engine.use_less_memory()
+        result = engine.run_step(case.microbatches, schedule, step=0)
     found = [result.loss, result.gradient_norm, *rig.store.gradients_of(0)]
     assert is_equal(found, expected[: len(found)])
 

@@ -160,6 +160,7 @@ def make_rig(
     staleness: int = 0,
     frozen: Sequence[str] = (),
     bits: int = 0,
+    lora_rank: int = 4,
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
@@ -176,7 +177,7 @@ def make_rig(
         if any(part in name for part in frozen):
             parameter.requires_grad_(False)
     if method == "lora":
-        settings = LoraSettings(r=4, alpha=8, dropout=lora_dropout)
+        settings = LoraSettings(r=lora_rank, alpha=8, dropout=lora_dropout)
         peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny")
     packed = quantizable_names(skeleton, split.blocks_path) if bits else frozenset()
     layouts = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,20 @@ def test_it_waits_for_the_stages_that_stay(rig: Rig) -> None:
         usual, short = planner.schedule(len(SIZES)), planner.schedule(1)
         assert (short.forward_stages, short.backward_stages) == (usual.forward_stages, usual.backward_stages)
         step(engine, SIZES[:1])
+
+
+def test_what_the_allocator_holds_is_not_spare(rig: Rig) -> None:
+    """Gaps between blocks of microbatches of many lengths were taken for free memory."""
+    granted = []
+    for reserved_bytes in (0, 10**9):
+        planner = AdaptivePlanner(gpu_costs(rig, 10**9), 2, GIVEN)
+        cache = AutoCache(planner, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
+        with rig.engine(2, copy=True) as engine:
+            result = engine.run_step(random_microbatches(SIZES), planner.schedule(len(SIZES)), step=0)
+            cache.observe(engine, replace(result, device_reserved_bytes=(0, reserved_bytes)))
+        assert not cache.is_open
+        granted.append(cache.num_bytes > 0)
+    assert granted == [True, False]
 
 
 def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:

@@ -37,6 +37,10 @@ class Backend(ABC):
     aliases_host: bool
     """True: the device reads host memory where it lies, so nothing is moved."""
 
+    def take_notice(self) -> str | None:
+        """What the user should know of this device and has not been told yet; once."""
+        return None
+
     @abstractmethod
     def worker_thread(self) -> AbstractContextManager[None]:
         """Set the current thread up to compute on this device."""
@@ -113,6 +117,12 @@ class Backend(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Most device bytes in use at once since `reset_peak`; 0 where they are not counted."""
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Most device bytes taken from the driver at once since `reset_peak`: with those that an allocator keeps back,
+        between blocks in use or for later ones."""
+        return self.peak_bytes
 
     @abstractmethod
     def reset_peak(self) -> None:

@@ -7,20 +7,29 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
-from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory
 from roundpipe_cli.engine.intra_op import set_own_threads
 
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """How often a lane asks whether what it waits for has happened: at first, and after a while."""
 POLL_SHARE = 1 / 8
 """Of the time that has been waited already: lanes of eight devices would otherwise keep the interpreter busy."""
+
+LOCK_REFUSED = (
+    "the system does not let this process page-lock more host memory for its transfers: ordinary memory is used, and "
+    "GPUs wait for those copies; raise the limit of locked memory (ulimit -l unlimited; in a container, memlock)"
+)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables by which a user sets torch's allocator up."""
 
 
 def num_devices() -> int:
@@ -48,6 +57,33 @@ def describe_device(index: int) -> str:
     """Name and memory of GPU `index`."""
     properties = torch.cuda.get_device_properties(index)
     return f"{properties.name}, {properties.total_memory / 1024**3:.0f} GiB"
+
+
+def has_bfloat16(index: int) -> bool:
+    """Whether GPU `index` computes in bfloat16 itself; torch would emulate it, many times slower."""
+    with torch.cuda.device(index):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def set_up_process(indices: Collection[int]) -> None:
+    """Change what torch leaves to programs, for the whole process: memory and attention on these GPUs.
+
+    Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
+    the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
+    which builds a plan of about half a second for every new shape in every thread, and is torch's first choice on sm90
+    and sm100.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        for index in indices:
+            torch.empty(1, device=torch.device("cuda", index))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # "operation not supported"
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def release_workspaces() -> None:
@@ -90,6 +126,13 @@ class CudaBackend(Backend):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
             self._down = torch.cuda.Stream(self.device)
+        self._refused_bytes = sys.maxsize
+        """Page-locked memory is not asked for in pieces of this size: the system refused one."""
+        self._notice: str | None = None
+
+    def take_notice(self) -> str | None:
+        notice, self._notice = self._notice, None
+        return notice
 
     @contextmanager
     def worker_thread(self) -> Iterator[None]:
@@ -120,8 +163,16 @@ class CudaBackend(Backend):
         return tensor
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        # torch keeps page-locked memory, in powers of two, and gives it away again when all copies of it have ended
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        if tensor.nbytes < self._refused_bytes:
+            try:
+                # torch keeps page-locked memory, in powers of two, for use again when all copies of it have ended
+                return torch.empty_like(tensor, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._refused_bytes = max(1, tensor.nbytes)
+                self._notice = LOCK_REFUSED
+        return torch.empty_like(tensor, device="cpu")
 
     def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
         with torch.cuda.stream(self._up):
@@ -140,9 +191,11 @@ class CudaBackend(Backend):
         return self.host_like(tensor).copy_(tensor, non_blocking=True), self.record()
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        # On the compute stream itself, in order; torch keeps and reuses the page-locked copy until it has been read.
-        # An expanded tensor (a mask of several rows, say) cannot be pinned as it is.
-        return tensor.contiguous().pin_memory().to(self.device, non_blocking=True)
+        # On the compute stream itself, in order; torch keeps the page-locked copy until it has been read.
+        # An expanded tensor (a mask of several rows, say) cannot be page-locked as it is.
+        tensor = tensor.contiguous()
+        staged = tensor if tensor.is_pinned() else self.host_like(tensor).copy_(tensor)
+        return staged.to(self.device, non_blocking=True)
 
     def record(self) -> DeviceEvent:
         return self._compute.record_event()
@@ -177,6 +230,10 @@ class CudaBackend(Backend):
     @property
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self.device))
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

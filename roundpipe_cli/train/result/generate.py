@@ -62,6 +62,7 @@ def move_to_gpu(model: Any, tell: Say) -> Any:
     free_bytes = [cuda.memory_bytes(index) for index in indices]
     index = roomy_device(sum(tensor.nbytes for tensor in model.state_dict().values()), free_bytes)
     if index is not None:
+        cuda.set_up_process([index])
         try:
             model = model.to(torch.device("cuda", index))
         except torch.OutOfMemoryError:  # somebody else was faster

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tests.support.simulated_cuda.clocks import Actor, Unordered
-from tests.support.simulated_cuda.memory import BLOCK_BYTES, CachingAllocator
+from tests.support.simulated_cuda.memory import BLOCK_BYTES, CachingAllocator, PageLocked
 from tests.support.simulated_cuda.mode import CardMode, Machine
 from tests.support.simulated_cuda.patches import Patch, Runtime, cuda_patches, tensor_patches
 from tests.support.simulated_cuda.streams import SimulatedStream, Streams
@@ -40,6 +42,8 @@ class Card:
     capability: tuple[int, int] = (9, 0)
     context_bytes: int = 0
     """What the driver takes for itself."""
+    maps_memory: bool = True
+    """Whether segments of memory can grow; those of virtual GPUs cannot."""
 
     def properties(self) -> Any:
         return types.SimpleNamespace(
@@ -94,16 +98,22 @@ class Simulation:
             seed: of how late the host learns of events.
             lazy: put asynchronous copies off.
             tolerant: accesses without an order are kept in `unordered` instead of failing the block.
-            max_locked_bytes: of host memory that may be registered; None: any.
+            max_locked_bytes: of host memory that may be page-locked; None: any.
         """
         actors = _Actors()
         streams = Streams(seed, actors.new, actors.myself)
         streams.lock = _thread.RLock()
         self.machine = machine = Machine(streams, lazy=lazy)
         machine.devices = [CachingAllocator(f"cuda:{index}", _whole_blocks, streams) for index in range(len(cards))]
-        machine.pinned = CachingAllocator("page-locked memory", _power_of_two, streams)
+        machine.pinned = PageLocked("page-locked memory", _power_of_two, streams)
         for allocator in (*machine.devices, machine.pinned):
             allocator.on_return = machine.on_return
+        if max_locked_bytes is not None:
+            machine.pinned.limit_bytes = lambda: (
+                max_locked_bytes - sum(end - first for first, end in machine.registered)
+            )
+        for allocator, card in zip(machine.devices, cards, strict=True):
+            allocator.refuses = lambda card=card: machine.grows_segments and not card.maps_memory
         self._tolerant = tolerant
         self._actors = actors
         self._hooks = ThreadHooks(actors.myself, lambda: CardMode(machine))
@@ -115,6 +125,11 @@ class Simulation:
         """Pairs of accesses that nothing orders, the first ones."""
         return self.machine.unordered
 
+    def draw_again(self, seed: int, *, lazy: bool) -> None:
+        """Another seed from here on, between two runs of one engine."""
+        self.machine.streams.random.seed(seed)
+        self.machine.lazy = lazy
+
     def __enter__(self) -> Simulation:
         assert not hasattr(SimulatedStream, "owner"), "one simulation at a time"
         SimulatedStream.owner = self.machine.streams
@@ -122,6 +137,7 @@ class Simulation:
         patches = cuda_patches(self.machine, self._cards, self._runtime)
         for patch in (*patches, *tensor_patches(self.machine), *self._hooks.patches()):
             self._put(patch)
+        self._stack.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         self._stack.enter_context(CardMode(self.machine))
         return self
 

@@ -100,6 +100,8 @@ class CachingAllocator:
         self.name, self._round_bytes, self._streams = name, round_bytes, streams
         self.limit_bytes: Callable[[], int] = lambda: 1 << 62
         """That may be reserved, now."""
+        self.refuses: Callable[[], bool] = lambda: False
+        """Whether the driver cannot give memory in the way that it is asked for."""
         self._segments: list[Segment] = []
         self._free: dict[tuple[Pool, int], list[Block]] = {}
         """By pool and size."""
@@ -141,7 +143,7 @@ class CachingAllocator:
         """
         block.known = dict(self._streams.myself().clock)
         for line in self._streams.lines:
-            join(block.known, line.seen)
+            join(block.known, dict(line.seen))  # a copy: this thread may hold no lock
         self._returned.append(block)
 
     def tidy(self) -> None:
@@ -183,15 +185,34 @@ class CachingAllocator:
         segment.end += size
         return block
 
+    def _out_of_memory(self, num_bytes: int) -> RuntimeError:
+        return torch.OutOfMemoryError(f"{self.name} out of memory. Tried to allocate {num_bytes} bytes")
+
     def _reserve(self, size: int, pool: Pool) -> Segment:
         wanted = SEGMENT_BYTES if size <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         if size > LARGE_SEGMENT_BYTES // 2:
             wanted = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+        return self._segment(size, wanted, pool)
+
+    def _segment(self, size: int, wanted: int, pool: Pool) -> Segment:
+        """Ask the driver for `wanted` bytes, for a block of `size`."""
+        if self.refuses():
+            raise RuntimeError("CUDA driver error: operation not supported")
         if self.reserved_bytes + wanted > self.limit_bytes():
             self.release_unused()
             if self.reserved_bytes + wanted > self.limit_bytes():
-                raise torch.OutOfMemoryError(f"{self.name} out of memory. Tried to allocate {size} bytes")
+                raise self._out_of_memory(size)
         segment = Segment(f"a segment of {self.name}", wanted, pool)
         self._segments.append(segment)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return segment
+
+
+class PageLocked(CachingAllocator):
+    """Page-locked host memory: every block is asked of the driver for itself, and refused in the driver's words."""
+
+    def _out_of_memory(self, num_bytes: int) -> RuntimeError:
+        return RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    def _reserve(self, size: int, pool: Pool) -> Segment:
+        return self._segment(size, size, pool)

@@ -55,6 +55,8 @@ class Machine:
         """(thread, what, where) -> times."""
         self.launches: Counter[str] = Counter()
         """Operations issued to devices, by host thread."""
+        self.grows_segments = False
+        """Whether the allocator was told to ask for segments that can grow."""
         self.sticky_error: str | None = None
         """What the driver raises at the next launch."""
         self.inside = threading.local()

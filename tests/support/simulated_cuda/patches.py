@@ -226,5 +226,7 @@ def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
         "manual_seed_all": lambda seed: None,
         "_sleep": lambda cycles: None,
     }
-    clear = (torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
-    return [*((torch.cuda, name, value) for name, value in values.items()), clear]
+    settings = lambda text: setattr(machine, "grows_segments", "expandable_segments:True" in text)  # noqa: E731
+    below = [("_cuda_clearCublasWorkspaces", lambda: None), ("_accelerator_setAllocatorSettings", settings)]
+    above = [(torch.cuda, name, value) for name, value in values.items()]
+    return above + [(torch._C, name, value) for name, value in below]

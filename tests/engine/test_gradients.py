@@ -1,0 +1,40 @@
+"""Gradient sums on the host between steps: who clears them, and when."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.support.simulated_cases import roundpipe
+from tests.support.tiny import make_rig, random_microbatches
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_sums_are_cleared_while_workers_compute(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step cleared the sums of all layers first, in the caller's thread: seconds for 8 billion parameters."""
+    rig, microbatches = make_rig("llama", "full", num_hidden_layers=2), random_microbatches([(1, 5), (2, 4)])
+    places = {flat.data_ptr(): layer for layer, flat in enumerate(rig.store.gradients)}
+    cleared: dict[int, str] = {}
+    zero = torch.Tensor.zero_
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() in places:
+            cleared[places[tensor.data_ptr()]] = threading.current_thread().name
+        return zero(tensor)
+
+    found = []
+    with rig.engine(2, copy=copies) as engine:
+        for old in (0.0, float("nan")):
+            for flat in rig.store.gradients:
+                flat.fill_(old)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "zero_", noted)
+                engine.run_step(microbatches, roundpipe(rig, 2), step=0)
+            found.append([flat.clone() for flat in rig.store.gradients])
+    assert all(map(torch.equal, *found)), "something of the step before was left"
+    by_caller = [layer for layer, thread in cleared.items() if thread == threading.current_thread().name]
+    assert by_caller == [0], "the embed layer's, which is added up at the end, when the workers have begun"
+    if copies:
+        assert set(cleared) == {0}, "the others come down from the devices, as a whole"

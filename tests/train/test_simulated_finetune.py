@@ -1,0 +1,117 @@
+"""`finetune` on two simulated cards: the numbers of two workers on the processor, whatever a run does."""
+
+from __future__ import annotations
+
+import json
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.errors import OutOfDeviceMemoryError
+from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.finetune import run_finetune
+from roundpipe_cli.train.reporting import Reporting, Start
+from roundpipe_cli.train.signals import StoppedError, StopSignals
+from tests.support.e2e import make_model, make_workspace, metrics
+from tests.support.simulated_cases import simulated
+from tests.support.simulated_cuda import memory
+
+ON_CPU, ON_CARDS = "pipeline.devices=[cpu,cpu]", "pipeline.devices=[cuda:0,cuda:1]"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
+    work = make_workspace(tmp_path / "work", model, num_train_epochs=1)
+    monkeypatch.chdir(work)
+    yield work
+
+
+def finetune(*words: str, resume: bool = False, watch: Callable[[Event], None] = lambda event: None) -> list[Event]:
+    """A run in this process; its events."""
+    told: list[Event] = []
+
+    def tell(event: Event) -> None:
+        told.append(event)
+        watch(event)
+
+    loaded = load_recipe("recipe.yaml", words)
+    on_cards = ON_CARDS in words
+    with warnings.catch_warnings(), simulated() if on_cards else nullcontext(), StopSignals() as signals:
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        run_finetune(loaded, Start(resume=resume, offline=True), Reporting(tell), signals)
+    return told
+
+
+def losses(events: list[Event]) -> list[float]:
+    """Of all steps and evaluations, in order."""
+    return [event.loss for event in events if isinstance(event, (StepFinished, EvaluationFinished))]
+
+
+def notices(events: list[Event]) -> str:
+    return "\n".join(event.text for event in events if isinstance(event, Notice))
+
+
+def test_stopped_resumed_and_evaluated_in_float16(folder: Path) -> None:
+    """One of the cards has no bfloat16: a run in it gives the numbers of float16. Page-locking, profile steps, planner,
+    weight cache, evaluation, saving, resuming, the result."""
+    words = ("val_set_size=2", "eval_steps=2", "max_steps=4")
+    expected = finetune(*words, ON_CPU, "dtype=float16", "output_dir=cpu")
+
+    def stop(event: Event) -> None:
+        if isinstance(event, StepFinished) and event.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    cards = (*words, ON_CARDS, "dtype=bfloat16", "output_dir=cards")
+    with pytest.raises(StoppedError):
+        finetune(*cards, watch=stop)
+    events = finetune(*cards, resume=True)
+    assert "no bfloat16 on cuda:1" in notices(events) and "dtype: float16" in Path("cards/recipe.yaml").read_text()
+    assert [row["loss"] for row in metrics(Path("cards"))] == [row["loss"] for row in metrics(Path("cpu"))]
+    assert losses(events) == losses(expected)[-len(losses(events)) :] and len(losses(events)) == 2
+    assert Path("cards/adapter_model.safetensors").read_bytes() == Path("cpu/adapter_model.safetensors").read_bytes()
+
+
+def test_preference_pairs(folder: Path) -> None:
+    rows = [{"prompt": f"Say {n}: ", "chosen": f"{n} " * (1 + n % 3), "rejected": "no"} for n in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = [
+        finetune("objective=dpo", "max_steps=4", *words)
+        for words in ((ON_CPU, "output_dir=cpu"), (ON_CARDS, "output_dir=cards"))
+    ]
+    assert losses(found[1]) == losses(found[0]) and len(losses(found[0])) == 4
+    pairs: list[Any] = [[event.preference for event in run if isinstance(event, StepFinished)] for run in found]
+    assert pairs[1] == pairs[0] and pairs[0][0]["reward_accuracy"] == 0
+    assert pairs[0][0]["reward_margin"] == 0 != pairs[0][3]["reward_margin"], "the reference is the base model, exactly"
+
+
+def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`on_oom: adapt`: the allocator refuses a block in the middle of a step; then layers are recomputed one by one."""
+    monkeypatch.setattr(memory, "SEGMENT_BYTES", memory.BLOCK_BYTES)
+    monkeypatch.setattr(memory, "LARGE_SEGMENT_BYTES", memory.BLOCK_BYTES)
+    words = ("method=full", "max_steps=2")
+    usual = finetune(*words, ON_CARDS, "output_dir=usual")
+    peak = max(event.device_peak_bytes for event in usual if isinstance(event, StepFinished))
+
+    def limit(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            for index in range(2):
+                torch.cuda.set_per_process_memory_fraction(0.9 * peak / torch.cuda.mem_get_info(index)[1], index)
+
+    with pytest.raises(OutOfDeviceMemoryError):
+        finetune(*words, ON_CARDS, "output_dir=refused", watch=limit)
+    adapted = finetune(*words, ON_CARDS, "output_dir=adapted", "on_oom=adapt", watch=limit)
+    assert "pipeline.recompute: layer" in notices(adapted)
+    assert losses(adapted) == pytest.approx(losses(usual), rel=1e-6)  # microbatches may have been divided too
