@@ -124,7 +124,7 @@ def planned_bytes(folder: Path, words: list[str]) -> int:
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )
-    return int(json.loads(done.stdout)["predicted"].get("loading_host_bytes", json.loads(done.stdout)["predicted"]["host_bytes"]))
+    return int(json.loads(done.stdout)["predicted"]["loading_host_bytes"])
 
 
 def measure(folder: Path, gigabytes: float, **sizes: int) -> bool:
