@@ -72,7 +72,7 @@ def write_checkpoint(folder: Path, num_bytes: float, **sizes: int) -> None:
                 start = len(tensors) * 4099 % len(noise)
                 tensors[own] = noise.roll(start).repeat(count)[: torch.Size(size).numel()].view(size).clone()
         save_file(tensors, folder / f"layer-{layer}.safetensors", metadata={"format": "pt"})
-        weight_map |= {name: f"layer-{layer}.safetensors" for name in tensors}
+        weight_map |= dict.fromkeys(tensors, f"layer-{layer}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 

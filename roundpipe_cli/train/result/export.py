@@ -207,8 +207,9 @@ def merge_result(
     with Destination(folder) as temporary:
         config = load_config(source)
         base_files = read_base_files(source, config)
+        own_dtype = _own_dtype(config)  # a skeleton's own replaces it
         model = build_skeleton(config, torch.float32)
-        base = BaseWeights(source, model, _own_dtype(config))
+        base = BaseWeights(source, model, own_dtype)
         merging = _Merging(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
         require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")
         shards = split_shards(merging.specs, max_shard_bytes)
