@@ -129,7 +129,8 @@ def _conversion(
     patterns = tuple(pattern for _, pattern in members if pattern is not None)
     if not patterns:
         return Conversion(names[:1], {target: own[target]})
-    rule = next(rule for rule in rules or () if patterns[0] in rule.source_patterns and hasattr(rule, "operations"))
+    converters = [rule for rule in rules or () if hasattr(rule, "operations")]
+    rule = next(rule for rule in reversed(converters) if patterns[0] in rule.source_patterns)
     first = Conversion(names, {target: own[target]}, rule, patterns)
     shapes = {name: torch.empty(stored[name], device="meta") for name in names}
     made = first.apply(shapes.__getitem__, model)

@@ -88,7 +88,9 @@ def _processed(tensors: list[Any], target: str, processor: Any, table: Mapping[s
         values = _dequantized(tensor, rows)
         done = processor.process(weights=values, name=tensor.name, tensor_key_mapping=table, parsed_parameters=parsed)
         if done.name is not None:
-            weight = torch.from_numpy(numpy.ascontiguousarray(done.weights))
+            weight = torch.from_numpy(
+                numpy.require(done.weights, requirements=["C", "W"])
+            )  # a copy of the file's pages
     return parsed["tensors"][target] if weight is None else weight
 
 
@@ -114,6 +116,6 @@ def _by_rules(
     found = find_conversions(model, stored, own_shapes(model), rules).found
 
     def read(name: str) -> torch.Tensor:
-        return torch.from_numpy(numpy.array(_dequantized(by_name[name], slice(None))))
+        return torch.from_numpy(numpy.require(_dequantized(by_name[name], slice(None)), requirements=["C", "W"]))
 
     return [(one.targets, lambda one=one: one.apply(read, model)) for one in found]  # type: ignore[misc]
