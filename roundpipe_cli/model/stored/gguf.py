@@ -88,9 +88,7 @@ def _processed(tensors: list[Any], target: str, processor: Any, table: Mapping[s
         values = _dequantized(tensor, rows)
         done = processor.process(weights=values, name=tensor.name, tensor_key_mapping=table, parsed_parameters=parsed)
         if done.name is not None:
-            weight = torch.from_numpy(
-                numpy.require(done.weights, requirements=["C", "W"])
-            )  # a copy of the file's pages
+            weight = torch.from_numpy(numpy.require(done.weights, requirements=["C", "W"]))
     return parsed["tensors"][target] if weight is None else weight
 
 
