@@ -24,7 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe": set(),
     "costs": set(),
     "schedule": {"costs"},
-    "planning": {"recipe", "costs", "schedule", "model.architectures", "model.type_refusals", "model.untrusted"},
+    "planning": {
+        *("recipe", "costs", "schedule"),
+        *("model.architectures", "model.quantization", "model.type_refusals", "model.untrusted"),
+    },
     "model": set(),
     "data": set(),
     "engine": {"costs", "schedule", "model"},

@@ -16,6 +16,7 @@ from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.source import ModelSource
+    from roundpipe_cli.train.result.export import Merged
 
 
 def export(
@@ -76,8 +77,8 @@ def export(
     else:
         torch.set_grad_enabled(False)
         done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras)
-        if done.whole:
-            say("note: the base model had to be loaded whole, since its files lay out experts in another way")
+        for note in _notes(done, source):
+            say(f"note: {note}")
         shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
         if extras.added_ends:
             say(f"note: {describe_added(extras.added_ends)}")
@@ -90,6 +91,16 @@ def export(
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
     say_data(str(target))
+
+
+def _notes(done: Merged, source: ModelSource) -> list[str]:
+    """What differs from the base's files."""
+    notes = []
+    if done.dequantized:
+        notes.append(f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}")
+    if not done.has_base_names and source.gguf_file is None:
+        notes.append("transformers cannot undo how it fuses this model's weights: they are written as it has them")
+    return notes
 
 
 EXPERTS_NOTE = (

@@ -84,6 +84,7 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
             "bubble_ratio": answer.bubble_ratio,
             "device_peak_bytes": verdict.device.total_bytes,
             "host_bytes": verdict.host.total_bytes,
+            "loading_host_bytes": verdict.loading.total_bytes,
             "disk_bytes": verdict.disk.total_bytes,
             "upload_bytes_per_step": answer.links.up,
         },
@@ -230,6 +231,9 @@ def _memory_lines(answer: Plan) -> list[str]:
     lines = [f"memory of one worker ({smallest.name}): {format_bytes(verdict.device.total_bytes)}{has}"]
     lines += _part_lines(verdict.device)
     lines += [f"host memory: {format_bytes(verdict.host.total_bytes)}{host}", *_part_lines(verdict.host)]
+    if verdict.loading.total_bytes > verdict.host.total_bytes:
+        lines += [f"host memory while loading: {format_bytes(verdict.loading.total_bytes)}{host}"]
+        lines += _part_lines(verdict.loading)
     lines += [f"disk: {format_bytes(verdict.disk.total_bytes)}{disk}", *_part_lines(verdict.disk)]
     return lines
 

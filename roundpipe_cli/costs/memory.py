@@ -275,6 +275,30 @@ def host_need(
     )
 
 
+def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need:
+    """Bytes of host memory at the peak of loading: what is filled, and the one weight that is converted."""
+    trainable = sum(trainable_params(architecture, settings))
+    size, versions = settings.dtype_bytes, 1 + settings.staleness
+    weight_versions = versions if size == 2 else settings.staleness
+    return Need(
+        (
+            NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
+            NeedPart("trained weights", trainable * size * weight_versions),
+            NeedPart("float32 masters", trainable * 4),
+            NeedPart("a weight while it is converted", converted_bytes(architecture, settings)),
+            NeedPart("interpreter", INTERPRETER_BYTES),
+        )
+    )
+
+
+def converted_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Size of the largest weight that is made of several tensors of the files: the experts' gates and what they
+    multiply, fused."""
+    experts = max((block.mlp_params for block in architecture.blocks if block.num_experts), default=0)
+    share = 2 / 3 if architecture.gated_mlp else 1 / 2
+    return int(experts * share) * settings.dtype_bytes
+
+
 def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> float:
     """State that the optimizer keeps for each trained parameter. A trained matrix has r or `hidden_size` elements on
     one side and at least `hidden_size` on the other."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
-from roundpipe_cli.model.weights_io import is_adapter, open_shard
+from roundpipe_cli.model.stored.names import is_adapter
+from roundpipe_cli.model.stored.tensors import open_shard
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

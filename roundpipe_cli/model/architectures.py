@@ -18,11 +18,6 @@ from roundpipe_cli.errors import RefusedError, closest
 
 _TABLES = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py", "models/auto/modeling_auto.py")
 _ASKED = ("CONFIG_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
-WHAT_WORKS = (
-    "the unquantised model (load_in_4bit: true or load_in_8bit: true packs it while loading), a checkpoint in "
-    "bitsandbytes' NF4, or a .gguf file"
-)
-
 MAX_MASK_BYTES = 512 * 1024**2
 """Size of one mask of one microbatch, a byte for each pair of tokens: 23,170 tokens in one sequence."""
 
@@ -77,62 +72,6 @@ def no_decoder(name: str, model_type: str, architectures: object) -> RefusedErro
         found=f"{name}: {model_type}, {', '.join(classes or ['no architecture named'])}",
         expected="a causal language model, for instance Qwen3, Llama, Mistral, Gemma, GPT-OSS",
     )
-
-
-# --- weights that are quantised already -----------------------------------------------------------------------------
-
-
-def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration about how the model's files are quantised; empty where they are not."""
-    found = config.get("quantization_config")
-    return found if isinstance(found, dict) else {"quant_method": str(found)} if found else {}
-
-
-def is_stored_in_4bit(config: Mapping[str, Any], where: str) -> bool:
-    """Whether the model's files hold its weights in bitsandbytes' NF4.
-
-    Args:
-        where: the file that holds the configuration.
-
-    Raises:
-        RefusedError: they are quantised in a way that cannot be read here.
-    """
-    settings = quantization_settings(config)
-    if not settings:
-        return False
-    in_4bit = bool(settings.get("load_in_4bit"))
-    method = str(settings.get("quant_method") or ("bitsandbytes" if in_4bit else "of an unknown kind"))
-    if method == "mxfp4":  # transformers unpacks it while loading
-        return False
-    kind = settings.get("bnb_4bit_quant_type", "fp4")
-    if method == "bitsandbytes" and in_4bit and kind == "nf4":
-        return True
-    if method == "bitsandbytes":
-        method = f"bitsandbytes, {kind} in 4 bit" if in_4bit else "bitsandbytes, LLM.int8"
-    raise RefusedError(
-        "the model's weights are quantised in a form that cannot be read",
-        where=f"{where}: quantization_config",
-        found=method[:80],
-        expected=WHAT_WORKS,
-    )
-
-
-def check_stored_in_4bit(name: str, *, method: str, load_in_8bit: bool) -> None:
-    """Refuse to train a model whose files are in 4 bit, and which stays so, in another way.
-
-    Raises:
-        RefusedError: the recipe wants it otherwise.
-    """
-    wrong = {"method: full": method == "full", "load_in_8bit: true": load_in_8bit}
-    for found, asked in wrong.items():
-        if asked:
-            raise RefusedError(
-                "the model's files hold its weights in 4 bit, in which they stay",
-                where=name,
-                found=found,
-                expected="method: lora, with or without load_in_4bit: true",
-                hint="for anything else name the unquantised model",
-            )
 
 
 # --- packed rows, and sequences in chunks ---------------------------------------------------------------------------

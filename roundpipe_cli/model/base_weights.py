@@ -1,149 +1,139 @@
-"""Base weights one by one, by name, from whatever files a model has: memory holds one tensor at a time.
+"""Base weights by name, from whatever files a model has: memory holds one weight at a time.
 
-Safetensors under the model's own names and most GGUF files can be read this way. Where tensors are laid out otherwise
-(per-expert files of fused experts) transformers' own loader brings the whole model into memory first.
+Weights are read in groups: those that are made of the same tensors of the files. Most groups are one weight of one
+tensor; fused experts are one of many, by transformers' own rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.weights_io import (
-    find_places,
-    load_weights,
-    open_shard,
-    packed_parts,
-    read_packed_weight,
-    tied_names,
-)
+from roundpipe_cli.model.stored.conversions import Conversion, Conversions, find_conversions
+from roundpipe_cli.model.stored.gguf import gguf_weights
+from roundpipe_cli.model.stored.names import base_name, is_adapter, own_shapes, tied_names
+from roundpipe_cli.model.stored.quantized import find_stored
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
 
-KNOWN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Names in the header of a safetensors file."""
+MOST_TENSORS_PER_WEIGHT = 2048
+"""A fused weight of experts may come as a tensor per expert and projection; more is no model's."""
 
-ReadTensor = Callable[[], torch.Tensor]
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of the model that are read together."""
+
+    targets: Mapping[str, torch.Size]
+    read: Callable[[OpenFiles, torch.dtype | None], dict[str, torch.Tensor]]
+    """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
+    stored: Mapping[str, StoredTensor]
+    """What they are made of; empty for a GGUF file."""
+    conversion: Conversion | None = None
 
 
 class BaseWeights(Mapping[str, torch.Tensor]):
     """Name in the model -> tensor, read anew each time it is asked for."""
 
-    def __init__(self, source: ModelSource, model: nn.Module) -> None:
+    def __init__(self, source: ModelSource, model: nn.Module, dtype: torch.dtype) -> None:
         """
         Args:
-            model: the skeleton, without adapters.
+            model: the skeleton; adapters may be in it.
+            dtype: of weights that are dequantised.
 
         Raises:
             RefusedError: weights are missing or cannot be read.
         """
-        self.whole = False
-        """Whether the whole model had to be loaded."""
-        self._dtypes: dict[str, torch.dtype] = {}
-        names = {name for name, _ in model.named_parameters()}
-        if source.gguf_file:
-            found = _from_gguf(source, model, names)
-        else:
-            found = _from_safetensors(source, model, names, self._dtypes)
-        if found is None:
-            found = _from_transformers(source, model)
-            self.whole = True
-        self._read = found
+        self.conversions: Conversions | None = None
+        """How the files' tensors become the model's weights; None for a GGUF file."""
+        self.stored: dict[str, StoredTensor] = {}
+        """The files' weights under the names of the unquantised checkpoint; empty for a GGUF file."""
+        self._model = model
+        self.groups = self._find_groups(source, dtype)
+        self._group_of = {name: group for group in self.groups for name in group.targets}
+        names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
+        self._twins = _find_missing(source, model, names, self._group_of)
+
+    def _find_groups(self, source: ModelSource, dtype: torch.dtype) -> list[WeightGroup]:
+        if source.gguf_file is not None:
+            found = gguf_weights(source, self._model)
+            return [
+                WeightGroup(targets, lambda files, dtype, read=read: read(), {})  # type: ignore[misc]
+                for targets, read in found
+            ]
+        self.stored = find_stored(source.folder, dtype)
+        own = own_shapes(self._model)
+        if len(self.stored) > MOST_TENSORS_PER_WEIGHT * len(own):
+            raise RefusedError(
+                "the files hold far more tensors than the architecture has weights",
+                where=str(source.folder),
+                found=str(len(self.stored)),
+                expected=f"about {len(own)}",
+            )
+        shapes = {name: weight.shape for name, weight in self.stored.items()}
+        self.conversions = find_conversions(self._model, shapes, own)
+        return [self._group(conversion) for conversion in self.conversions.found]
+
+    def _group(self, conversion: Conversion) -> WeightGroup:
+        def read(files: OpenFiles, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+            def tensor(name: str) -> torch.Tensor:
+                values = self.stored[name].read(files)
+                return values if dtype is None or conversion.rule is None else values.to(dtype)
+
+            return conversion.apply(tensor, self._model)
+
+        stored = {name: self.stored[name] for name in conversion.sources}
+        return WeightGroup(conversion.targets, read, stored, conversion)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._read[name]()
+        name = self._twins.get(name, name)
+        with OpenFiles() as files:
+            return self._group_of[name].read(files, None)[name].clone()
+
+    def group_of(self, name: str) -> WeightGroup:
+        """The group that a weight is read with."""
+        return self._group_of[self._twins.get(name, name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor as the files have it; does not read the tensor where the file's header says it."""
-        if name not in self._dtypes:
-            self._dtypes[name] = self[name].dtype
-        return self._dtypes[name]
+        """Type of a weight as it is read; does not read it where a file's header says it."""
+        group = self.group_of(name)
+        return next(iter(group.stored.values())).dtype if group.stored else torch.float32
 
-    def __iter__(self) -> Any:
-        return iter(self._read)
+    @property
+    def twins(self) -> Mapping[str, str]:
+        """Names of weights that the files have under another name of the same parameter."""
+        return self._twins
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._group_of, *self._twins])
 
     def __len__(self) -> int:
-        return len(self._read)
+        return len(self._group_of) + len(self._twins)
 
 
-def _from_safetensors(
-    source: ModelSource, model: nn.Module, names: set[str], dtypes: dict[str, torch.dtype]
-) -> dict[str, ReadTensor] | None:
-    places = find_places(source.folder, model, names)
-    if places is None:
-        return None
-    for path in {path for path, _ in places.values()}:
-        with open_shard(path) as file:
-            for name, (where, key) in places.items():
-                if where == path and (known := KNOWN_DTYPES.get(file.get_slice(key).get_dtype())):
-                    dtypes[name] = known
+def _find_missing(
+    source: ModelSource, model: nn.Module, names: list[str], found: Mapping[str, WeightGroup]
+) -> dict[str, str]:
+    """Names that the files do not have -> another name of the same parameter that they have.
 
-    def reader(path: Path, key: str) -> ReadTensor:
-        def read() -> torch.Tensor:
-            with open_shard(path) as file:  # mapped anew: its pages, once read, would count until it is closed
-                tensor: torch.Tensor = file.get_tensor(key)
-                return tensor.clone()
-
-        return read
-
-    packed = packed_parts(source, places)
-
-    def unpacker(name: str) -> ReadTensor:
-        return lambda: read_packed_weight(places[name], packed[name]).dequantized()
-
-    return {name: unpacker(name) if name in packed else reader(path, key) for name, (path, key) in places.items()}
-
-
-def _from_gguf(source: ModelSource, model: nn.Module, names: set[str]) -> dict[str, ReadTensor] | None:
-    """By transformers' own table of names and its processors, which undo what the conversion to GGUF did."""
-    from gguf import GGUFReader, dequantize
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-        load_gguf_checkpoint,
-    )
-
-    assert source.gguf_file is not None
-    path = str(source.folder / source.gguf_file)
-    reader = GGUFReader(path)
-    architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
-    kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    if kind.perform_fallback_tensor_mapping is not TensorProcessor.perform_fallback_tensor_mapping:
-        return None  # one tensor of the model is several of the file
-    processor = kind(config=load_gguf_checkpoint(path)["config"])
-    table = get_gguf_hf_weights_map(model, processor)
-
-    def read_of(tensor: Any) -> ReadTensor:
-        def read() -> torch.Tensor:
-            weights = dequantize(tensor.data, tensor.tensor_type)
-            done = processor.process(weights=weights, name=tensor.name, tensor_key_mapping=table, parsed_parameters={})
-            return torch.from_numpy(done.weights.copy())
-
-        return read
-
-    found = {table[tensor.name]: read_of(tensor) for tensor in reader.tensors if tensor.name in table}
-    tied = tied_names(model)
-    for name in names - found.keys():
-        twin = next((other for other in tied.get(name, ()) if other in found), None)
-        if twin is None:
-            return None
-        found[name] = found[twin]
-    return found
-
-
-def _from_transformers(source: ModelSource, model: nn.Module) -> dict[str, ReadTensor]:
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, tensor: torch.Tensor) -> None:
-        kept[name] = tensor.clone()
-
-    load_weights(source, model, keep)
-    missing = {name for name, _ in model.named_parameters()} - kept.keys()
+    Raises:
+        RefusedError: there is none.
+    """
+    tied, missing = tied_names(model), list[str]()
+    twins: dict[str, str] = {}
+    for name in names:
+        if name not in found:
+            twin = next((other for other in tied.get(name, ()) if other in found), None)
+            missing += [name] if twin is None else []
+            twins |= {} if twin is None else {name: twin}
     if missing:
-        raise RefusedError("weights of the architecture are missing", where=source.name, found=sorted(missing)[0])
-    return {name: (lambda tensor=tensor: tensor) for name, tensor in kept.items()}  # type: ignore[misc]
+        raise RefusedError(
+            "weights of the architecture are missing",
+            where=source.name,
+            found=f"{len(missing)} missing, for instance {', '.join(missing[:3])}",
+        )
+    return twins

@@ -33,6 +33,10 @@ MAX_WEIGHTS = 1 << 30
 """Dequantised at once, whole scales' worth: bitsandbytes counts in 32 bits. Fused experts may have more."""
 
 
+PACKED_AT_ONCE = 1 << 22
+"""Weights that are packed at once, whole scales' worth."""
+
+
 def packed_bytes(num_elements: int, bits: int = 4) -> int:
     """Size of a packed weight."""
     return _codes_bytes(num_elements, bits) + SCALE_BYTES * _num_scales(num_elements)
@@ -93,15 +97,27 @@ def require_bitsandbytes(where: str = "load_in_4bit: true") -> None:
 
 
 def quantize(values: torch.Tensor, packed: torch.Tensor, bits: int = 4) -> None:
-    """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel(), bits)]."""
+    """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel(), bits)].
+
+    Some scales' worth at a time: bitsandbytes needs several times the memory of what it packs at once.
+    """
+    flat = values.contiguous().view(-1)
+    codes, scales = packed[: _num_codes(len(flat), bits)], packed[_codes_bytes(len(flat), bits) :].view(torch.float32)
+    for start in range(0, len(flat), PACKED_AT_ONCE):
+        part = flat[start : start + PACKED_AT_ONCE]
+        own_codes, own_scales = _quantize(part, bits)
+        codes[start * bits // 8 :][: own_codes.numel()].copy_(own_codes.flatten())
+        scales[start // WEIGHTS_PER_SCALE :][: own_scales.numel()].copy_(own_scales.flatten())
+
+
+def _quantize(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of some weights."""
     functional = import_bitsandbytes().functional
     if bits == 8:
-        codes, state = functional.quantize_blockwise(
-            values.contiguous(), _dynamic_map(values.device), blocksize=WEIGHTS_PER_SCALE
-        )
+        codes, state = functional.quantize_blockwise(values, _dynamic_map(values.device), blocksize=WEIGHTS_PER_SCALE)
     else:
-        codes, state = functional.quantize_4bit(values.contiguous(), blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
-    put_packed(codes, state.absmax, values.numel(), packed, bits)
+        codes, state = functional.quantize_4bit(values, blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
+    return codes, state.absmax
 
 
 def put_packed(codes: torch.Tensor, scales: torch.Tensor, count: int, packed: torch.Tensor, bits: int = 4) -> None:

@@ -1,7 +1,6 @@
-"""Checkpoints whose weights are quantised already: what can be read, and what is refused before anything is loaded.
+"""Checkpoints in bitsandbytes' 4 bit (NF4), as transformers saves them, which are read as they are.
 
-bitsandbytes in 4 bit (NF4), as transformers saves it, is read as it is: a weight `w` of a linear layer lies in the
-files as its codes and, beside it, what undoes them:
+A weight `w` of a linear layer lies in the files as its codes and, beside it, what undoes them:
 
     w                                   codes, two a byte
     w.absmax                            scales, float32; quantised once more where there are the next two
@@ -23,24 +22,21 @@ import torch
 
 from roundpipe_cli.choices import WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.architectures import WHAT_WORKS, is_stored_in_4bit, quantization_settings
 from roundpipe_cli.model.packed_weights import (
     dequantize,
     import_bitsandbytes,
     packed_bytes,
     put_packed,
 )
+from roundpipe_cli.model.quantization import WHAT_WORKS, is_stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.stored.tensors import OpenFiles, Piece, StoredTensor
 from roundpipe_cli.model.untrusted import read_config
 
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
 """Suffixes beside a weight's name."""
-
-
-def quantization_of(source: ModelSource) -> dict[str, Any]:
-    """The part of the model's configuration about how its files are quantised; empty where they are not."""
-    return {} if source.gguf_file else quantization_settings(read_config(source.folder))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def stored_in_4bit(source: ModelSource) -> bool:
@@ -90,7 +86,7 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
     try:
         state = json.loads(bytes(parts[STATE].numpy()).decode())
         shape = torch.Size(int(size) for size in state["shape"])
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[state["dtype"]]
+        dtype = DTYPES[state["dtype"]]
         found = (state["quant_type"], int(state["blocksize"]))
         scales = parts["absmax"].flatten()
         if "nested_absmax" in parts:
@@ -115,3 +111,45 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
         text = f"{flat.numel()} bytes of codes, {scales.numel()} scales"
         raise RefusedError("a weight in 4 bit is not whole", where=where, found=text, expected=f"shape {list(shape)}")
     return PackedWeight(flat, scales.float(), shape, dtype)
+
+
+def find_nf4(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """The weights in bitsandbytes' 4 bit."""
+    found = {}
+    with OpenFiles() as files:
+        for key in [key.removesuffix(f".{STATE}") for key in pieces if key.endswith(f".{STATE}")]:
+            if key in pieces:
+                parts = {part: pieces[f"{key}.{part}"] for part in PARTS if f"{key}.{part}" in pieces}
+                shape, own = _described(files.tensor(parts[STATE])) or (pieces[key].shape, dtype)
+                found[key] = StoredTensor({"codes": pieces[key], **parts}, shape, own, _dequantize_nf4)
+    return found
+
+
+def _described(state: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
+    """Shape and type of a weight; None where they are not said, which `read_packed` refuses."""
+    try:
+        values = json.loads(bytes(state.numpy()).decode())
+        return torch.Size(int(size) for size in values["shape"]), DTYPES[values["dtype"]]
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _dequantize_nf4(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    codes = parts["codes"].clone()
+    return read_packed(codes, {role: part.clone() for role, part in parts.items()}, "4 bit").dequantized().to(dtype)
+
+
+def is_nf4(weight: StoredTensor) -> bool:
+    """Whether a weight of the files is in bitsandbytes' 4 bit."""
+    return STATE in weight.pieces
+
+
+def read_nf4(weight: StoredTensor, files: OpenFiles) -> PackedWeight:
+    """A weight as bitsandbytes packed it.
+
+    Raises:
+        RefusedError: it is not as bitsandbytes writes it.
+    """
+    parts = {role: files.tensor(piece).clone() for role, piece in weight.pieces.items()}
+    codes = weight.pieces["codes"]
+    return read_packed(parts.pop("codes"), parts, f"{codes.path}: {codes.key}")

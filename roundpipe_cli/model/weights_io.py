@@ -1,107 +1,106 @@
-"""Weights from and to disk, layer by layer: the host never holds a second copy.
+"""Weights from and to disk, one at a time: the host never holds a second copy.
 
-Safetensors whose names are the model's own are copied tensor by tensor from the mapped file into the store. Two kinds
-of checkpoint pass through transformers' own loader, which needs the whole model once more while loading: those whose
-tensors are laid out otherwise (per-expert files of fused experts) and GGUF files (dequantised whole).
+What a file holds as it is in the model is copied from the mapped file into the store. Everything else (experts that are
+fused, quantised weights, GGUF files) is converted weight by weight on the way.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.architectures import WHAT_WORKS
-from roundpipe_cli.model.quantized_files import (
-    PARTS,
-    STATE,
-    PackedWeight,
-    quantization_of,
-    read_packed,
-    stored_in_4bit,
-)
+from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
+from roundpipe_cli.model.quantization import WHAT_WORKS
+from roundpipe_cli.model.quantized_files import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import check_file, check_header, file_tensor_bytes, find_shards
+from roundpipe_cli.model.stored.names import base_name, is_adapter
+from roundpipe_cli.model.stored.tensors import OpenFiles
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
 SetPacked = Callable[[str, PackedWeight], None]
 FINITE_CHECK_ELEMENTS = 2**20
-MOST_TENSORS_PER_WEIGHT = 2048
-"""A fused weight of experts may come as a file per expert and projection; more is no model's."""
-
-
-def base_name(name: str) -> str:
-    """The name of a base weight before adapters were put around it."""
-    return name.replace(".base_layer", "").replace(".original_module", "")
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's: low-rank factors, magnitudes, or a module that is saved whole."""
-    return ".lora_" in name or ".modules_to_save." in name
 
 
 def load_weights(
     source: ModelSource, model: nn.Module, set_parameter: SetParameter, set_packed: SetPacked | None = None
-) -> str | None:
+) -> list[str]:
     """Hand every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
 
     Args:
         set_packed: takes the weights that lie in the files in 4 bit; None: they are unpacked for `set_parameter`.
 
     Returns:
-        a notice, where loading needed more memory than the weights.
+        notices about what the files hold.
 
     Raises:
         RefusedError: missing or misshapen tensors, values that are not finite, unreadable files.
     """
-    names = {base_name(name): name for name, _ in model.named_parameters() if not is_adapter(name)}
-    shapes = {base_name(name): p.shape for name, p in model.named_parameters() if not is_adapter(name)}
-    checked = _Checked(source.name, names, shapes, set_parameter)
-    if source.gguf_file is None:
-        places = find_places(source.folder, model, set(names))
-        if places is not None:
-            packed = packed_parts(source, places)
-            for name in sorted(packed):
-                weight = read_packed_weight(places[name], packed[name])
-                if set_packed is not None:
-                    checked.put_packed(name, weight, set_packed)
-                else:
-                    checked.put(name, weight.dequantized())
-            _load_directly({name: place for name, place in places.items() if name not in packed}, model, checked)
-            return None
-        if stored_in_4bit(source):
-            raise RefusedError(
-                "the files hold this architecture's weights in another arrangement, which cannot be read in 4 bit",
-                where=source.name,
-                expected=WHAT_WORKS,
-            )
-        _refuse_too_small(source, shapes)
-    _load_through_transformers(source, model, checked)
-    kind = "GGUF is dequantised whole" if source.gguf_file else "this checkpoint's experts are fused while loading"
-    return f"loading needed about twice the weights' memory: {kind}"
+    parameters = {base_name(name): (name, p) for name, p in model.named_parameters() if not is_adapter(name)}
+    dtype = next(p.dtype for _, p in parameters.values() if p.is_floating_point())
+    base = BaseWeights(source, model, dtype)
+    names = {name: own for name, (own, _) in parameters.items()}
+    checked = _Checked(source.name, names, {name: p.shape for name, (_, p) in parameters.items()}, set_parameter)
+    buffers = dict(model.named_buffers())
+    twins = {found: name for name, found in base.twins.items()}
+    for group in base.groups:
+        with OpenFiles() as files:
+            if set_packed is not None and (packed := _packed_name(group, source)):
+                checked.put_packed(packed, read_nf4(next(iter(group.stored.values())), files), set_packed)
+                continue
+            with at_work(f"loading {next(iter(group.targets))}"):
+                weights = group.read(files, dtype)
+            for name, tensor in weights.items():
+                if name in buffers:
+                    buffers[name].copy_(tensor)
+                elif twins.get(name, name) in names:  # the other name of a shared matrix may be the model's
+                    checked.put(twins.get(name, name), tensor)
+    return _notices(base)
 
 
-def _refuse_too_small(source: ModelSource, shapes: Mapping[str, torch.Size]) -> None:
-    """Files that could not hold the weights even in 4 bit: cheaper to tell than by loading all they have."""
-    found = sum(map(file_tensor_bytes, find_shards(source.folder)))
-    needed = sum(shape.numel() for shape in shapes.values()) // 2
-    if found < needed:
+def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
+    """Name of the group's weight, if the files hold it in bitsandbytes' 4 bit.
+
+    Raises:
+        RefusedError: they do, but it is only a part of a weight.
+    """
+    if not any(is_nf4(weight) for weight in group.stored.values()):
+        return None
+    if group.conversion is not None and group.conversion.rule is not None:
         raise RefusedError(
-            "weights of the architecture are missing",
+            "the files hold this architecture's weights in another arrangement, which cannot be read in 4 bit",
             where=source.name,
-            found=f"{found} bytes of tensors",
-            expected=f"at least {needed}",
+            expected=WHAT_WORKS,
         )
+    return next(iter(group.targets))
+
+
+def _notices(base: BaseWeights) -> list[str]:
+    notices = []
+    if base.conversions is not None and (unused := base.conversions.unused):
+        which = f"{len(unused)} of the files' tensors, {_some(unused)}"
+        notices.append(f"left out, for they have no place in this architecture: {which}")
+    if dequantized := [name for name, weight in base.stored.items() if weight.is_quantized and not is_nf4(weight)]:
+        notices.append(f"{len(dequantized)} weights are quantised in the files and dequantised while loading")
+    return notices
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+
+
+def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
+    """Names in `model`, adapters included, of the weights that lie in the files in 4 bit."""
+    names = {base_name(name): name for name, _ in model.named_parameters() if not is_adapter(name)}
+    groups = BaseWeights(source, model, torch.float32).groups
+    found = (_packed_name(group, source) for group in groups)
+    return frozenset(names[name] for name in found if name in names)
 
 
 class _Checked:
@@ -147,169 +146,6 @@ class _Checked:
         if not all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(FINITE_CHECK_ELEMENTS)):
             raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
         self._set(self._names[name], tensor)
-
-
-def open_shard(path: Path) -> Any:
-    """A safetensors file, mapped; a context manager.
-
-    Raises:
-        RefusedError: it cannot be read.
-    """
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise RefusedError("a file of the weights cannot be read", where=str(path), found=str(error)) from error
-
-
-def find_places(folder: Path, model: nn.Module, names: set[str]) -> dict[str, tuple[Path, str]] | None:
-    """Name in the model -> (file, name in the file); None if the files do not hold the model's tensors as they are.
-
-    Raises:
-        RefusedError: an index or a file that cannot be read.
-    """
-    shards = find_shards(folder)
-    for path in shards:
-        check_file(path, None)
-        check_header(path)
-    return _match(shards, model, names)
-
-
-WeightParts = Mapping[str, tuple[Path, str]]
-"""Suffix -> (file, name in the file) of what lies beside a weight in 4 bit."""
-
-
-def packed_parts(source: ModelSource, places: Mapping[str, tuple[Path, str]]) -> dict[str, WeightParts]:
-    """Weights that lie in the files in bitsandbytes' 4 bit: base name -> what lies beside them.
-
-    Raises:
-        RefusedError: the files are quantised in a form that cannot be read.
-    """
-    if not stored_in_4bit(source):
-        return {}
-    beside: dict[str, dict[str, tuple[Path, str]]] = defaultdict(dict)
-    for path in find_shards(source.folder):  # a weight and its scales may be in two of them
-        with open_shard(path) as file:
-            for key in file.keys():  # noqa: SIM118 - the handle is no mapping
-                for suffix in PARTS:
-                    if key.endswith(f".{suffix}"):
-                        beside[key.removesuffix(f".{suffix}")][suffix] = (path, key)
-    return {name: beside[key] for name, (_, key) in places.items() if STATE in beside.get(key, {})}
-
-
-def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
-    """Names in `model`, adapters included, of the weights that lie in the files in 4 bit."""
-    names = {base_name(name): name for name, _ in model.named_parameters() if not is_adapter(name)}
-    places = find_places(source.folder, model, set(names))
-    return frozenset(names[name] for name in packed_parts(source, places or {}) if name in names)
-
-
-def read_packed_weight(place: tuple[Path, str], parts: WeightParts) -> PackedWeight:
-    """One weight in 4 bit, from the files.
-
-    Raises:
-        RefusedError: it is not as bitsandbytes writes it.
-    """
-
-    def read(path: Path, key: str) -> torch.Tensor:
-        with open_shard(path) as file:
-            tensor: torch.Tensor = file.get_tensor(key)
-            return tensor.clone()
-
-    found = {suffix: read(path, key) for suffix, (path, key) in parts.items()}
-    return read_packed(read(*place), found, f"{place[0]}: {place[1]}")
-
-
-def _match(shards: list[Path], model: nn.Module, names: set[str]) -> dict[str, tuple[Path, str]] | None:
-    """Base name -> (file, name in the file), or None if the files do not hold the model's tensors as they are."""
-    prefix = str(getattr(model, "base_model_prefix", "")) + "."
-    buffers = {name for name, _ in model.named_buffers()}
-    found: dict[str, tuple[Path, str]] = {}
-    num_tensors = 0
-    for path in shards:
-        with open_shard(path) as file:
-            num_tensors += len(file.keys())
-            for key in file.keys():  # noqa: SIM118 - the handle is no mapping
-                for name in (key, prefix + key, key.removeprefix(prefix)):
-                    if name in names or name in buffers:
-                        found[name] = (path, key)
-                        break
-    if num_tensors > MOST_TENSORS_PER_WEIGHT * len(names):
-        raise RefusedError(
-            "the files hold far more tensors than the architecture has weights",
-            where=str(shards[0].parent),
-            found=str(num_tensors),
-            expected=f"about {len(names)}",
-        )
-    tied = tied_names(model)
-    for name in names - found.keys():
-        twin = next((other for other in tied.get(name, ()) if other in found), None)
-        if twin is None:
-            return None
-        found[name] = found[twin]
-    return found
-
-
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter name -> other names of the same parameter."""
-    groups: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups[id(parameter)].append(base_name(name))
-    return {name: [n for n in group if n != name] for group in groups.values() for name in group if len(group) > 1}
-
-
-def _load_directly(places: dict[str, tuple[Path, str]], model: nn.Module, checked: _Checked) -> None:
-    buffers = dict(model.named_buffers())
-    by_block: dict[tuple[Path, str], list[tuple[str, str]]] = defaultdict(list)
-    for name, (path, key) in places.items():
-        # The file is mapped anew for each block: its pages, once read, would count until it is closed.
-        block = re.match(r"^.*?\.\d+\.", name)
-        by_block[path, block.group(0) if block else name].append((name, key))
-    for (path, _), entries in by_block.items():
-        with open_shard(path) as file:
-            for name, key in entries:
-                if name in buffers:
-                    buffers[name].copy_(file.get_tensor(key))
-                else:
-                    checked.put(name, file.get_tensor(key))
-
-
-def _load_through_transformers(source: ModelSource, model: nn.Module, checked: _Checked) -> None:
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    arguments: dict[str, Any] = {"use_safetensors": True} if source.gguf_file is None else source.load_arguments
-    if source.gguf_file is None and quantization_of(source).get("quant_method") == "mxfp4":
-        arguments["quantization_config"] = Mxfp4Config(dequantize=True)  # else kernels from the hub are tried
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded, info = AutoModelForCausalLM.from_pretrained(
-                str(source.folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, **arguments
-            )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        hint = "pip install gguf sentencepiece" if isinstance(error, ImportError) else None
-        raise RefusedError(
-            "the model's weights cannot be loaded",
-            where=source.name,
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
-            hint=hint,
-        ) from error
-    missing = sorted(str(key) for key in info.get("missing_keys", ()))
-    if missing:
-        raise RefusedError(
-            "weights of the architecture are missing",
-            where=source.name,
-            found=f"{len(missing)} missing, for instance {', '.join(missing[:3])}",
-        )
-    for name, parameter in loaded.named_parameters():
-        checked.put(name, parameter.detach())
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
-    own = dict(model.named_buffers())
-    for name, buffer in loaded.named_buffers():
-        if base_name(name) in own:
-            own[base_name(name)].copy_(buffer)
 
 
 def save_model(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -10,12 +10,8 @@ from pathlib import Path
 
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.model.architectures import (
-    check_architecture,
-    check_mask_bytes,
-    check_stored_in_4bit,
-    is_stored_in_4bit,
-)
+from roundpipe_cli.model.architectures import check_architecture, check_mask_bytes
+from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
 from roundpipe_cli.model.type_refusals import PROVEN, check_type
 from roundpipe_cli.model.untrusted import PICKLES, check_model_folder
 from roundpipe_cli.recipe.schema import Recipe

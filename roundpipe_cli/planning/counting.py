@@ -9,7 +9,7 @@ from typing import Any
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import Architecture, with_stored_count
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.architectures import quantization_settings
+from roundpipe_cli.model.quantization import quantization_settings
 from roundpipe_cli.model.untrusted import INDEX_NAME, find_shards, num_elements, read_json
 from roundpipe_cli.planning.admission import has_weights
 

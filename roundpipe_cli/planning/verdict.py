@@ -15,6 +15,7 @@ from roundpipe_cli.costs.memory import (
     disk_need,
     fixed_device_need,
     host_need,
+    loading_need,
     usable_device_bytes,
     usable_host_bytes,
 )
@@ -32,6 +33,9 @@ class Verdict:
     device: Need
     """One worker's."""
     host: Need
+    """At the peak of a step."""
+    loading: Need
+    """Of the host, while the model is loaded."""
     disk: Need
     reasons: tuple[str, ...]
     """Empty: it fits."""
@@ -57,12 +61,13 @@ def judge(
     cpu_workers = sum(one.is_cpu for one in hardware.devices)
     if cpu_workers:
         host = Need((*host.parts, NeedPart(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
-    disk = disk_need(architecture, settings)
+    loading, disk = loading_need(architecture, settings), disk_need(architecture, settings)
     reasons = [_device_reason(device, one) for one in _smallest_device(hardware)]
-    reasons.append(_reason("host memory", host, usable_host_bytes(hardware), hardware.host_memory_bytes))
+    most = max(host, loading, key=lambda need: need.total_bytes)
+    reasons.append(_reason("host memory", most, usable_host_bytes(hardware), hardware.host_memory_bytes))
     if hardware.disk_free_bytes is not None:
         reasons.append(_reason("disk", disk, hardware.disk_free_bytes, hardware.disk_free_bytes))
-    return Verdict(device, host, disk, tuple(reason for reason in reasons if reason is not None))
+    return Verdict(device, host, loading, disk, tuple(reason for reason in reasons if reason is not None))
 
 
 def judge_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Verdict:

@@ -20,7 +20,6 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.adapter_files import read_adapter_tensors
-from roundpipe_cli.model.architectures import check_stored_in_4bit
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.layer_parameters import layer_parameters
@@ -31,6 +30,7 @@ from roundpipe_cli.model.lora import (
 )
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.quantization import check_stored_in_4bit
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import ModelSplit, split_model
@@ -261,9 +261,8 @@ def _packed_names(base: _Base, model: nn.Module, split: ModelSplit, tell: Tell) 
 
 def _fill_store(store: WeightStore, trained: _Training, model: nn.Module, tell: Tell) -> None:
     """Load the base weights, then the adapter's: first values, or those that are trained further."""
-    loading_notice = load_weights(trained.source, model, store.set_parameter, store.set_packed)
-    if loading_notice:
-        tell(Notice(loading_notice))
+    for text in load_weights(trained.source, model, store.set_parameter, store.set_packed):
+        tell(Notice(text))
     recipe, start = trained.recipe, trained.start
     if recipe.method == "full":
         return

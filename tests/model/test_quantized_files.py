@@ -19,7 +19,7 @@ from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.quantized_files import STATE
-from roundpipe_cli.model.weights_io import base_name
+from roundpipe_cli.model.stored.names import base_name
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.setup import prepare
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
@@ -72,7 +72,7 @@ def test_the_store_holds_what_transformers_holds(
     setup = prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
     config = load_config(setup.source)
     assert not hasattr(config, "quantization_config")
-    base = BaseWeights(setup.source, build_skeleton(config, torch.float32))
+    base = BaseWeights(setup.source, build_skeleton(config, torch.float32), torch.float32)
     places = {place.name: place for layout in setup.store.layouts for place in layout.places if not place.trainable}
     num_packed = 0
     for name, parameter in theirs[double].named_parameters():
@@ -99,10 +99,14 @@ def test_training_is_that_of_a_model_packed_while_loading(saved: tuple[Path, Any
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "gptq", "bits": 5}, "gptq, bits: 5"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version: gemv"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: marlin-24"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "rotations"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt, quant_algo: W4A8_AWQ"),
+        ({"quant_method": "hqq", "bits": 4}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4 in 4 bit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
         ({"bits": 3}, "of an unknown kind"),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -23,7 +22,8 @@ from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.weights_io import base_name, load_weights
+from roundpipe_cli.model.stored.names import base_name
+from roundpipe_cli.model.weights_io import load_weights
 from tests.support.tiny import make_rig, tiny_config
 
 INDEX = "model.safetensors.index.json"
@@ -44,8 +44,8 @@ def save_tiny(folder: Path, model_type: str, dtype: torch.dtype = torch.float32,
 
 def load(
     folder: Path, dtype: torch.dtype = torch.float32, lora: bool = False
-) -> tuple[WeightStore, str | None, nn.Module]:
-    """The store that `load_weights` fills from `folder`, its notice, and the skeleton."""
+) -> tuple[WeightStore, list[str], nn.Module]:
+    """The store that `load_weights` fills from `folder`, its notices, and the skeleton."""
     source = ModelSource("tiny", folder)
     skeleton = build_skeleton(load_config(source), dtype)
     split = split_model(skeleton)
@@ -75,19 +75,32 @@ def test_loaded_weights_equal_the_saved_to_the_bit(
 ) -> None:
     model = save_tiny(tmp_path, model_type, max_shard_size=shard_size)
     assert (tmp_path / INDEX).exists() == (shard_size == "60KB")
-    store, notice, _ = load(tmp_path, lora=lora)
+    store, notices, _ = load(tmp_path, lora=lora)
     check_equal(store, model)
-    fused_while_loading = model_type in ("qwen3_moe", "mixtral")
-    assert (notice is not None) == fused_while_loading
+    assert notices == []
 
 
-def test_fused_experts_come_from_a_file_per_expert(tmp_path: Path) -> None:
-    """transformers saves each expert by itself and fuses them when it loads."""
+def test_fused_experts_come_from_a_tensor_per_expert(tmp_path: Path) -> None:
+    """Most real checkpoints have each expert by itself; with one that lacks, its weight is refused by name."""
     save_tiny(tmp_path, "qwen3_moe")
-    with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
-        assert any(".experts.3.down_proj" in key for key in file.keys())  # noqa: SIM118 - the handle is no mapping
-    _, notice, _ = load(tmp_path)
-    assert notice is not None and "twice" in notice
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.1.mlp.experts.3.down_proj.weight"
+    del tensors[key]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="another shape than the architecture") as caught:
+        load(tmp_path)
+    assert "experts.down_proj" in str(caught.value)
+
+
+def test_tensors_without_a_place_in_the_architecture_are_named(tmp_path: Path) -> None:
+    """DeepSeek's checkpoints have one more layer, which predicts further tokens."""
+    save_tiny(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.61.eh_proj.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load(tmp_path)[1] == [
+        "left out, for they have no place in this architecture: 1 of the files' tensors, model.layers.61.eh_proj.weight"
+    ]
 
 
 def test_bfloat16_file_and_float32_training(tmp_path: Path) -> None:
@@ -114,9 +127,9 @@ def test_weights_without_the_backbone_s_prefix(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "gpt2")
     path = tmp_path / "model.safetensors"
     save_file({key.removeprefix("transformer."): value for key, value in load_file(path).items()}, path)
-    store, notice, _ = load(tmp_path)
+    store, notices, _ = load(tmp_path)
     check_equal(store, model)
-    assert notice is None
+    assert notices == []
 
 
 def test_saved_model_loads_as_it_was(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.architectures import model_types
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.packing import check_packing
-from roundpipe_cli.model.source import resolve_model
+from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.type_refusals import NO_POSITION_IDS, SPLIT, STATEFUL, check_type
 from roundpipe_cli.planning.predict import make_plan
@@ -62,6 +62,23 @@ def put_config(folder: Path, model_type: str, **values: Any) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({**FIGURES, "model_type": model_type, **values}))
 
 
+QUANTIZED: list[dict[str, Any]] = [
+    {"quant_method": "fp8"},
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "mxfp4"},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+]
+
+
+@pytest.mark.parametrize("settings", QUANTIZED, ids=lambda settings: settings["quant_method"])
+def test_a_quantised_base_that_finetune_reads_is_planned(folder: Path, settings: dict[str, Any]) -> None:
+    put_config(folder, "llama", quantization_config=settings)
+    assert make_plan(load_recipe(folder / "recipe.yaml", STAGES), "1x4090").verdict.fits
+    assert not hasattr(load_config(ModelSource("model", folder / "model")), "quantization_config")
+
+
 def put_weights(folder: Path, *shapes: tuple[int, ...], name: str = "model.safetensors") -> None:
     tensors = {f"w{index}": torch.zeros(shape, dtype=torch.bfloat16) for index, shape in enumerate(shapes)}
     save_file(tensors, folder / "model" / name)
@@ -91,8 +108,8 @@ def refused_by_loading(folder: Path) -> RefusedError:
         ("qwen2_5_vl", {"text_config": FIGURES}, "not a decoder-only language model"),
         ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "needs code from its repository"),
         ("llama", {"_attn_implementation": "someone/kernel"}, "kernel from elsewhere"),
-        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised in a form"),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 5}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quantised in a form"),
         ("llama", {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantised in a"),
     ],
 )

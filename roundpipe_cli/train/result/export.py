@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,10 +37,11 @@ from roundpipe_cli.model.adapter_files import (
     read_adapter_config,
     read_adapter_tensors,
 )
-from roundpipe_cli.model.base_weights import BaseWeights
+from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.weights_io import base_name, is_adapter
+from roundpipe_cli.model.stored.names import base_name, is_adapter, tied_names
+from roundpipe_cli.model.stored.tensors import OpenFiles
 from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.result.base_files import GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
@@ -175,8 +177,10 @@ class Merged:
     """Modules whose weights the adapter changed."""
     num_bytes: int
     num_shards: int
-    whole: bool
-    """Whether the base model had to be loaded whole (its files lay experts out otherwise)."""
+    dequantized: tuple[str, ...]
+    """Names, as `layers.*`, of the weights that the base's files hold quantised and the result does not."""
+    has_base_names: bool
+    """Whether the tensors are those of the base's files; else they are the model's own."""
 
 
 def merge_result(
@@ -192,7 +196,8 @@ def merge_result(
     Args:
         result: a folder with an adapter in PEFT's format and the tokenizer.
         source: the base model.
-        dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF.
+        dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; for dequantised weights
+            that of the base's configuration.
 
     Raises:
         RefusedError: `folder` exists, the adapter does not fit the base, or one of them cannot be read.
@@ -202,8 +207,9 @@ def merge_result(
     with Destination(folder) as temporary:
         config = load_config(source)
         base_files = read_base_files(source, config)
+        own_dtype = _own_dtype(config)  # a skeleton's own replaces it
         model = build_skeleton(config, torch.float32)
-        base = BaseWeights(source, model)
+        base = BaseWeights(source, model, own_dtype)
         merging = _Merging(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
         require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")
         shards = split_shards(merging.specs, max_shard_bytes)
@@ -217,7 +223,15 @@ def merge_result(
         _write_configs(model, merging.main_dtype, base_files, temporary)
         extras.write(result, temporary, tokenizer, whole=True)
     total = sum(spec.num_bytes for spec in merging.specs)
-    return Merged(merging.num_modules, total, len(shards), base.whole)
+    quantized = [name for name, weight in base.stored.items() if weight.is_quantized]
+    patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in quantized)
+    return Merged(merging.num_modules, total, len(shards), tuple(patterns), merging.has_base_names)
+
+
+def _own_dtype(config: Any) -> torch.dtype:
+    """The type in which a model's configuration has its weights."""
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.bfloat16
 
 
 def _return_freed_memory() -> None:
@@ -228,14 +242,95 @@ def _return_freed_memory() -> None:
 
 
 class _Merging:
-    """Base weights on demand, those of adapted modules with the adapter added."""
+    """The tensors of the result on demand: the base's, those of adapted modules with the adapter added."""
 
     def __init__(self, model: nn.Module, base: BaseWeights, result: Path, dtype: torch.dtype | None) -> None:
-        self._model, self._base, self._dtype = model, base, dtype
-        state = model.state_dict()
-        buffers = dict(model.named_buffers())
-        names = [name for name, _ in model.named_parameters()] + [name for name in state if name in buffers]
-        self._buffers = {name: buffers[name] for name in names if name in buffers}
+        tied = tied_names(model)
+        parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
+        own = {twin: name for name in parameters for twin in tied.get(name, ())}
+        layout = base_layout(model, base, dtype)
+        self._adapted = _Adapted(model, base, result, own)
+        self.has_base_names = layout is not None and all(
+            not self._adapted.changes(group) or reverts(group, base, model) for group in base.groups
+        )
+        self._model, self._base = model, base
+        if layout is not None and self.has_base_names:
+            self.specs = layout
+        else:
+            self.specs = [TensorSpec(name, dtype or base.dtype(name), tuple(parameters[name])) for name in parameters]
+        self._group_of = {name: group for group in base.groups for name in group.stored}
+        self._current: tuple[WeightGroup | None, Mapping[str, torch.Tensor]] = (None, {})
+        # Larger elements first, as the format's alignment wants it; otherwise the files' order, so that a module is
+        # merged once.
+        self.specs.sort(key=lambda spec: -spec.dtype.itemsize)
+        sizes: dict[torch.dtype, int] = {}
+        for spec in self.specs:
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+        self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def num_modules(self) -> int:
+        return self._adapted.num_modules
+
+    def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
+            fault("export")
+            if not self.has_base_names:
+                yield spec.name, self._adapted.weight(spec.name).to(spec.dtype)
+                continue
+            group = self._group_of.get(spec.name)
+            if group is not None and self._adapted.changes(group):
+                yield spec.name, self._reverted(group)[spec.name].to(spec.dtype)
+            else:
+                with OpenFiles() as files:
+                    yield spec.name, self._base.stored[spec.name].read(files).to(spec.dtype).clone()
+
+    def _reverted(self, group: WeightGroup) -> Mapping[str, torch.Tensor]:
+        """The tensors of the files that a group of changed weights becomes."""
+        if self._current[0] is not group:
+            self._current = (None, {})
+            assert self._base.conversions is not None and group.conversion is not None
+            weights = {name: self._adapted.weight(name) for name in group.targets}
+            made = self._base.conversions.revert(group.conversion, weights, self._model)
+            assert made is not None, "it was tried on the meta device"
+            self._current = (group, made)
+        return self._current[1]
+
+
+def base_layout(model: nn.Module, base: BaseWeights, dtype: torch.dtype | None) -> list[TensorSpec] | None:
+    """The tensors of the base's files, what is merged together side by side; None for a GGUF file.
+
+    Args:
+        dtype: of the weights to write; None: each as it is.
+    """
+    if base.conversions is None:
+        return None
+    in_groups = [name for group in base.groups for name in group.stored]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights = {name for group in base.groups if group.targets.keys() & parameters for name in group.stored}
+    return [
+        TensorSpec(name, dtype if dtype and name in weights else stored.dtype, tuple(stored.shape))
+        for name, stored in ((name, base.stored[name]) for name in [*in_groups, *base.conversions.unused])
+    ]
+
+
+def reverts(group: WeightGroup, base: BaseWeights, model: nn.Module) -> bool:
+    """Whether a group's weights lead back to the tensors of the files that they are made of."""
+    assert base.conversions is not None and group.conversion is not None
+    weights = {name: torch.empty(shape, device="meta") for name, shape in group.targets.items()}
+    made = base.conversions.revert(group.conversion, weights, model)
+    return made is not None and all(made[name].shape == stored.shape for name, stored in group.stored.items())
+
+
+class _Adapted:
+    """Weights of the model by name, those of adapted modules with the adapter added."""
+
+    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, own: Mapping[str, str]) -> None:
+        """
+        Args:
+            own: other names of a shared weight -> the model's.
+        """
+        self._base, self._own = base, own
         self._adapter = adapt(model, result)
         self._units = dict(_units(model))
         self._unit_of = {
@@ -248,38 +343,24 @@ class _Merging:
             name.replace(".modules_to_save.default", ""): name for name in self._adapter if ".modules_to_save." in name
         }
         self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        self.specs = [TensorSpec(name, self._dtype_of(name), tuple(state[name].shape)) for name in names]
-        # Larger elements first, as the format's alignment wants it; otherwise the model's order, so that a module
-        # is merged once.
-        self.specs.sort(key=lambda spec: -spec.dtype.itemsize)
-        sizes: dict[torch.dtype, int] = {}
-        for spec in self.specs:
-            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
-        self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
 
     @property
     def num_modules(self) -> int:
         return len(self._units) + len(self._saved_whole)
 
-    def _dtype_of(self, name: str) -> torch.dtype:
-        if name in self._buffers and name not in self._base:
-            return self._buffers[name].dtype
-        if self._dtype is not None and name not in self._buffers:
-            return self._dtype
-        return self._base.dtype(name)
+    def changes(self, group: WeightGroup) -> bool:
+        """Whether one of a group's weights is another than the base's."""
+        names = {self._own.get(name, name) for name in group.targets} | set(group.targets)
+        return any(name in self._unit_of or name in self._saved_whole for name in names)
 
-    def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            fault("export")
-            path = self._unit_of.get(spec.name)
-            if spec.name in self._saved_whole:
-                yield spec.name, self._adapter[self._saved_whole[spec.name]].to(spec.dtype)
-            elif path is not None:
-                yield spec.name, self._merged(path)[spec.name].to(spec.dtype)
-            elif spec.name in self._base:
-                yield spec.name, self._base[spec.name].to(spec.dtype)
-            else:
-                yield spec.name, self._buffers[spec.name]
+    def weight(self, name: str) -> torch.Tensor:
+        """A weight of the result."""
+        if name not in self._unit_of and name not in self._saved_whole:
+            name = self._own.get(name, name)
+        path = self._unit_of.get(name)
+        if name in self._saved_whole:
+            return self._adapter[self._saved_whole[name]]
+        return self._base[name] if path is None else self._merged(path)[name]
 
     def _merged(self, path: str) -> dict[str, torch.Tensor]:
         """The base weights of one adapted module with the adapter added, float32."""

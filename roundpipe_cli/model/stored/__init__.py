@@ -1,0 +1,1 @@
+"""What a model's files hold, read one weight at a time."""

@@ -1,0 +1,119 @@
+"""A GGUF file's weights, one at a time, dequantised to float32.
+
+By transformers' own tables of names and its processors, which undo what the conversion to GGUF did. Fused experts are
+dequantised one expert after the other, other weights some rows after the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.stored.conversions import find_conversions, gguf_rules
+from roundpipe_cli.model.stored.names import own_shapes
+
+ROWS_AT_ONCE = 4096
+ReadWeights = Callable[[], dict[str, torch.Tensor]]
+
+
+def gguf_weights(source: ModelSource, model: nn.Module) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
+    """Weights of the model that are read together, and how.
+
+    Raises:
+        RefusedError: the file cannot be read, or transformers does not know its names.
+    """
+    from gguf import GGUFReader
+
+    assert source.gguf_file is not None
+    path = source.folder / source.gguf_file
+    try:
+        reader = GGUFReader(str(path))
+        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        rules = gguf_rules(architecture, model.config)
+        if rules is None:
+            return _by_tables(reader.tensors, architecture, str(path), model)
+        return _by_rules(reader.tensors, rules, model)
+    except (OSError, ValueError, KeyError, NotImplementedError, IndexError) as error:
+        raise RefusedError(
+            "the model's weights cannot be loaded",
+            where=str(path),
+            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}",
+        ) from error
+
+
+def _by_tables(
+    tensors: list[Any], architecture: str, path: str, model: nn.Module
+) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+        load_gguf_checkpoint,
+    )
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=load_gguf_checkpoint(path)["config"])
+    table = get_gguf_hf_weights_map(model, processor)
+    own = own_shapes(model)
+    parts: dict[str, list[Any]] = {}
+    for tensor in tensors:
+        target = table.get(tensor.name) or table.get(tensor.name.removesuffix(".weight"))
+        if target in own:
+            parts.setdefault(target, []).append(tensor)
+
+    def reader(target: str, listed: list[Any]) -> ReadWeights:
+        def read() -> dict[str, torch.Tensor]:
+            if listed[0].data.ndim < 3:
+                return {target: _processed(listed, target, processor, table, slice(None))}
+            whole = torch.empty(own[target])
+            for expert in range(len(listed[0].data)):
+                whole[expert] = _processed(listed, target, processor, table, slice(expert, expert + 1))[0]
+            return {target: whole}
+
+        return read
+
+    return [({target: own[target]}, reader(target, listed)) for target, listed in parts.items()]
+
+
+def _processed(tensors: list[Any], target: str, processor: Any, table: Mapping[str, str], rows: slice) -> torch.Tensor:
+    """The model's weight from the file's tensors that make it: one, or gates and what they multiply."""
+    parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
+    weight = None
+    for tensor in tensors:
+        values = _dequantized(tensor, rows)
+        done = processor.process(weights=values, name=tensor.name, tensor_key_mapping=table, parsed_parameters=parsed)
+        if done.name is not None:
+            weight = torch.from_numpy(numpy.require(done.weights, requirements=["C", "W"]))
+    return parsed["tensors"][target] if weight is None else weight
+
+
+def _dequantized(tensor: Any, rows: slice) -> Any:
+    """Float32 values of some rows, or experts, of a tensor of the file."""
+    from gguf import dequantize
+
+    data = tensor.data[rows]
+    if data.ndim != 2 or len(data) <= ROWS_AT_ONCE:
+        return dequantize(data, tensor.tensor_type)
+    first = dequantize(data[:1], tensor.tensor_type)
+    whole = numpy.empty((len(data), *first.shape[1:]), dtype=first.dtype)
+    for start in range(0, len(data), ROWS_AT_ONCE):
+        whole[start : start + ROWS_AT_ONCE] = dequantize(data[start : start + ROWS_AT_ONCE], tensor.tensor_type)
+    return whole
+
+
+def _by_rules(
+    tensors: list[Any], rules: list[Any], model: nn.Module
+) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    stored = {name: torch.Size(int(size) for size in reversed(tensor.shape)) for name, tensor in by_name.items()}
+    found = find_conversions(model, stored, own_shapes(model), rules).found
+
+    def read(name: str) -> torch.Tensor:
+        return torch.from_numpy(numpy.require(_dequantized(by_name[name], slice(None)), requirements=["C", "W"]))
+
+    return [(one.targets, lambda one=one: one.apply(read, model)) for one in found]  # type: ignore[misc]

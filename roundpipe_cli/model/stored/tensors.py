@@ -1,0 +1,154 @@
+"""Weights as a checkpoint stores them: where each lies, of which tensors it is made, and how it is read.
+
+A quantised weight is several tensors of the files (codes, scales, zero points). It appears here under the name that it
+has in the unquantised checkpoint, so that whatever comes after need not know how it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.untrusted import check_file, check_header, find_shards
+
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "F4": torch.float4_e2m1fn_x2},
+}
+"""Names in the header of a safetensors file; of other types nothing is read here."""
+
+Unpack = Callable[[Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
+"""Takes the tensors of a quantised weight by their role, and the type to return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of the files."""
+
+    path: Path
+    key: str
+    shape: torch.Size
+    dtype: str
+    """As the header has it, `BF16`."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """
+        Raises:
+            RefusedError: torch has no such type.
+        """
+        if self.dtype not in DTYPES:
+            raise RefusedError(
+                "a tensor of the files has a type that cannot be read",
+                where=f"{self.path}: {self.key}",
+                found=self.dtype,
+                expected=", ".join(DTYPES),
+            )
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A weight of the checkpoint."""
+
+    pieces: Mapping[str, Piece]
+    """Role -> tensor of the files; one piece with the role "" is the weight itself."""
+    shape: torch.Size
+    dtype: torch.dtype
+    """In which it is read."""
+    unpack: Unpack | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.unpack is not None
+
+    def read(self, files: OpenFiles) -> torch.Tensor:
+        """The weight; a view of the mapped file where it lies there as it is.
+
+        Raises:
+            RefusedError: it is not as its format has it.
+        """
+        if self.unpack is None:
+            return files.tensor(self.pieces[""])
+        parts = {role: files.tensor(piece) for role, piece in self.pieces.items()}
+        where = next(iter(self.pieces.values()))
+        try:
+            weight = self.unpack(parts, self.dtype)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+            raise RefusedError(
+                "a quantised weight is not as its format has it",
+                where=f"{where.path}: {where.key}",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
+            ) from error
+        if weight.shape != self.shape:
+            raise RefusedError(
+                "a quantised weight is not whole",
+                where=f"{where.path}: {where.key}",
+                found=f"shape {list(weight.shape)}",
+                expected=f"shape {list(self.shape)}",
+            )
+        return weight
+
+
+def plain(piece: Piece) -> StoredTensor:
+    """A weight that is one tensor of the files."""
+    return StoredTensor({"": piece}, piece.shape, piece.torch_dtype)
+
+
+class OpenFiles(AbstractContextManager["OpenFiles"]):
+    """Files that are mapped while a weight is read: the pages of a mapped file, once read, count until it is closed."""
+
+    def __init__(self) -> None:
+        self._stack, self._files = ExitStack(), dict[Path, Any]()
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        """A tensor, on the bytes of its mapped file; gone when the files are closed."""
+        if piece.path not in self._files:
+            self._files[piece.path] = self._stack.enter_context(open_shard(piece.path))
+        tensor: torch.Tensor = self._files[piece.path].get_tensor(piece.key)
+        return tensor
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
+def open_shard(path: Path) -> Any:
+    """A safetensors file, mapped; a context manager.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise RefusedError("a file of the weights cannot be read", where=str(path), found=str(error)) from error
+
+
+def find_pieces(folder: Path) -> dict[str, Piece]:
+    """Name -> tensor of a model folder's safetensors files.
+
+    Raises:
+        RefusedError: an index or a file that cannot be read.
+    """
+    shards = find_shards(folder)
+    for path in shards:
+        check_file(path, None)
+        check_header(path)
+    return {piece.key: piece for path in shards for piece in _pieces_of(path)}
+
+
+def _pieces_of(path: Path) -> Iterable[Piece]:
+    with open_shard(path) as file:
+        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+            view = file.get_slice(key)
+            yield Piece(path, key, torch.Size(view.get_shape()), view.get_dtype())
