@@ -92,16 +92,22 @@ def run_one(part: str, args: argparse.Namespace, folder: Path, document: CheckDo
             return
 
 
+def child_words(part: str, args: argparse.Namespace, results: Path, done: Sequence[str]) -> list[str]:
+    """Command line of a child process."""
+    words = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--child", part]
+    words += ["--results", str(results), "--device", args.device, "--scale", args.scale]
+    for option, values in (("--done", done), ("--indices", args.indices), ("--without", args.without)):
+        words += [option, *map(str, values)] if values else []
+    return words
+
+
 class Attempt:
     """One child process, and what it writes."""
 
     def __init__(self, part: str, args: argparse.Namespace, stem: Path, done: Sequence[str]) -> None:
         self._part, self._results, self._errors = part, stem.with_suffix(".jsonl"), stem.with_suffix(".err")
         self._results.touch()
-        words = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--child", part]
-        words += ["--results", str(self._results), "--device", args.device, "--scale", args.scale]
-        for option, values in (("--done", done), ("--indices", args.indices), ("--without", args.without)):
-            words += [option, *map(str, values)] if values else []
+        words = child_words(part, args, self._results, done)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with self._errors.open("wb") as errors:
             self._child = subprocess.Popen(
