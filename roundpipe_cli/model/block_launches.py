@@ -59,9 +59,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> list[torch.Tensor]:
+def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(one) for one in (query, key, value)]
 
 
@@ -99,7 +97,7 @@ def block_launches(
         capability: of the GPU that is counted for.
         tries: passes that are timed.
     """
-    worker = _worker_on_meta(model, split)
+    worker = worker_on_meta(model, split)
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
 
@@ -120,7 +118,8 @@ def block_launches(
     return found
 
 
-def _worker_on_meta(model: nn.Module, split: ModelSplit) -> WorkerModel:
+def worker_on_meta(model: nn.Module, split: ModelSplit) -> WorkerModel:
+    """A worker whose blocks are bound to meta tensors; its embedding gathers zeros on the host."""
     names = {name: parameter for name, parameter in model.named_parameters()}
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}

@@ -1,4 +1,4 @@
-"""The planner's figures for this card against a run: step time, and from the run's own costs what a step should take."""
+"""The planner's step time for this card against a run's."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CheckDocument:
         content = {"device": self.label, "hardware": self.hardware, "seconds": self.seconds, "parts": self.parts}
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)
+        new.replace(self.path)
 
     @property
     def hardware(self) -> str:
