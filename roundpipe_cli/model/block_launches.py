@@ -120,7 +120,7 @@ def block_launches(
 
 def worker_on_meta(model: nn.Module, split: ModelSplit) -> WorkerModel:
     """A worker whose blocks are bound to meta tensors; its embedding gathers zeros on the host."""
-    names = {name: parameter for name, parameter in model.named_parameters()}
+    names = dict(model.named_parameters())
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
     worker = WorkerModel(model, split, host, trainable, META)
