@@ -113,8 +113,11 @@ def block_launches(
     for blocks in kinds.values():
         index = blocks[0]
         passes = _Passes(worker, index, calls[index], hidden)
-        counted = [_counted(run, capability) for run in (passes.forward, passes.recompute, passes.backward)]
-        found.append(BlockLaunches(tuple(blocks), *counted, host_s=min(_timed(passes) for _ in range(max(1, tries)))))
+        forward, recompute, backward = (
+            _counted(run, capability) for run in (passes.forward, passes.recompute, passes.backward)
+        )
+        host_s = min(_timed(passes) for _ in range(max(1, tries)))
+        found.append(BlockLaunches(tuple(blocks), forward, recompute, backward, host_s))
     return found
 
 
@@ -150,13 +153,18 @@ class _Passes:
     def backward(self) -> None:
         assert self._output is not None
         gradient = torch.empty_like(self._output)
-        with GradientTaps(self._parameters, lambda index, found: self._sums[index].add_(found)):
+
+        def add(index: int, found: torch.Tensor) -> None:
+            self._sums[index].add_(found)
+
+        with GradientTaps(self._parameters, add):
             self._output.backward(gradient)
         self._output = None
 
 
 def _counted(run: Callable[[], None], capability: tuple[int, int]) -> Launches:
-    with LaunchCounter(capability) as counter:
+    counter = LaunchCounter(capability)
+    with counter:
         run()
     return counter.launches
 
