@@ -95,12 +95,17 @@ def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: boo
         layer._parameters[name] = weights
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins, equal for its transpose; on the meta device all addresses are 0."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 class _Beside(TorchFunctionMode):
     """While active in a thread, grouped products with one weight get its adapter's product added."""
 
     def __init__(self, weights: torch.Tensor, wrapper: Any, adapter: str) -> None:
         super().__init__()
-        self._address = weights.data_ptr()
+        self._place = _place(weights)
         experts, rank = wrapper.num_experts, wrapper.r[adapter]
         lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
         self._a = lora_a.view(experts, rank, -1)
@@ -113,7 +118,7 @@ class _Beside(TorchFunctionMode):
         if len(args) < 2 or "grouped_mm" not in getattr(func, "__name__", str(func)):
             return func(*args, **kwargs)
         tokens, weights, *rest = args
-        if weights.data_ptr() != self._address:
+        if _place(weights) != self._place:
             return func(*args, **kwargs)
         self.num_products += 1
         ends = kwargs["offs"] if "offs" in kwargs else rest[0]

@@ -186,10 +186,14 @@ class WorkerModel:
         bound = (module._parameters[attribute] for module, attribute, _ in self._bindings[layer])
         return min((p for p in bound if p is not None), key=torch.Tensor.data_ptr)
 
+    def names_of(self, layer: int) -> list[str]:
+        """Names of the parameters that a layer reads, a shared one included."""
+        return [name for _, _, name in self._bindings[layer]]
+
     @property
     def embed_names(self) -> list[str]:
         """Names of the parameters that the embed layer reads, a tied table included."""
-        return [name for _, _, name in self._bindings[0]]
+        return self.names_of(0)
 
     def embed_parameters(self, host_views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
         """The embed layer's parameters on the host's weights `host_views`, for `bind_embed`."""

@@ -1,0 +1,176 @@
+"""What one block of a model launches for a microbatch: forward, recompute and backward, at any width, on meta tensors.
+
+Attention is one operator forward and one backward, as the fused kernels are; a mask of bools is made additive before,
+as torch does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.gradient_taps import GradientTaps
+from roundpipe_cli.model.last_projection import block_kind
+from roundpipe_cli.model.launches import LaunchCounter, Launches
+from roundpipe_cli.model.split import ModelSplit
+from roundpipe_cli.model.worker_model import WorkerModel
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class BlockLaunches:
+    """One kind of block, for one microbatch."""
+
+    blocks: tuple[int, ...]
+    """Those of this kind."""
+    forward: Launches
+    recompute: Launches
+    """With the graph, so that backward can follow."""
+    backward: Launches
+    """The sums of parameters' gradients over microbatches included."""
+    host_s: float
+    """Seconds that a thread takes to issue the three on meta tensors, the least of a few tries."""
+
+
+@torch.library.custom_op("roundpipe::attention", mutates_args=())
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    raise NotImplementedError("stands for attention on meta tensors only")
+
+
+@_attention.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.custom_op("roundpipe::attention_backward", mutates_args=())
+def _attention_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[torch.Tensor]:
+    raise NotImplementedError("stands for attention on meta tensors only")
+
+
+@_attention_backward.register_fake
+def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_like(one) for one in (query, key, value)]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_attention_backward(gradient, *ctx.saved_tensors), None)
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Puts one operator in the place of `scaled_dot_product_attention`, which meta tensors would take apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value, *rest = args
+        mask = rest[0] if rest else (kwargs or {}).get("attn_mask")
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
+        return _attention(query, key, value, mask)
+
+
+def block_launches(
+    model: nn.Module, split: ModelSplit, tokens: int, capability: tuple[int, int] = (9, 0), tries: int = 2
+) -> list[BlockLaunches]:
+    """Launches of one block of each kind, for a sequence of `tokens`.
+
+    Args:
+        model: parameters on the meta device, adapters included; is left as it is.
+        capability: of the GPU that is counted for.
+        tries: passes that are timed.
+    """
+    worker = worker_on_meta(model, split)
+    prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return moved.setdefault(id(tensor), tensor.to(META))
+
+    calls = [call.map_tensors(move) for call in prologue.calls]
+    kinds: dict[Any, list[int]] = {}
+    for index, block in enumerate(worker.blocks):
+        kinds.setdefault(block_kind(block, calls[index]), []).append(index)
+    hidden = prologue.hidden.detach().to(META)
+    found = []
+    for blocks in kinds.values():
+        index = blocks[0]
+        passes = _Passes(worker, index, calls[index], hidden)
+        forward, recompute, backward = (
+            _counted(run, capability) for run in (passes.forward, passes.recompute, passes.backward)
+        )
+        host_s = min(_timed(passes) for _ in range(max(1, tries)))
+        found.append(BlockLaunches(tuple(blocks), forward, recompute, backward, host_s))
+    return found
+
+
+def worker_on_meta(model: nn.Module, split: ModelSplit) -> WorkerModel:
+    """A worker whose blocks are bound to meta tensors; its embedding gathers zeros on the host."""
+    names = dict(model.named_parameters())
+    trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
+    host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
+    worker = WorkerModel(model, split, host, trainable, META)
+    for layer in range(1, len(worker.blocks) + 1):
+        bound = {name: nn.Parameter(names[name].to(META), name in trainable) for name in worker.names_of(layer)}
+        worker.bind(layer, bound)
+    return worker
+
+
+class _Passes:
+    """A block's three passes, one after the other."""
+
+    def __init__(self, worker: WorkerModel, index: int, call: BlockCall, hidden: torch.Tensor) -> None:
+        self._worker, self._index, self._call, self._hidden = worker, index, call, hidden
+        self._parameters = [one for one in worker.blocks[index].parameters() if one.requires_grad]
+        self._sums = [torch.empty(one.shape, dtype=torch.float32, device=META) for one in self._parameters]
+        self._output: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        with torch.no_grad(), FusedAttention():
+            self._worker.run_block(self._index, self._call, self._hidden)
+
+    def recompute(self) -> None:
+        with FusedAttention():
+            self._output = self._worker.run_block(self._index, self._call, self._hidden.detach().requires_grad_())
+
+    def backward(self) -> None:
+        assert self._output is not None
+        gradient = torch.empty_like(self._output)
+
+        def add(index: int, found: torch.Tensor) -> None:
+            self._sums[index].add_(found)
+
+        with GradientTaps(self._parameters, add):
+            self._output.backward(gradient)
+        self._output = None
+
+
+def _counted(run: Callable[[], None], capability: tuple[int, int]) -> Launches:
+    counter = LaunchCounter(capability)
+    with counter:
+        run()
+    return counter.launches
+
+
+def _timed(passes: _Passes) -> float:
+    start_s = time.thread_time()
+    for run in (passes.forward, passes.recompute, passes.backward):
+        run()
+    return time.thread_time() - start_s

@@ -1,0 +1,84 @@
+"""One block of five families, forward and backward: time by kind of kernel, and which attention kernel really ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from roundpipe_cli.model.worker_model import WorkerModel
+from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
+from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
+
+TOKENS = {"tiny": 16, "full": 2048}
+KINDS = (
+    ("attention", ("flash", "fmha", "attention", "cutlassF", "cutlassB", "cudnn_generated_fort_native_sdpa")),
+    ("product", ("gemm", "nvjet", "xmma", "cutlass", "::mm", "::bmm", "::addmm", "grouped_mm")),
+    ("copy", ("memcpy", "memset", "copy", "CatArray", "::cat", "contiguous")),
+    ("reduction", ("reduce", "softmax", "norm", "::sum", "::mean", "sort", "scan", "topk")),
+    ("elementwise", ("elementwise", "vectorized", "::mul", "::add", "::silu", "::neg", "triton")),
+)
+"""Kind of a kernel, and parts of names that tell; the first that fits counts."""
+
+
+def checks(place: CheckPlace) -> Iterator[Check]:
+    for name in FAMILIES:
+        for method in ("lora", "full") if name == "qwen3" else ("lora",):
+            yield check(f"{name}, {method}", one_block, place, name, method, limit_s=180.0)
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel, or on the processor an operator, does."""
+    found = (kind for kind, parts in KINDS if any(part.lower() in kernel.lower() for part in parts))
+    return next(found, "other")
+
+
+def one_block(place: CheckPlace, model_type: str, method: str) -> Figures:
+    """Profile the second of a few passes through the first block."""
+    model = build(of_scale(place, model_type, num_hidden_layers=2), method)
+    tokens = TOKENS[place.scale]
+    ids = random_rows(1, tokens, model.figures["vocab_size"])[0].input_ids
+    with place.devices():
+        device = torch.device("cuda", place.first)
+        worker = WorkerModel(model.skeleton, model.split, model.store.views, model.store.trainable_names, device)
+        host = model.store.layouts[1]
+        worker.bind(1, {
+            one.name: nn.Parameter(model.store.views[one.name].to(device), one.name in model.store.trainable_names)
+            for one in host.places
+        })  # fmt: skip
+        prologue = worker.prologue(ids)
+        call = prologue.calls[0].map_tensors(lambda tensor: tensor.to(device))
+        hidden = prologue.hidden.detach().to(device)
+
+        def run() -> None:
+            output = worker.run_block(0, call, hidden.clone().requires_grad_())
+            output.backward(torch.ones_like(output))
+            torch.cuda.synchronize()
+
+        run()
+        activities = [ProfilerActivity.CPU] if place.is_simulated else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities) as profiler:
+            run()
+    return by_kind(profiler, is_real=not place.is_simulated)
+
+
+def by_kind(profiler: Any, *, is_real: bool) -> Figures:
+    """Launches and microseconds by kind; on the processor, of operators."""
+    counts: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    attention: Counter[str] = Counter()
+    for event in profiler.events():
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_device != is_real or (not is_real and not event.name.startswith("aten::")):
+            continue
+        kind, taken = kind_of(event.name), event.device_time if is_real else event.self_cpu_time_total
+        counts[kind] += 1
+        times[kind] += taken
+        if kind == "attention":
+            attention[event.name[:120]] += 1
+    assert attention, "no attention kernel was seen"
+    return {"launches": dict(counts), "microseconds": dict(times), "attention": dict(attention)}

@@ -1,0 +1,93 @@
+"""Child process of `scripts/gpu_check`: the checks of one part, a line of JSON before and after each.
+
+    python scripts/gpu_check --child correctness --results FILE
+
+Stacks go to stderr: after `WATCHDOG_S` without a result, and on SIGUSR1. On a real card the process ends after a check
+that failed, because CUDA errors stay; the parent starts another for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_checks.place import OPTIONAL, WATCHDOG_S, Check, CheckPlace, SkippedCheckError, block_imports
+
+PARTS = ("environment", "correctness", "links", "memory", "kernels", "prediction", "throughput", "sanitizer")
+"""Cheap and decisive ones first; a module of this package each."""
+UNFINISHED = 3
+"""Exit code: checks are left, and this process is not fit for them."""
+
+
+def run_part(name: str, place: CheckPlace, results: Path, done: Collection[str]) -> int:
+    """Make all checks of a part that are not `done`; returns an exit code."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    module = importlib.import_module(f"scripts.gpu_checks.{name}")
+    for one in module.checks(place):
+        if one.name in done:
+            continue
+        record(results, {"part": name, "check": one.name, "status": "running", "limit_s": one.limit_s})
+        faulthandler.dump_traceback_later(WATCHDOG_S, repeat=False)
+        outcome = outcome_of(one)
+        faulthandler.cancel_dump_traceback_later()
+        record(results, {"part": name, "check": one.name, **outcome})
+        if outcome["status"] == "failed" and not place.is_simulated:
+            return UNFINISHED
+    return 0
+
+
+def outcome_of(one: Check) -> dict[str, Any]:
+    """Status, seconds and figures of a check."""
+    start_s = time.perf_counter()
+    try:
+        found: dict[str, Any] = {"status": "ok", "figures": dict(one.run())}
+    except SkippedCheckError as error:
+        found = {"status": "skipped", "reason": str(error)}
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in OPTIONAL:
+            found = failure(error)
+        else:
+            found = {"status": "skipped", "reason": f"{package} is not installed"}
+    except Exception as error:
+        found = failure(error)
+    return {**found, "seconds": round(time.perf_counter() - start_s, 3)}
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    text = "".join(traceback.format_exception(error))
+    return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-6000:]}
+
+
+def record(results: Path, line: Mapping[str, Any]) -> None:
+    """Append a line and see it on disk: a machine may be taken away at any moment."""
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main(args: argparse.Namespace) -> int:
+    block_imports(tuple(args.without))
+    from roundpipe_cli.cli.libraries import quiet_libraries
+
+    quiet_libraries()
+    place = CheckPlace(args.device == "simulated", tuple(args.indices) or visible_gpus(), args.scale)
+    return run_part(args.child, place, Path(args.results), set(args.done))
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """At most two of them; (0,) without any, for the part that says so."""
+    from roundpipe_cli.engine.backends import cuda
+
+    return tuple(range(min(2, cuda.num_devices()))) or (0,)

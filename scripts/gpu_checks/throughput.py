@@ -1,0 +1,105 @@
+"""Tokens per second: streamed, cached and resident weights, beside loops that a user would write."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import socket
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.schedule.operations import WEIGHTS
+from roundpipe_cli.schedule.timeline import UP
+from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check
+from scripts.gpu_checks.ways import Trial, engine_steps, make_trial, plain_copy, plain_seconds
+
+LIMIT_S = 240.0
+PUBLISHED = "roundpipe"
+"""Name of the published package."""
+
+
+def checks(place: CheckPlace) -> Iterator[Check]:
+    for method in ("lora", "full"):
+        trial = functools.cache(functools.partial(make_trial, place, method))
+        for way in ("streamed", "cached", "resident") if method == "lora" else ("streamed", "cached"):
+            yield check(f"{method}, {way}", engine, place, trial, way, limit_s=LIMIT_S)
+        for way in ("all-resident loop", "FSDP2 with CPU offload"):
+            yield check(f"{method}, {way}", loop, place, trial, way, limit_s=LIMIT_S)
+    yield check("published package", published, place)
+
+
+def engine(place: CheckPlace, make: Any, way: str) -> Figures:
+    """Median step of the engine, without updates."""
+    trial: Trial = make()
+    with place.devices():
+        results = engine_steps(place, trial, way)
+    step_s = statistics.median(result.step_s for result in results)
+    weights = results[-1].transfers.classes[UP, WEIGHTS]
+    return {
+        "tokens_per_s": trial.num_tokens / step_s,
+        "step_s": step_s,
+        "idle": statistics.median(result.bubble_ratio for result in results),
+        "peak_bytes": max(results[-1].device_peak_bytes),
+        "weights_up_bytes": weights.num_bytes,
+        "up_bytes_per_s": weights.num_bytes / weights.moving_s if weights.moving_s else 0.0,
+        "loss": results[-1].loss,
+    }
+
+
+def loop(place: CheckPlace, make: Any, way: str) -> Figures:
+    """The same forward and backward in a loop without an engine."""
+    trial: Trial = make()
+    device = torch.device("cpu") if place.is_simulated else torch.device("cuda", place.first)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if way == "all-resident loop":
+        seconds = plain_seconds(plain_copy(trial.model, device), trial.microbatches, device, place.scale)
+    else:
+        with process_group(device):
+            plain = offloaded(plain_copy(trial.model, "cpu"), trial, device)
+            seconds = plain_seconds(plain, trial.microbatches, device, place.scale)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {"tokens_per_s": trial.num_tokens / seconds, "step_s": seconds, "peak_bytes": peak}
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """One process of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def offloaded(plain: nn.Module, trial: Trial, device: torch.device) -> nn.Module:
+    """The model under FSDP2, each block a unit, weights and gradients in host memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = torch.distributed.init_device_mesh(device.type, (1,))
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
+    if device.type == "cuda":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for block in plain.get_submodule(trial.model.split.blocks_path).children():
+        fully_shard(block, **options)
+    fully_shard(plain, **options)
+    return plain
+
+
+def published(place: CheckPlace) -> Figures:
+    """The published package, where somebody has installed it."""
+    if importlib.util.find_spec(PUBLISHED) is None:
+        raise SkippedCheckError(f"the published package ({PUBLISHED}) is not installed")
+    raise SkippedCheckError(f"{PUBLISHED} is installed; nothing here drives it yet")

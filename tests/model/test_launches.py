@@ -1,0 +1,100 @@
+"""Launches of a block: what counts, and the counts of five families at their real width, on meta tensors."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.model.block_launches import block_launches
+from roundpipe_cli.model.launches import LaunchCounter
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.lora import LoraSettings, add_lora
+from roundpipe_cli.model.split import split_model
+from scripts.gpu_checks.models import FAMILIES, configuration, shipped
+
+TOKENS = 512
+EXPECTED = {
+    ("llama", "lora"): (67, 116),
+    ("llama", "full"): (39, 80),
+    ("qwen3", "lora"): (83, 144),
+    ("qwen3", "full"): (55, 114),
+    ("gpt_oss", "lora"): (98, 131),
+    ("gpt_oss", "full"): (82, 141),
+    ("gemma3_text", "lora"): (116, 175),
+    ("gemma3_text", "full"): (88, 157),
+}
+"""Operators of the first block, forward and backward; the latter with one add for each trained parameter."""
+
+
+def counted(run: Any) -> tuple[int, int, int]:
+    with LaunchCounter() as counter:
+        run()
+    found = counter.launches
+    return found.num_launches, found.traffic_bytes, found.num_host_waits
+
+
+def test_what_counts_as_a_launch() -> None:
+    """Views and allocations are none; casts, copies and adds in place are; a product has no traffic."""
+    one = torch.empty(4, 8, device="meta")
+    assert counted(lambda: one.t().reshape(4, 8)[1:].expand(3, 8)) == (1, 2 * 4 * 32, 0)  # the reshape copies
+    assert counted(lambda: torch.empty_like(one)) == (0, 0, 0)
+    assert counted(lambda: one.to(torch.bfloat16)) == (1, 4 * 32 + 2 * 32, 0)
+    assert counted(lambda: one.add_(1)) == (1, 2 * 4 * 32, 0)
+    assert counted(lambda: one @ one.t()) == (1, 0, 0)
+    assert counted(lambda: one + one[:1].expand(4, 8)) == (1, 4 * (32 + 8 + 32), 0)
+
+
+def test_waits_of_the_host_are_counted() -> None:
+    """A number that is asked for, and sizes that depend on values."""
+    one = torch.ones(4)
+    assert counted(lambda: one.sum().item())[2] == 1 and counted(lambda: one.nonzero())[2] == 1
+
+
+def launches(model_type: str, method: str, tokens: int, capability: tuple[int, int] = (9, 0)) -> Any:
+    figures = shipped(FAMILIES[model_type], num_hidden_layers=2, vocab_size=64)
+    model = build_skeleton(configuration(figures), torch.bfloat16)
+    split = split_model(model)
+    if method == "lora":
+        add_lora(model, LoraSettings(r=16, alpha=16), dtype=torch.bfloat16, base_name="counted")
+    return block_launches(model, split, tokens, capability, tries=1)[0]
+
+
+@pytest.mark.parametrize(("model_type", "method"), EXPECTED)
+def test_a_blocks_launches(model_type: str, method: str) -> None:
+    """The number is the same at any length, and recompute is forward once more; no host waits."""
+    found = launches(model_type, method, TOKENS)
+    counts = found.forward.num_launches, found.backward.num_launches
+    assert counts == EXPECTED[model_type, method], (found.forward.operators, found.backward.operators)
+    assert found.recompute.num_launches == counts[0]
+    assert found.forward.num_host_waits + found.recompute.num_host_waits + found.backward.num_host_waits == 0
+    assert found.host_s > 0
+
+
+def test_traffic_of_a_block_at_full_length() -> None:
+    """Qwen3-8B, LoRA r 16, 8,192 tokens: 9.5 GB forward and 16.4 GB backward that are no products."""
+    found = launches("qwen3", "lora", 8192)
+    assert found.forward.traffic_bytes == pytest.approx(9.51e9, rel=0.01)
+    assert found.backward.traffic_bytes == pytest.approx(16.44e9, rel=0.01)
+
+
+def test_experts_are_a_loop_on_cards_without_a_grouped_kernel() -> None:
+    """sm90: one launch for all experts. Elsewhere one product per expert, and the host waits for their sizes."""
+    one_kernel, loop = (launches("qwen3_moe", "full", 64, capability) for capability in ((9, 0), (8, 9)))
+    assert one_kernel.forward.num_host_waits == 0 < loop.forward.num_host_waits
+    assert loop.forward.num_launches >= one_kernel.forward.num_launches + 2 * 127
+
+
+def test_the_script_prints_a_row_for_each_kind_of_block(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).resolve().parents[2] / "scripts" / "ledger"
+    spec = importlib.util.spec_from_loader("ledger", importlib.machinery.SourceFileLoader("ledger", str(path)))
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    kinds = script.counted("gemma3_text", "lora", 64, (9, 0))
+    rows = [script.row("gemma3_text", "lora", one) for one in kinds]
+    assert len(rows) == 1 and rows[0].startswith("| google/gemma-3-12b-pt | lora | 0, 1, 2 | ")
