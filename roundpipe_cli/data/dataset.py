@@ -88,7 +88,7 @@ class _Builder:
         self._num_cached = 0
         self._facts: TemplateFacts | None = None
         self._vocabulary = max([len(tokenizer), *(token_id + 1 for token_id in tokenizer.get_vocab().values())])
-        self._cache_notices: list[str] = []
+        self._source_notices: list[str] = []
         self.rows_by_spec: list[int] = []
 
     @property
@@ -101,6 +101,7 @@ class _Builder:
             RefusedError: no row in it, or none of its rows can ever be used (see `build_dataset`).
         """
         self._sources.append(source)
+        self._source_notices.extend(source.notices)
         key = shard_key(source, self._settings, self._tokenizer_digest, self._template)
         shard = self._cached(source, key) if key is not None else None
         if shard is not None:
@@ -118,7 +119,7 @@ class _Builder:
         try:
             return load_shard(key, self._vocabulary, progress)
         except DamageError as damage:
-            self._cache_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
+            self._source_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
             return None
 
     def _make_shard(self, source: Source, key: str | None) -> Shard:
@@ -267,7 +268,7 @@ class _Builder:
             )
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
-        notices = [*self._cache_notices, *(text for shard in self._shards for text in shard.notices)]
+        notices = [*self._source_notices, *(text for shard in self._shards for text in shard.notices)]
         rows = TokenizedRows(self._shards)
         return TokenizedDataset(
             rows,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plain_files import kind_of_file, stays_inside
 from roundpipe_cli.units import format_bytes
 
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
@@ -149,7 +150,12 @@ def check_file(path: Path, max_bytes: int | None) -> None:
     except OSError as error:
         raise RefusedError("a file of the model cannot be read", where=str(path), found=str(error.strerror)) from error
     if not stat.S_ISREG(status.st_mode):
-        raise RefusedError("a file of the model is no regular file", where=str(path), expected="a regular file")
+        raise RefusedError(
+            "a file of the model is no regular file",
+            where=str(path),
+            found=kind_of_file(status.st_mode),
+            expected="a regular file",
+        )
     if max_bytes is not None and status.st_size > max_bytes:
         raise RefusedError(
             f"{path.name} is too large",
@@ -157,16 +163,6 @@ def check_file(path: Path, max_bytes: int | None) -> None:
             found=format_bytes(status.st_size),
             expected=f"at most {format_bytes(max_bytes)}",
         )
-
-
-def stays_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
-    try:
-        real, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError):  # a link that leads to itself
-        return False
-    blobs = home.parent.parent / "blobs"
-    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
 
 
 def _limit(name: str) -> int:
