@@ -164,7 +164,7 @@ class _Builder:
                 # Once a row is bad, the rest is read only to count what is wrong with it.
                 yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
-        for result in self._pool.encode(chunks()):
+        for result in self._pool.encode(chunks(), source.name):
             yield given.pop(0), result
 
     def _decide(
@@ -354,8 +354,12 @@ def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     chunk: list[RawRow] = []
     characters = 0
     for row in rows:
+        own = _num_characters(row.columns)
+        if chunk and own >= CHUNK_CHARACTERS:  # alone, so that an error names it
+            yield chunk
+            chunk, characters = [], 0
         chunk.append(row)
-        characters += _num_characters(row.columns)
+        characters += own
         if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0

@@ -31,6 +31,7 @@ from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.rows import RawRow
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.units import format_bytes
 from roundpipe_cli.watchdog import at_work
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class _Child:
     connection: Connection
     chunk: int | None = None
     """Index of the chunk that it works on; None: idle."""
+    place: str = "datasets"
+    """File and rows that it works on."""
 
 
 class EncoderPool:
@@ -95,11 +98,15 @@ class EncoderPool:
             RefusedError: it is not valid, or too slow, or too large.
         """
         child = self._children[0] if self._children else self._start()
-        child.connection.send(None)
+        with suppress(BrokenPipeError):
+            child.connection.send(None)
         return cast("TemplateFacts | None", self._receive(child))
 
-    def encode(self, chunks: Iterable[Chunk]) -> Iterator[ChunkResult]:
+    def encode(self, chunks: Iterable[Chunk], name: str = "datasets") -> Iterator[ChunkResult]:
         """The result of each chunk, in their order; the next chunks are read while children work.
+
+        Args:
+            name: of the file or dataset, for errors.
 
         Raises:
             RefusedError: the chat template went beyond its limits.
@@ -110,7 +117,9 @@ class EncoderPool:
         num_given = num_done = 0
         for chunk in chunks:
             child = self._idle_child(results)
-            child.connection.send(chunk)
+            child.place = _place(name, chunk[1])
+            with suppress(BrokenPipeError):  # it has died: what it leaves is read below
+                child.connection.send((*chunk, child.place))
             child.chunk, num_given = num_given, num_given + 1
             while num_given - num_done > CHUNKS_AHEAD * self._max_children and num_done not in results:
                 self._wait(results)
@@ -151,7 +160,7 @@ class EncoderPool:
             reply = child.connection.recv()
         except (EOFError, ConnectionError):
             child.process.join()
-            raise _died(child.process.exitcode) from None
+            raise _died(child.process.exitcode, child.place) from None
         if isinstance(reply, RoundpipeError):
             raise reply
         return reply
@@ -179,16 +188,22 @@ def _slow_template() -> RefusedError:
     )
 
 
-def _died(exit_code: int | None) -> RoundpipeError:
+def _place(name: str, rows: Sequence[RawRow]) -> str:
+    if len(rows) < 2:
+        return f"{name}: row {rows[0].number}" if rows else name
+    return f"{name}: rows {rows[0].number} to {rows[-1].number}"
+
+
+def _died(exit_code: int | None, place: str) -> RoundpipeError:
     number = -(exit_code or 0)
     if number == signal.SIGPROF:
         return _slow_template()
     if number <= 0:
-        return InternalError(f"a tokenising process left with exit code {exit_code}", where="datasets")
+        return InternalError(f"a tokenising process left with exit code {exit_code}", where=place)
     name = signal.Signals(number).name if number in {item.value for item in signal.Signals} else f"signal {number}"
     return ResourceError(
         f"a tokenising process was ended by {name}",
-        where="datasets",
+        where=place,
         found="the system ends processes this way when memory runs out"
         if number == signal.SIGKILL
         else "this can happen where memory runs out",
@@ -240,14 +255,14 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
             except MemoryError:
                 reply = ResourceError(
                     "a tokenising process is out of memory",
-                    where="datasets",
-                    found=f"more than {MAX_MEMORY_BYTES} bytes for one chunk of rows",
+                    where=request[3] if request else "chat_template",
+                    found=f"more than {format_bytes(MAX_MEMORY_BYTES)} for these rows",
                     hint="look for rows of many megabytes",
                 )
             except BaseException as error:  # nobody above would turn it into words
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"tokenising failed: {type(error).__name__}: {error}"
-                reply = InternalError(text, where="datasets", found=f"at {place.filename}:{place.lineno}")
+                reply = InternalError(text, where=request[3] if request else "datasets", found=f"at {place.filename}:{place.lineno}")
             connection.send(reply)
 
 

@@ -83,6 +83,13 @@ def test_a_slow_template_is_not_a_bad_row_that_may_be_skipped(tmp_path: Path) ->
     assert caught.value.exit_code == 2
 
 
+def test_a_row_that_takes_too_much_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MAX_MEMORY_BYTES", 256 * 1024**2)
+    rows = [ROW, {"prompt": "Hi", "completion": "a b " * 2_500_000}]
+    with pytest.raises(ResourceError, match=r"rows.jsonl: row 2: a tokenising process"):
+        build(write_rows(tmp_path / "rows.jsonl", rows), num_workers=1)
+
+
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path, num_workers: int) -> None:
     rows = [{"prompt": f"Q{n}", "completion": "a" * (n % 97)} for n in range(2600)]  # every 97th is bad

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.data import files
 from roundpipe_cli.data.hub import check_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
@@ -304,3 +306,29 @@ def test_hub_dataset_offline_is_refused_at_once(tmp_path: Path, monkeypatch: pyt
 def test_text_in_messages_is_escaped_and_cut() -> None:
     assert printable("a\x1b[31m\n\u202e\x07") == "a\\x1b[31m\\n\\u202e\\x07"
     assert len(printable("x" * 10_000_000)) == 200
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv.gz", "x.txt.gz", "x.json.gz"])
+def test_a_compressed_bomb_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A few kilobytes unpacked to one line of any length, and took the machine's memory with them."""
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "MAX_UNPACKED_BYTES", 1 << 16)
+    path = write(tmp_path / name, gzip.compress(b"text\nfirst\n\n" + b"x" * (1 << 20)))
+    with pytest.raises(RefusedError, match=r"too long|too large") as caught:
+        read(path)
+    assert str(path) in str(caught.value) and "64 KiB" in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_deflate_bytes_are_one_error(tmp_path: Path, seed: int) -> None:
+    """`zlib.error` is neither an OSError nor an EOFError."""
+    chance = random.Random(seed)
+    data = bytearray(gzip.compress(b"".join(b'{"a": %d}\n' % chance.randrange(10**9) for _ in range(200))))
+    data[chance.randrange(10, len(data) - 8)] ^= 1 << chance.randrange(8)
+    with pytest.raises(RefusedError, match=r"cannot read the dataset"):
+        read(write(tmp_path / "x.jsonl.gz", bytes(data)))
+
+
+def test_a_header_that_is_no_csv_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="header is not valid CSV"):
+        read(write(tmp_path / "x.csv", 'a,"b"c\n1,2\n'))
