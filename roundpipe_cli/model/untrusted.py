@@ -46,7 +46,9 @@ CONFIGS = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "processor_config.json", "preprocessor_config.json", "chat_template.json"),
 )
-TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json")
+SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
+"""Endings of configurations, tokenizers and chat templates."""
+TEMPLATES_FOLDER = "additional_chat_templates"
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm")
 """Implementations that are part of transformers; any other name is a kernel from the hub."""
 
@@ -96,12 +98,26 @@ def check_small_files(folder: Path) -> None:
     Raises:
         RefusedError: as said.
     """
-    for name in (*CONFIGS, *TOKENIZERS, INDEX_NAME):
-        if os.path.lexists(folder / name):
-            check_file(folder / name, MAX_INDEX_BYTES if name == INDEX_NAME else _limit(name))
+    for path in sorted(_small_files(folder)):
+        check_file(path, MAX_INDEX_BYTES if path.name == INDEX_NAME else _limit(path))
     for name in CONFIGS:
         if (folder / name).exists():
             _check_config(folder / name, read_json(folder / name))
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
+    """Everything in a folder that a library may read beside weights; some choose files by their endings only."""
+    templates = folder / TEMPLATES_FOLDER
+    if os.path.lexists(templates) and not stays_inside(templates, folder):
+        raise RefusedError(
+            "a folder of the model is a link that leads outside the model folder",
+            where=str(templates),
+            found=os.path.realpath(templates),
+            expected="a folder inside it",
+        )
+    for place in (folder, templates):
+        if place.is_dir():
+            yield from (path for path in place.iterdir() if path.suffix.lower() in SMALL_SUFFIXES)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -165,8 +181,8 @@ def check_file(path: Path, max_bytes: int | None) -> None:
         )
 
 
-def _limit(name: str) -> int:
-    return MAX_TOKENIZER_BYTES if name in TOKENIZERS else MAX_CONFIG_BYTES
+def _limit(path: Path) -> int:
+    return MAX_CONFIG_BYTES if path.name in CONFIGS or path.suffix == ".jinja" else MAX_TOKENIZER_BYTES
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

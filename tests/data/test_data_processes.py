@@ -18,6 +18,7 @@ from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.limited import signals_held
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 
 ROW = {"prompt": "Hi", "completion": "Yo"}
@@ -186,7 +187,7 @@ def test_signals_wait_for_the_end_of_a_fork() -> None:
 
     before = signal.signal(signal.SIGHUP, stop)
     try:
-        with pytest.raises(KeyboardInterrupt), processes._signals_held():
+        with pytest.raises(KeyboardInterrupt), signals_held():
             signal.raise_signal(signal.SIGHUP)
             passed.append("the fork")
         assert passed and signal.getsignal(signal.SIGHUP) is stop
