@@ -15,6 +15,8 @@ from roundpipe_cli.model.untrusted import MAX_CONFIG_BYTES, check_file, check_he
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1 << 20
+PATTERN_S = 2.0
+"""Processor time for an adapter's patterns against all names of modules."""
 REFUSED_KEYS = ("megatron_config", "layer_replication")
 """The first imports a module that the file names; the second changes the base model, by any number of layers."""
 
@@ -122,7 +124,7 @@ def check_patterns(config: Any, names: Iterable[str], folder: Path) -> None:
                 compiled.fullmatch(name)
                 compiled.match(name)
 
-    run_limited(match_all, Limits("matching the adapter's patterns", where))
+    run_limited(match_all, Limits("matching the adapter's patterns", where, PATTERN_S))
 
 
 def _patterns(config: Any) -> list[tuple[str, str]]:
