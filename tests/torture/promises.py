@@ -89,7 +89,7 @@ PROMISES = (
             f"fuzz-{name}",
             f"{what} damaged at random: success or a documented exit code, a message, 10 s of processor time",
             fuzz_readers.TRIALS[name],
-            25,
+            10,
             2000,
         )
         for name, what in (

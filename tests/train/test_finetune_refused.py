@@ -86,7 +86,7 @@ def test_missing_models(folder: Path) -> None:
     says(refused(folder, "model=models/x/y"), "no such model folder or file", str(folder), "hub id looks like")
     says(refused(folder, "model=model.gguf"), "no such model folder or file", "model.gguf")
     says(refused(folder, "model=rows.jsonl"), "this file is no model", "rows.jsonl", ".gguf")
-    says(refused(folder, "model=package:no_such_thing"), "no such Python package", "--no-deps no-such-thing")
+    says(refused(folder, "model=package:no_such_thing"), "no such Python package", "known packages")
 
 
 def test_a_hub_model_without_a_network(folder: Path) -> None:
