@@ -56,6 +56,12 @@ def require_free_bytes(folder: Path, needed_bytes: int, what: str) -> None:
 
 def disk_error(error: OSError, path: Path, what: str, needed_bytes: int | None = None) -> ResourceError:
     """The exit-5 error for a failed write, fsync or rename below `path`."""
+    if error.errno == errno.ENOENT and not path.is_dir() and not path.parent.is_dir():
+        return ResourceError(
+            f"could not write {what}: the folder was removed or moved during the run",
+            where=str(path.parent),
+            hint="--resume continues where it is now",
+        )
     found = f"{os.strerror(error.errno) if error.errno else error}"
     hint = "look at the disk (dmesg), then run again with --resume"
     try:

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from enum import Enum
 from pathlib import Path
@@ -30,6 +31,7 @@ from roundpipe_cli.durable import (
     write_atomically,
 )
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.plain_files import kind_of_file
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 
 MARKER_NAME = ".roundpipe"
@@ -37,6 +39,8 @@ LOCK_NAME = ".roundpipe.lock"
 METRICS_NAME = "metrics.jsonl"
 EVAL_NAME = "eval.jsonl"
 REPORT_NAME = "report.json"
+
+RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")
 
 RESULT_FOLDER_MODE = 0o755
 """The adapter may be for others to read; what is private in the folder has modes of its own."""
@@ -72,10 +76,15 @@ def check_start(folder: Path, resume: bool) -> RunState:
         RefusedError: without `resume`, where there is a checkpoint or a result, or somebody else's model.
         NoCheckpointError: with `resume`, where there is no checkpoint.
     """
-    if folder.exists() and not folder.is_dir():
+    try:
+        is_there = folder.exists()
+    except OSError as error:  # a name that is too long
+        raise _unwritable(error, folder) from error
+    if is_there and not folder.is_dir():
         raise RefusedError(
             "the output directory is a file", where=str(folder), expected="a folder", hint="set output_dir= elsewhere"
         )
+    _check_run_files(folder)
     state = read_state(folder)
     if resume and state is RunState.FRESH:
         raise NoCheckpointError(
@@ -101,6 +110,31 @@ def check_start(folder: Path, resume: bool) -> RunState:
         expected="an empty or new folder",
         hint="add --resume to continue that run, or start another one with output_dir=",
     )
+
+
+def _check_run_files(folder: Path) -> None:
+    """Refuse what only looks like a run's file: opening a pipe waits for ever, and a device is no place for rows.
+
+    Raises:
+        RefusedError: as said.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.suffix not in RUN_SUFFIXES and path.name not in (MARKER_NAME, LOCK_NAME):
+            continue
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link to nothing: whoever opens it says so
+            continue
+        if not stat.S_ISREG(mode):
+            raise RefusedError(
+                "the output directory holds something that is no regular file under the name of one",
+                where=str(path),
+                found=kind_of_file(mode),
+                expected="a regular file, or none",
+                hint="remove it, or set output_dir= elsewhere",
+            )
 
 
 def _foreign_model(folder: Path) -> str | None:
