@@ -54,8 +54,11 @@ def finetune(
             say(f"note: {text}")
         if offline:
             go_offline()
+        from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held
         from roundpipe_cli.train.preflight import check_names
 
+        if is_first:
+            refuse_if_held(Path(loaded.recipe.output_dir).expanduser())
         check_names(loaded, resume=resume, offline=offline)
         refuse_too_large(loaded)
         if is_first:

@@ -75,17 +75,16 @@ def resolve_model(
     return source
 
 
-def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> None:
-    """Like `resolve_model`, but downloads nothing: is there a model of that name?
+def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> ModelSource | None:
+    """Like `resolve_model`, but downloads nothing: is there a model of that name? None: on the hub.
 
     Raises:
         RefusedError: as there.
     """
     is_hub_id = not name.startswith("package:") and not name.endswith(".gguf") and HUB_ID.match(name)
     if is_hub_id and _local_path(name, recipe_folder) is None:
-        _hub_model(name, revision, recipe_folder, offline, download=False)
-    else:
-        resolve_model(name, revision=revision, recipe_folder=recipe_folder, offline=offline)
+        return _hub_model(name, revision, recipe_folder, offline, download=False)
+    return resolve_model(name, revision=revision, recipe_folder=recipe_folder, offline=offline)
 
 
 def _local_path(name: str, recipe_folder: Path) -> Path | None:

@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
-from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check_start, read_state, truncate_metrics
+from roundpipe_cli.train.checkpoint.output_dir import (
+    OutputDir,
+    RunState,
+    check_start,
+    read_state,
+    refuse_if_held,
+    truncate_metrics,
+)
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
 from roundpipe_cli.train.monitor.metrics import append_row
@@ -366,3 +373,25 @@ def test_rows_are_not_written_to_a_file_that_is_gone(tmp_path: Path, what: str) 
         with pytest.raises(ResourceError, match="output directory was" if "folder" in what else "metrics.jsonl was"):
             append_row(file, path, {"step": 2})
     assert folder.exists() == ("file" in what)
+
+
+def test_a_held_folder_is_seen_before_anything_is_loaded(tmp_path: Path) -> None:
+    """A second run loaded torch, for seconds, before it was told that it may not start."""
+    folder = tmp_path / "out"
+    refuse_if_held(folder)  # no folder, no lock
+    pid = _fork(lambda: _hold(folder))
+    _wait_for(lambda: (folder / ".roundpipe.lock").exists() and (folder / ".roundpipe.lock").read_bytes() != b"")
+    with pytest.raises(OutputInUseError, match="another run") as caught:
+        refuse_if_held(folder)
+    assert f"process {pid}" in str(caught.value)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    refuse_if_held(folder)  # the kernel dropped the lock
+    (folder / ".roundpipe.lock").unlink()
+    os.mkfifo(folder / ".roundpipe.lock")
+    refuse_if_held(folder)
+
+
+def _hold(folder: Path) -> None:
+    with OutputDir(folder):
+        time.sleep(60)

@@ -31,7 +31,7 @@ from roundpipe_cli.durable import (
     write_atomically,
 )
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.plain_files import kind_of_file
+from roundpipe_cli.plain_files import kind_of_file, open_regular, read_regular
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 
 MARKER_NAME = ".roundpipe"
@@ -40,6 +40,7 @@ METRICS_NAME = "metrics.jsonl"
 EVAL_NAME = "eval.jsonl"
 REPORT_NAME = "report.json"
 
+MAX_LOCK_BYTES = 1 << 16
 RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")
 
 RESULT_FOLDER_MODE = 0o755
@@ -110,6 +111,26 @@ def check_start(folder: Path, resume: bool) -> RunState:
         expected="an empty or new folder",
         hint="add --resume to continue that run, or start another one with output_dir=",
     )
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Whether another run holds the folder, asked before anything is loaded. Takes no lock unless a live process of
+    this machine is named in the lock's file, so that two runs that start at once do not see each other here.
+
+    Raises:
+        OutputInUseError: it does.
+    """
+    path = folder / LOCK_NAME
+    try:
+        holder = json.loads(read_regular(path, MAX_LOCK_BYTES))
+        if str(holder["host"]) == socket.gethostname() and not _is_alive(int(holder["pid"])):
+            return
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder) from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, RefusedError):
+        return  # no lock, or none that can be read: who takes it will see
 
 
 def _check_run_files(folder: Path) -> None:
