@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def _damaged(document: Any, draw: random.Random) -> Any:
     for _ in range(draw.randint(1, 2)):
         places = list(_places(document))
         if not places or draw.random() < 0.02:
-            return draw.choice(ODD)
+            return copy.deepcopy(draw.choice(ODD))
         holder, key = draw.choice(places)
         action = draw.random()
         if action < 0.1:
@@ -73,9 +74,9 @@ def _damaged(document: Any, draw: random.Random) -> Any:
         elif action < 0.15 and isinstance(holder, dict):
             holder[f"{key}_"] = holder.pop(key)
         elif action < 0.2 and isinstance(holder, list):
-            holder.append(holder[key])
+            holder.append(copy.deepcopy(holder[key]))
         else:
-            holder[key] = draw.choice(ODD)
+            holder[key] = copy.deepcopy(draw.choice(ODD))
     return document
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundpipe_cli.durable import disk_error
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
 from roundpipe_cli.train.checkpoint.output_dir import (
     OutputDir,
@@ -395,3 +397,23 @@ def test_a_held_folder_is_seen_before_anything_is_loaded(tmp_path: Path) -> None
 def _hold(folder: Path) -> None:
     with OutputDir(folder):
         time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "inodes", "words"),
+    [
+        (errno.EFBIG, (100, 50), "ulimit -f"),
+        (errno.ENOSPC, (100, 0), "100 inodes are taken"),
+        (errno.ENOSPC, (0, 0), "free some space"),  # a file system without inodes
+        (errno.EROFS, (100, 50), "make the folder writable"),
+        (errno.EIO, (100, 50), "dmesg"),
+    ],
+)
+def test_a_failed_write_says_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, inodes: tuple[int, int], words: str
+) -> None:
+    """A limit on files and a disk without inodes were called full, with gigabytes free."""
+    real = os.statvfs(tmp_path)
+    values = [*real[:5], *inodes, inodes[1], *real[8:]]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
+    assert words in str(disk_error(OSError(number, os.strerror(number)), tmp_path, "a file"))
