@@ -281,6 +281,8 @@ UNBOUNDED = frozenset({"perplexity", "grad_norm"})
 
 def is_sound(event: Event | Span | DeviceSample) -> bool:
     """Whether every value is of its field's type, and finite."""
+    if getattr(event, "step_s", 1.0) == 0:  # rates are divided by it
+        return False
     return all(
         _fits(getattr(event, name), hint) or (name in UNBOUNDED and getattr(event, name) == float("inf"))
         for name, hint in _field_types(cast("Hashable", type(event))).items()
