@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,8 @@ from roundpipe_cli.model.untrusted import MAX_CONFIG_BYTES, check_file, check_he
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1 << 20
+MAX_NUMBER = 1e9
+"""Of alpha and the like; also leaves out NaN and infinity."""
 PATTERN_S = 2.0
 """Processor time for an adapter's patterns against all names of modules."""
 REFUSED_KEYS = ("megatron_config", "layer_replication")
@@ -54,7 +55,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e9
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def _is_texts(value: object) -> bool:
