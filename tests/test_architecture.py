@@ -28,6 +28,8 @@ LEAVES = {
     "durable",
     "plain_files",
     "limited",
+    "model_sizes",
+    "model_packages",
 }
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | costs <- schedule <- planning;   engine: costs, schedule, model;   train: all of these
