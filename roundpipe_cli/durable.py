@@ -56,15 +56,30 @@ def require_free_bytes(folder: Path, needed_bytes: int, what: str) -> None:
 
 def disk_error(error: OSError, path: Path, what: str, needed_bytes: int | None = None) -> ResourceError:
     """The exit-5 error for a failed write, fsync or rename below `path`."""
+    if error.errno == errno.ENOENT and not path.is_dir() and not path.parent.is_dir():
+        return ResourceError(
+            f"could not write {what}: the folder was removed or moved during the run",
+            where=str(path.parent),
+            hint="--resume continues where it is now",
+        )
     found = f"{os.strerror(error.errno) if error.errno else error}"
     hint = "look at the disk (dmesg), then run again with --resume"
     try:
-        free: int | None = free_bytes(path if path.is_dir() else path.parent)
+        status = os.statvfs(path if path.is_dir() else path.parent)
     except OSError:
-        free = None
+        status = None
     if error.errno in _FULL:
         hint = "free some space and run again with --resume, or set output_dir= to a larger disk"
-    if free is not None:
+    if error.errno == errno.EFBIG:
+        found += ": a limit on the size of files is set"
+        hint = "ulimit -f unlimited, or set output_dir= to a file system that takes such files, and --resume"
+    elif error.errno == errno.ENOSPC and status is not None and status.f_files and not status.f_favail:
+        found += f": all {status.f_files:,} inodes are taken"
+        hint = "remove small files and run again with --resume, or set output_dir= to another disk"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        hint = "make the folder writable for this user and run again with --resume, or set output_dir= elsewhere"
+    elif status is not None:
+        free = status.f_bavail * status.f_frsize
         found += f", {format_bytes(free)} free ({free} bytes)"
     expected = None if needed_bytes is None else f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
     return ResourceError(f"could not write {what}", where=str(path), found=found, expected=expected, hint=hint)

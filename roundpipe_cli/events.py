@@ -6,10 +6,11 @@ Times called `time_s` are seconds on the run's clock: Unix time that never jumps
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ def _encode_span(span: Span) -> list[Any]:
 
 
 def decode(fields: Mapping[str, Any]) -> Event | None:
-    """The event of `encode`'s values; None for what no event has, such as a later version's."""
+    """The event of `encode`'s values; None for what no event has, such as a later version's, and for values of other
+    types."""
     kind = _CLASSES.get(str(fields.get("event")))
     if kind is None:
         return None
@@ -262,11 +264,55 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
             elif isinstance(value, list):
                 values[name] = tuple(tuple(item) if isinstance(item, list) else item for item in value)
         event: Event = kind(**values)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return event
+    return event if is_sound(event) else None
+
+
+MAX_NUMBER = 2.0**62
+"""Times in seconds, counts and bytes are below it; larger ones cannot be drawn."""
+MAX_INDEX = 1 << 20
+"""Of a worker, stage or microbatch: lists are made of that many."""
+
+
+UNBOUNDED = frozenset({"perplexity", "grad_norm"})
+"""Fields that may be infinite."""
+
+
+def is_sound(event: Event | Span | DeviceSample) -> bool:
+    """Whether every value is of its field's type, and finite."""
+    if getattr(event, "step_s", 1.0) == 0:  # rates are divided by it
+        return False
+    return all(
+        _fits(getattr(event, name), hint) or (name in UNBOUNDED and getattr(event, name) == float("inf"))
+        for name, hint in _field_types(cast("Hashable", type(event))).items()
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, hint) and is_sound(value)  # type: ignore[arg-type]
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        wanted = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        return len(value) == len(wanted) and all(map(_fits, value, wanted))
+    if origin is not None:  # a union; or a mapping, which no event of a file has
+        return any(_fits(value, one) for one in inner)
+    if hint is float or hint is int:
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return hint is None or isinstance(value, hint)
+
+
+@functools.cache
+def _field_types(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _decode_span(item: Sequence[Any]) -> Span:
     worker, lane, kind, stage, microbatch, start_us, us = item
+    if not all(isinstance(index, int) and -1 <= index < MAX_INDEX for index in (worker, stage, microbatch)):
+        raise ValueError(f"a piece of work {item}")
     return Span(worker, lane, kind, stage, microbatch, start_us / 1e6, (start_us + us) / 1e6)

@@ -36,6 +36,7 @@ def data(
     from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
+    from roundpipe_cli.watchdog import watching
 
     with StopSignals():
         loaded = load_recipe(recipe, overrides or ())
@@ -44,7 +45,8 @@ def data(
         if offline:
             go_offline()
         quiet_libraries()
-        look = _look(loaded, offline)
+        with watching(loaded.recipe.watchdog_s):
+            look = _look(loaded, offline)
     if json_:
         import json
 

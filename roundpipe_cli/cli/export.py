@@ -119,11 +119,26 @@ def has_expert_adapters(folder: Path) -> bool:
 
 def _base_name(output_dir: Path, named: str | None) -> str | None:
     """Name of the base model on the card."""
-    try:
-        report = json.loads((output_dir / "report.json").read_text(encoding="utf-8"))
-        return named or str(report["model"])
-    except (OSError, ValueError, KeyError, TypeError):
+    if not (output_dir / "report.json").is_file():
         return named
+    try:
+        report = json.loads(_small_text(output_dir / "report.json"))
+        return named or str(report["model"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return named
+
+
+def _small_text(path: Path) -> str:
+    """
+    Raises:
+        OSError, ValueError: it cannot be read, or is no UTF-8.
+        RefusedError: a link that leads out of the folder, no regular file, or too large.
+    """
+    from roundpipe_cli.model.untrusted import MAX_RUN_FILE_BYTES, check_file
+    from roundpipe_cli.plain_files import read_regular
+
+    check_file(path, MAX_RUN_FILE_BYTES)
+    return read_regular(path, MAX_RUN_FILE_BYTES).decode("utf-8")
 
 
 def kind_of(folder: Path) -> Literal["adapter", "model"]:
@@ -154,6 +169,7 @@ def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSou
     """
     import yaml
 
+    from roundpipe_cli.costs.find_model import find_architecture
     from roundpipe_cli.model.source import resolve_model
 
     recipe, report, adapter = output_dir / "recipe.yaml", output_dir / "report.json", output_dir / "adapter_config.json"
@@ -161,19 +177,22 @@ def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSou
     commit = None
     try:
         if recipe.is_file():
-            values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+            values = yaml.safe_load(_small_text(recipe))
         if report.is_file():
-            commit = json.loads(report.read_text(encoding="utf-8")).get("model_commit")
-        model = named or values.get("model") or json.loads(adapter.read_text())["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
+            commit = json.loads(_small_text(report)).get("model_commit")
+        model = named or values.get("model") or json.loads(_small_text(adapter))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
     revision = None if named else commit or values.get("revision")
     try:
-        return resolve_model(
+        source = resolve_model(
             str(model), revision=None if revision is None else str(revision), recipe_folder=output_dir, offline=offline
         )
+        if source.gguf_file is not None:
+            find_architecture(source.name, source.folder / source.gguf_file)  # its header is sound
+        return source
     except RefusedError as error:
         raise RefusedError(
             "the base model of this adapter is not to be found",

@@ -40,9 +40,7 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
-    from roundpipe_cli.cli.display import Display, show_end, training_keys
     from roundpipe_cli.cli.environment import check_environment
-    from roundpipe_cli.planning.planned import planned_bytes
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
@@ -54,6 +52,12 @@ def finetune(
             say(f"note: {text}")
         if offline:
             go_offline()
+        if is_first:
+            from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held
+
+            refuse_if_held(Path(loaded.recipe.output_dir).expanduser())
+        from roundpipe_cli.cli.display import Display, show_end, training_keys
+        from roundpipe_cli.planning.planned import planned_bytes
         from roundpipe_cli.train.preflight import check_names
 
         check_names(loaded, resume=resume, offline=offline)

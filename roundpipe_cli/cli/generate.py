@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +37,8 @@ def generate(
         raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
     if offline:
         go_offline()
-    text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    text, system = read_prompt(prompt), None if system is None else _checked(system, "--system")
+    check_temperature(temperature)
     if kind == "adapter":
         source = find_base(output_dir, base, offline=offline)
     else:
@@ -50,3 +53,47 @@ def generate(
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))
     say(describe_answer(model, tokenizer, temperature))
     answer(model, tokenizer, text, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+MIN_TEMPERATURE = 1e-3
+"""Logits divided by less overflow, and no token has a probability."""
+MAX_PROMPT_BYTES = 16 * 1024**2
+
+
+def check_temperature(temperature: float) -> None:
+    """
+    Raises:
+        RefusedError: no token can be drawn at this temperature.
+    """
+    if not math.isfinite(temperature) or 0 < temperature < MIN_TEMPERATURE:
+        raise RefusedError(
+            "no token can be drawn at this temperature",
+            where="--temperature",
+            found=f"{temperature:g}",
+            expected=f"0, or a number from {MIN_TEMPERATURE:g}",
+            hint="--temperature 0 takes the most probable tokens",
+        )
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or stdin where it is `-`.
+
+    Raises:
+        RefusedError: it is no UTF-8, or too long.
+    """
+    if prompt != "-":
+        return _checked(prompt, "PROMPT")
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise RefusedError("the prompt is too long", where="stdin", expected=f"at most {MAX_PROMPT_BYTES} bytes")
+    return _checked(data.decode("utf-8", errors="surrogateescape"), "stdin")
+
+
+def _checked(text: str, where: str) -> str:
+    """Bytes that are no UTF-8 are lone surrogates in `text`, as in arguments of a program."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!r} at character {error.start + 1}"
+        raise RefusedError("the text is not valid UTF-8", where=where, found=found) from None
+    return text

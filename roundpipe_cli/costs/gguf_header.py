@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plain_files import open_regular
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MAX_PAIRS = 10_000
+_MAX_TEXTS = 1 << 22
+"""Of one array; the largest vocabularies have 2^18 tokens, and a few times as many merges."""
+_MAX_ELEMENTS = 1 << 48
 _MAX_KEPT_STRING_BYTES = 1 << 16
 
 
@@ -27,7 +31,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         RefusedError: the file cannot be read, is damaged, or is not a GGUF file.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             metadata = _Header(stream, path.stat().st_size).metadata()
     except OSError as error:
         raise RefusedError(f"the model file cannot be read: {error.strerror}", where=str(path)) from None
@@ -69,6 +73,8 @@ class _Header:
             raise ValueError(f"tensor {name} has {dimensions} dimensions")
         shape = [self._number("<Q") for _ in range(dimensions)]
         self._take(4 + 8)
+        if math.prod(shape) > _MAX_ELEMENTS:
+            raise ValueError(f"tensor {name} has {' x '.join(map(str, shape))[:80]} elements")
         return name, math.prod(shape)
 
     def _value(self, kind: int) -> Any:
@@ -81,7 +87,7 @@ class _Header:
         item, count = self._number("<I"), self._number("<Q")
         if item in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[item]))
-        elif item == _STRING and count * 8 <= self._size:
+        elif item == _STRING and count <= min(_MAX_TEXTS, self._size // 8):
             for _ in range(count):
                 self._skip(self._number("<Q"))
         else:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.units import format_count
 
 _SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -230,7 +231,8 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
     Raises:
         RefusedError: a needed figure is missing or impossible.
     """
-    quantized, is_known = config.get("quantization_config"), config.get("model_type") in COUNTED_TYPES
+    check_sizes(config, f"{name} ({source})")
+    quantized, is_known = config.get("quantization_config"), str(config.get("model_type")) in COUNTED_TYPES
     if isinstance(config.get("text_config"), dict):
         config = {"model_type": config.get("model_type", "unknown"), **config["text_config"]}
     reader = _Reader(config, name, source)
@@ -375,7 +377,8 @@ def _has_experts(reader: _Reader, index: int) -> bool:
     """Whether block `index` has routed experts, by the keys that say which blocks do."""
     if not reader.number("num_experts"):
         return False
-    if index in (reader.config.get("mlp_only_layers") or ()):
+    dense = reader.config.get("mlp_only_layers")
+    if isinstance(dense, list) and index in dense:
         return False
     every = reader.number("decoder_sparse_step") or 1
     return index >= reader.number("first_k_dense_replace") and (index + 1) % every == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from roundpipe_cli.events import MAX_NUMBER
 from roundpipe_cli.units import format_bytes, format_seconds
 
 ComparisonRow = tuple[str, str, str, str]
@@ -15,7 +16,7 @@ _NONE = "-"
 
 def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
     """(what, predicted, measured, how far off) of a finished run."""
-    predicted, measured = report.get("predicted") or {}, report.get("measured") or {}
+    predicted, measured = figures(report, "predicted"), figures(report, "measured")
     rows = [
         _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), _seconds),
         _row("whole step", None, measured.get("step_s"), _seconds),
@@ -25,6 +26,17 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
         _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), _bytes),
     ]
     return [row for row in rows if row[2] != _NONE]
+
+
+def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The numbers of a part of the report; what is none is left out."""
+    part = report.get(key)
+    items = part.items() if isinstance(part, dict) else ()
+    return {
+        name: value
+        for name, value in items
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+    }
 
 
 def comparison_table(report: Mapping[str, Any]) -> Table:

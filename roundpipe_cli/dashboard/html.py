@@ -12,16 +12,20 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.dashboard.comparison import comparison
+from roundpipe_cli.dashboard.comparison import comparison, figures
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import Series, curves, timelines
 from roundpipe_cli.durable import write_atomically
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
+from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.units import GIB, format_seconds
 
 NUM_TIMELINES = 3
 MAX_SAMPLES = 1500
+MAX_FILE_BYTES = 64 * 1024**2
+"""Of report.json and recipe.yaml."""
 
 _CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
@@ -71,7 +75,7 @@ def report_page(folder: Path) -> str:
 
 def read_report(folder: Path) -> dict[str, Any]:
     """report.json, or nothing where there is none yet."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(_text(folder / REPORT_NAME))
         if isinstance(value, dict):
             return value
@@ -80,9 +84,11 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_regular(path, MAX_FILE_BYTES).decode("utf-8", errors="replace")
+    except FileNotFoundError:
         return ""
+    except OSError as error:
+        raise RefusedError(f"a file of the run cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -> str:
@@ -130,7 +136,7 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
     step = state.step
     if step is None:
         return ""
-    measured = report.get("measured") or {}
+    measured = figures(report, "measured")
     tokens_per_s = measured.get("tokens_per_s") or step.tokens_per_s
     cards = [("last loss", f"{step.loss:.4f}")]
     if state.evaluations:
@@ -231,4 +237,4 @@ def write_page(folder: Path, path: Path) -> None:
         RefusedError: no run there.
         ResourceError: the disk is full or failing.
     """
-    write_atomically(path, report_page(folder).encode(), mode=0o644)
+    write_atomically(path, report_page(folder).encode(errors="replace"), mode=0o644)

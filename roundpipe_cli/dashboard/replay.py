@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Event, RunStarted, StepFinished, StepTimeline, decode
+from roundpipe_cli.events import MAX_NUMBER, Event, RunStarted, StepFinished, StepTimeline, decode, is_sound
+from roundpipe_cli.plain_files import open_regular, read_regular
 
 METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
 ETA_STEPS = 20
 MAX_LINE_BYTES = 16 * 1024**2
+MAX_LOCK_BYTES = 1 << 16
 
 TimedEvent = tuple[float, Event]
 MetricsRow = dict[str, Any]
@@ -52,7 +54,7 @@ class _GrowingFile:
     def new_rows(self) -> list[MetricsRow]:
         """Whole lines since the last call; what is no JSON object is left out."""
         try:
-            with self._path.open("rb") as stream:
+            with open_regular(self._path) as stream:
                 self._inode = os.fstat(stream.fileno()).st_ino
                 stream.seek(self._offset)
                 data = stream.read()
@@ -119,8 +121,7 @@ class RunFiles:
                     continue  # told already
             else:
                 told += self._steps_up_to(_number(line.get("step")))
-            time_s = line.get("t")
-            self._time_s = float(time_s) if isinstance(time_s, (int, float)) else self._time_s
+            self._time_s = _number(line.get("t")) or self._time_s
             if isinstance(event, RunStarted):
                 self._num_steps = event.num_steps
             told.append((self._time_s, event))
@@ -145,7 +146,7 @@ class RunFiles:
             self._step_s.append(step_s)
             total = max(self._num_steps, step)
             grad_norm = row["grad_norm"]
-            return StepFinished(
+            finished = StepFinished(
                 step=step,
                 num_steps=total,
                 loss=float(row["loss"]),
@@ -160,24 +161,26 @@ class RunFiles:
                 device_peak_bytes=int(row["device_peak_bytes"]),
                 eta_s=statistics.median(self._step_s) * (total - step),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
+        return finished if is_sound(finished) else None
 
     def life(self) -> Life:
         """Whether the run goes on, as far as this machine can tell."""
         if (self.folder / REPORT_NAME).is_file():
             return Life.FINISHED
         try:
-            holder = json.loads((self.folder / LOCK_NAME).read_bytes())
+            holder = json.loads(read_regular(self.folder / LOCK_NAME, MAX_LOCK_BYTES))
             if holder["host"] != socket.gethostname():
                 return Life.RUNNING
             os.kill(int(holder["pid"]), 0)
         except PermissionError:
             return Life.RUNNING
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return Life.STOPPED
         return Life.RUNNING
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    """0 for what is no finite number."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_NUMBER else 0.0

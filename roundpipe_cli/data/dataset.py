@@ -91,7 +91,7 @@ class _Builder:
         self._num_cached = 0
         self._facts: TemplateFacts | None = None
         self._vocabulary = max([len(tokenizer), *(token_id + 1 for token_id in tokenizer.get_vocab().values())])
-        self._cache_notices: list[str] = []
+        self._source_notices: list[str] = []
         self.rows_by_spec: list[int] = []
 
     @property
@@ -104,6 +104,7 @@ class _Builder:
             RefusedError: no row in it, or none of its rows can ever be used (see `build_dataset`).
         """
         self._sources.append(source)
+        self._source_notices.extend(source.notices)
         key = shard_key(source, self._settings, self._tokenizer_digest, self._template)
         shard = self._cached(source, key) if key is not None else None
         if shard is not None:
@@ -121,7 +122,7 @@ class _Builder:
         try:
             return load_shard(key, self._vocabulary, progress)
         except DamageError as damage:
-            self._cache_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
+            self._source_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
             return None
 
     def _make_shard(self, source: Source, key: str | None) -> Shard:
@@ -166,7 +167,7 @@ class _Builder:
                 # Once a row is bad, the rest is read only to count what is wrong with it.
                 yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
-        for result in self._pool.encode(chunks()):
+        for result in self._pool.encode(chunks(), source.name):
             yield given.pop(0), result
 
     def _decide(
@@ -282,7 +283,7 @@ class _Builder:
             )
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
-        notices = [*self._cache_notices, *(text for shard in self._shards for text in shard.notices)]
+        notices = [*self._source_notices, *(text for shard in self._shards for text in shard.notices)]
         rows = TokenizedRows(self._shards)
         return TokenizedDataset(
             rows,
@@ -378,8 +379,12 @@ def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     chunk: list[RawRow] = []
     characters = 0
     for row in rows:
+        own = _num_characters(row.columns)
+        if chunk and own >= CHUNK_CHARACTERS:  # alone, so that an error names it
+            yield chunk
+            chunk, characters = [], 0
         chunk.append(row)
-        characters += _num_characters(row.columns)
+        characters += own
         if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,14 @@ from typing import IO, cast
 
 from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_bytes
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 BLOCK_BYTES = 1024**2
-MAX_CSV_FIELD_CHARACTERS = 2**31 - 1
+MAX_LINE_BYTES = 64 * 1024**2
+"""A row's text may have 16 Mi characters of up to 4 bytes."""
+MAX_UNPACKED_BYTES = 1024**3
+"""A compressed .json file is read whole: a few megabytes of it can unpack to more than any memory."""
 
 
 @dataclass
@@ -86,7 +91,7 @@ def read_file(path: Path, progress: ReadProgress | None = None) -> Iterator[RawR
             raise RefusedError(
                 "no reader for this kind of file", where=str(path), expected="a file named *" + ", *".join(SUFFIXES)
             )
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RefusedError(f"cannot read the dataset: {printable(reason)}", where=str(path)) from error
 
@@ -103,6 +108,29 @@ def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
     progress.known_share = 1.0
 
 
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """The lines of a file, each of limited length.
+
+    Raises:
+        RefusedError: a longer one.
+    """
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise _too_long(path, number, "line")
+        yield line
+
+
+def _too_long(path: Path, number: int, what: str) -> RefusedError:
+    return RefusedError(
+        f"this {what} is too long",
+        where=f"{path}:{number}",
+        found=f"more than {format_bytes(MAX_LINE_BYTES)}" + (" unpacked" if path.suffix.lower() == ".gz" else ""),
+        expected="rows of a few megabytes at most",
+    )
+
+
 def _refuse_utf16(head: bytes, path: Path) -> None:
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RefusedError(
@@ -116,7 +144,7 @@ def _refuse_utf16(head: bytes, path: Path) -> None:
 
 def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     with _open(path, progress) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file, path), start=1):
             if number == 1:
                 _refuse_utf16(line, path)
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -146,7 +174,7 @@ def _as_row(value: object, number: int) -> RawRow:
 def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     """A JSON list of rows, or JSON lines under the name `.json`."""
     with _open(path, progress) as file:
-        content = file.read()
+        content = _read_whole(file, path)
     _refuse_utf16(content, path)
     # Broken bytes survive as lone surrogates here, so that they spoil one row and not the file.
     text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
@@ -162,6 +190,20 @@ def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
         yield from _read_jsonl(path, progress)
         return
     yield from _read_json_list(path, text, start, progress)
+
+
+def _read_whole(file: IO[bytes], path: Path) -> bytes:
+    if path.suffix.lower() != ".gz":
+        return file.read()
+    content = file.read(MAX_UNPACKED_BYTES + 1)
+    if len(content) > MAX_UNPACKED_BYTES:
+        raise RefusedError(
+            "the compressed file is too large to be read whole",
+            where=str(path),
+            found=f"more than {format_bytes(MAX_UNPACKED_BYTES)} unpacked",
+            hint="write one object a line (.jsonl.gz), or unpack it if its size is right",
+        )
+    return content
 
 
 def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -> Iterator[RawRow]:
@@ -220,14 +262,18 @@ def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedE
 
 
 def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
-    csv.field_size_limit(MAX_CSV_FIELD_CHARACTERS)  # the module's own limit of 131,072 is shorter than real documents
+    csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit of 131,072 is shorter than real documents
     with (
         _open(path, progress) as binary,
         io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file,
     ):
         _refuse_utf16(cast("io.BufferedReader", binary).peek(4)[:4], path)
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        header = next(reader, None)
+        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, None)
+        except csv.Error as error:
+            found = printable(str(error))
+            raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
         if header is None:
             return
         if len(set(header)) != len(header):
@@ -246,6 +292,15 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
             number = reader.line_num + 1
 
 
+def _text_lines(file: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise _too_long(path, number, "line")
+        yield line
+
+
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     if len(values) != len(header):
         fault = RowFault("the row does not fit the header", f"{len(values)} fields", f"{len(header)} fields")
@@ -258,12 +313,16 @@ def _read_text(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     with _open(path, progress) as file:
         paragraph: list[bytes] = []
         number = 1
-        for line_number, line in enumerate(file, start=1):
+        length = 0
+        for line_number, line in enumerate(_lines(file, path), start=1):
             if line_number == 1:
                 _refuse_utf16(line, path)
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                number = number if paragraph else line_number
+                number, length = (number, length) if paragraph else (line_number, 0)
+                length += len(line)
+                if length > MAX_LINE_BYTES:
+                    raise _too_long(path, number, "paragraph")
                 paragraph.append(line)
             elif paragraph:
                 yield _paragraph(paragraph, number)
@@ -292,7 +351,7 @@ def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
                     number += 1
                     progress.known_share = number / table.metadata.num_rows
                     yield RawRow(number, columns)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise RefusedError(
             "cannot read the parquet file", where=f"{path}: behind row {number}", found=printable(str(error))
         ) from error

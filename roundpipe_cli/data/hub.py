@@ -1,13 +1,13 @@
-"""Datasets of the Hugging Face hub, and local folders in its layout, through the `datasets` library.
+"""Datasets of the Hugging Face hub, through the `datasets` library.
 
-No code of a repository is ever run (`datasets` >= 4 has no loading scripts), and `offline` opens no connection.
+No code of a repository is ever run (`datasets` >= 4 has no loading scripts), and `offline` opens no connection. A
+repository's README.md decides which files are read; they must be tables of this repository (`check_files`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.rows import printable
@@ -18,22 +18,61 @@ PROBE_TIMEOUT_S = 10.0
 """How long the hub may take to answer the first question; `datasets` alone would retry for 23 s without a network."""
 
 
+READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
+"""Readers of `datasets` that only parse tables; the others open archives, images or pickles."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""One file each, not a collection of files."""
+
+
 def load_table(spec: DatasetSpec, offline: bool) -> Any:
-    """The rows of a hub dataset (or of a local folder), as the memory-mapped table that `datasets` makes of them.
+    """The rows of a hub dataset, as the memory-mapped table that `datasets` makes of them.
 
     Raises:
         RefusedError: missing, private, unreachable and not cached, or without the split or configuration.
     """
     import datasets
 
-    is_folder = Path(spec.path).is_dir()
-    use_cache_only = offline or (not is_folder and not _hub_answers(spec))
+    use_cache_only = offline or not _hub_answers(spec)
     try:
         with _no_network(use_cache_only):
-            return datasets.load_dataset(spec.path, spec.name, split=spec.split)
+            builder = datasets.load_dataset_builder(spec.path, spec.name)
+            check_files(spec, builder)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=spec.split)
+    except RefusedError:
+        raise
     except Exception as error:
         # `datasets` raises a dozen unrelated types here (ValueError for a split, OSError, DatasetsError, pyarrow's).
         raise _refusal(spec, error, use_cache_only, offline) from error
+
+
+def check_files(spec: DatasetSpec, builder: Any) -> None:
+    """Refuse a repository that wants other files read than tables of its own.
+
+    Args:
+        builder: of `datasets`; one from the cache names no files, as they were read before.
+
+    Raises:
+        RefusedError: a file elsewhere, an archive, or a reader that does more than parse.
+    """
+    reader = type(builder).__module__.rsplit(".", 1)[-1]
+    files = [str(file) for group in (builder.config.data_files or {}).values() for file in group]
+    outside = [file for file in files if not file.startswith(f"hf://datasets/{spec.path}@")]
+    others = [file for file in files if not _without_compression(file).endswith(SUFFIXES)]
+    if files and (outside or others or reader not in READERS):
+        raise RefusedError(
+            "the hub dataset wants files read that are no tables of its own",
+            where=f"datasets: {printable(spec.path)}",
+            found=printable((outside or others or [f"the reader {reader}"])[0]),
+            expected=f"files of this dataset named *{', *'.join(SUFFIXES)}",
+            hint="download it, and name the files that hold the rows",
+        )
+
+
+def _without_compression(file: str) -> str:
+    name = file.lower()
+    return next((name.removesuffix(ending) for ending in COMPRESSED if name.endswith(ending)), name)
 
 
 def _hub_answers(spec: DatasetSpec) -> bool:

@@ -1,29 +1,22 @@
 """Child processes that render and tokenise: several cores, and no chat template ever runs in our own process.
 
 A template is a program from elsewhere (RELIABILITY S15). It runs in jinja2's sandbox, in a child without open files,
-with `MAX_RENDER_S` of processor time for a conversation and `MAX_MEMORY_BYTES` on top of what the child began with:
-
-    soft limit   SIGVTALRM, raises inside the template      hard limit   SIGPROF, ends the child (it was in C code)
+with `MAX_RENDER_S` of processor time for a conversation and `MAX_MEMORY_BYTES` on top of what the child began with.
 
 Children are forked, so that they need not load anything; they end with their parent, whatever ends it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import multiprocessing
 import os
-import resource
 import signal
-import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roundpipe_cli.data.chunks import ChunkResult, RowEncoder, TemplateFacts
@@ -31,6 +24,8 @@ from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.rows import RawRow
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.limited import OutOfTime, leave_parent, processor_limit, signals_held
+from roundpipe_cli.units import format_bytes
 from roundpipe_cli.watchdog import at_work
 
 if TYPE_CHECKING:
@@ -43,14 +38,9 @@ MAX_MEMORY_BYTES = 2 * 1024**3
 MAX_WORKERS = 16
 CHUNKS_AHEAD = 4
 """Finished chunks, times workers, that may wait for a slower one before them."""
-PR_SET_PDEATHSIG = 1
 
 Chunk = tuple[RowFormat | None, list[RawRow], bool]
 """Format, rows, and whether they are only counted: the arguments of `RowEncoder.encode`."""
-
-
-class _OutOfTime(BaseException):
-    """Raised inside a template. Not an Exception: nothing on the way may take it for an error of the row."""
 
 
 @dataclass
@@ -59,6 +49,8 @@ class _Child:
     connection: Connection
     chunk: int | None = None
     """Index of the chunk that it works on; None: idle."""
+    place: str = "datasets"
+    """File and rows that it works on."""
 
 
 class EncoderPool:
@@ -80,7 +72,7 @@ class EncoderPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _signals_held():
+        with signals_held():
             for child in self._children:
                 child.process.kill()
             for child in self._children:
@@ -95,11 +87,15 @@ class EncoderPool:
             RefusedError: it is not valid, or too slow, or too large.
         """
         child = self._children[0] if self._children else self._start()
-        child.connection.send(None)
+        with suppress(BrokenPipeError):
+            child.connection.send(None)
         return cast("TemplateFacts | None", self._receive(child))
 
-    def encode(self, chunks: Iterable[Chunk]) -> Iterator[ChunkResult]:
+    def encode(self, chunks: Iterable[Chunk], name: str = "datasets") -> Iterator[ChunkResult]:
         """The result of each chunk, in their order; the next chunks are read while children work.
+
+        Args:
+            name: of the file or dataset, for errors.
 
         Raises:
             RefusedError: the chat template went beyond its limits.
@@ -110,7 +106,9 @@ class EncoderPool:
         num_given = num_done = 0
         for chunk in chunks:
             child = self._idle_child(results)
-            child.connection.send(chunk)
+            child.place = _place(name, chunk[1])
+            with suppress(BrokenPipeError):  # it has died: what it leaves is read below
+                child.connection.send((*chunk, child.place))
             child.chunk, num_given = num_given, num_given + 1
             while num_given - num_done > CHUNKS_AHEAD * self._max_children and num_done not in results:
                 self._wait(results)
@@ -151,7 +149,7 @@ class EncoderPool:
             reply = child.connection.recv()
         except (EOFError, ConnectionError):
             child.process.join()
-            raise _died(child.process.exitcode) from None
+            raise _died(child.process.exitcode, child.place) from None
         if isinstance(reply, RoundpipeError):
             raise reply
         return reply
@@ -163,7 +161,7 @@ class EncoderPool:
             target=_serve, args=(theirs, self._settings, self._tokenizer, os.getpid()), name="roundpipe-tokenise"
         )
         child = _Child(process, ours)
-        with _signals_held():  # a child that is not in the list would be waited for when Python leaves, for ever
+        with signals_held():  # a child that is not in the list would be waited for when Python leaves, for ever
             process.start()
             self._children.append(child)
         theirs.close()
@@ -179,16 +177,22 @@ def _slow_template() -> RefusedError:
     )
 
 
-def _died(exit_code: int | None) -> RoundpipeError:
+def _place(name: str, rows: Sequence[RawRow]) -> str:
+    if len(rows) < 2:
+        return f"{name}: row {rows[0].number}" if rows else name
+    return f"{name}: rows {rows[0].number} to {rows[-1].number}"
+
+
+def _died(exit_code: int | None, place: str) -> RoundpipeError:
     number = -(exit_code or 0)
     if number == signal.SIGPROF:
         return _slow_template()
     if number <= 0:
-        return InternalError(f"a tokenising process left with exit code {exit_code}", where="datasets")
+        return InternalError(f"a tokenising process left with exit code {exit_code}", where=place)
     name = signal.Signals(number).name if number in {item.value for item in signal.Signals} else f"signal {number}"
     return ResourceError(
         f"a tokenising process was ended by {name}",
-        where="datasets",
+        where=place,
         found="the system ends processes this way when memory runs out"
         if number == signal.SIGKILL
         else "this can happen where memory runs out",
@@ -196,33 +200,12 @@ def _died(exit_code: int | None) -> RoundpipeError:
     )
 
 
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Handlers run after the block, which is brief. Python would also run them in the callbacks around a fork, where
-    what they raise is printed and lost."""
-    if threading.current_thread() is not threading.main_thread():  # no handler runs here
-        yield
-        return
-    came: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ours = [number for number, handler in before.items() if callable(handler)]
-    for number in ours:
-        signal.signal(number, lambda late, _: came.append(late))
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number])
-        for late in came:
-            signal.raise_signal(late)
-
-
 # --- in the child ---------------------------------------------------------------------------------------------------
 
 
 def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, parent_pid: int) -> None:
     """Answer requests until the parent closes the connection or is gone."""
-    _leave_parent(connection)
+    leave_parent(connection, MAX_MEMORY_BYTES)
     if os.getppid() != parent_pid:  # it was gone before the kernel was asked to end us with it
         return
     encoder: RowEncoder | None = None
@@ -235,54 +218,23 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
                 reply = encoder.facts() if request is None else encoder.encode(*request[:2], count_only=request[2])
             except RoundpipeError as error:
                 reply = error
-            except _OutOfTime:
+            except OutOfTime:
                 reply = _slow_template()
             except MemoryError:
                 reply = ResourceError(
                     "a tokenising process is out of memory",
-                    where="datasets",
-                    found=f"more than {MAX_MEMORY_BYTES} bytes for one chunk of rows",
+                    where=request[3] if request else "chat_template",
+                    found=f"more than {format_bytes(MAX_MEMORY_BYTES)} for these rows",
                     hint="look for rows of many megabytes",
                 )
             except BaseException as error:  # nobody above would turn it into words
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"tokenising failed: {type(error).__name__}: {error}"
-                reply = InternalError(text, where="datasets", found=f"at {place.filename}:{place.lineno}")
+                reply = InternalError(
+                    text, where=request[3] if request else "datasets", found=f"at {place.filename}:{place.lineno}"
+                )
             connection.send(reply)
 
 
-def _leave_parent(connection: Connection) -> None:
-    """Drop what a forked process should not have of its parent: signal handlers, open files, unlimited memory."""
-    faulthandler.disable()  # the parent says what became of us
-    for number in (signal.SIGINT, signal.SIGHUP):  # sent to the whole group of a terminal; the parent decides
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    keep = connection.fileno()
-    os.closerange(3, keep)
-    os.closerange(keep + 1, max(keep + 1, min(os.sysconf("SC_OPEN_MAX"), 65536)))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process each; and threads do not survive a fork
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGVTALRM, _out_of_time)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-
-
-def _out_of_time(*_: object) -> None:
-    raise _OutOfTime
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_RENDER_S)
-    signal.setitimer(signal.ITIMER_PROF, 1.5 * MAX_RENDER_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+def _limited() -> AbstractContextManager[None]:
+    return processor_limit(MAX_RENDER_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.files import SUFFIXES, ReadProgress, digest_file, known_suffix, read_file
+from roundpipe_cli.data.folders import folder_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError
@@ -26,6 +27,11 @@ class Split:
     name: str
     start: str | None = None
     stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """As the user wrote it."""
+        return f"{self.name}[{self.start or ''}:{self.stop or ''}]"
 
     @property
     def needs_length(self) -> bool:
@@ -69,7 +75,7 @@ def parse_split(text: str) -> Split:
 
 @dataclass
 class Source:
-    """Rows of one file, or of one hub dataset or folder that `datasets` reads."""
+    """Rows of one file, or of one hub dataset that `datasets` reads."""
 
     name: str
     """As shown in messages: the path as found, or the hub id with its split."""
@@ -78,6 +84,8 @@ class Source:
     offline: bool
     progress: ReadProgress = field(default_factory=ReadProgress)
     """How far `rows` has come."""
+    notices: tuple[str, ...] = ()
+    """What the user should know of how it was chosen."""
     _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:
@@ -142,18 +150,11 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
         if any(character in spec.path for character in GLOB_CHARACTERS):
             files = sorted(path for path in candidate.parent.glob(candidate.name) if path.is_file())
             if files:
-                if split.bounds != (None, None):
-                    raise RefusedError(
-                        "a slice of several files is not supported",
-                        where=f"datasets: {spec.path}",
-                        found=spec.split,
-                        expected="one file, or no slice",
-                    )
-                return [_file_source(path, spec, offline) for path in files]
+                return _sliced([_file_source(path, spec, offline) for path in files], split)
         elif candidate.is_file():
             return [_file_source(candidate, spec, offline)]
         elif candidate.is_dir():
-            return [Source(str(candidate), None, _with_path(spec, candidate), offline)]
+            return _folder_sources(candidate, spec, split, offline)
     if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
         raise RefusedError(
             "dataset not found",
@@ -164,8 +165,37 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
     return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
 
 
-def _with_path(spec: DatasetSpec, path: Path) -> DatasetSpec:
-    return replace(spec, path=str(path))
+def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool) -> list[Source]:
+    found = folder_files(folder, split.name, spec.name)
+    whole = replace(spec, split="train")
+    first, *rest = _sliced([Source(_shown(path), path, whole, offline) for path in found.files], split)
+    return [replace(first, notices=found.notices), *rest]
+
+
+def _sliced(sources: list[Source], split: Split) -> list[Source]:
+    """The sources cut to a slice of all their rows, those without a row of it left out.
+
+    Raises:
+        RefusedError: one of them cannot be read, or no row is left.
+    """
+    if split.bounds == (None, None):
+        return sources
+    counts = [sum(1 for _ in read_file(source.file)) for source in sources if source.file is not None]
+    start, stop = split.range(sum(counts))
+    cut, before = [], 0
+    for source, count in zip(sources, counts, strict=True):
+        begin, end = max(start - before, 0), min(stop - before, count)
+        if begin < end:
+            cut.append(replace(source, spec=replace(source.spec, split=f"train[{begin}:{end}]")))
+        before += count
+    if not cut:
+        raise RefusedError(
+            "the slice holds no rows",
+            where=f"datasets: {printable(split.text)}",
+            found=f"{before} rows in {len(sources)} files",
+            expected="at least one row",
+        )
+    return cut
 
 
 def _candidates(path: str, folder: Path | None) -> list[Path]:
@@ -181,7 +211,7 @@ def _looks_like_file(path: str) -> bool:
 
 
 def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
-    shown = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    shown = _shown(path)
     if known_suffix(path) is None:
         raise RefusedError("no reader for this kind of file", where=shown, expected="*" + ", *".join(SUFFIXES))
     split = parse_split(spec.split)
@@ -193,6 +223,10 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
             hint="split: " + spec.split.replace(split.name, "train", 1),
         )
     return Source(shown, path, spec, offline)
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.adapter_checks import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_adapter_folder,
+    check_patterns,
+)
+from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.stored.names import is_adapter
 from roundpipe_cli.model.stored.tensors import open_shard
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
@@ -23,17 +28,14 @@ def read_adapter_config(folder: Path) -> Any:
     """PEFT's LoraConfig.
 
     Raises:
-        RefusedError: it cannot be read, or is of another kind of adapter.
+        RefusedError: it cannot be read, is not safe to open, or is of another kind of adapter.
     """
+    check_adapter_folder(folder)
     import_bitsandbytes()
     from peft import LoraConfig, PeftConfig
 
-    try:
+    with refusing("the adapter's configuration cannot be read", str(folder / ADAPTER_CONFIG)):
         config = PeftConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RefusedError(
-            "the adapter's configuration cannot be read", where=str(folder / ADAPTER_CONFIG), found=str(error)[:200]
-        ) from error
     if not isinstance(config, LoraConfig) or config.bias != "none":
         raise RefusedError(
             "only LoRA adapters without trained biases can be read",
@@ -51,14 +53,10 @@ def put_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
     """
     from peft import get_peft_model
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise RefusedError(
-            "the adapter does not fit the base model", where=str(folder), found=str(error)[:200]
-        ) from error
+    check_patterns(config, (name for name, _ in model.named_modules()), folder)
+    with refusing("the adapter does not fit the base model", str(folder)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
 
 
 def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.architectures import check_architecture, no_decoder, unknown_architecture
 from roundpipe_cli.model.converted import convert_once
+from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
@@ -47,14 +48,8 @@ def _load_config(source: ModelSource) -> Any:
         model_type = str(raw.get("model_type", ""))
         if model_type not in CONFIG_MAPPING:
             raise unknown_architecture(model_type, file, list(CONFIG_MAPPING))
-    try:
+    with refusing("the model's configuration cannot be read", source.name):
         config = AutoConfig.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise RefusedError(
-            "the model's configuration cannot be read",
-            where=source.name,
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
-        ) from error
     stored_in_4bit(source)  # refuses what cannot be read
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
@@ -114,19 +109,14 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     if config.model_type in sink_attention.MODEL_TYPES:
         sink_attention.register()
         config, attention = copy.deepcopy(config), {"attn_implementation": sink_attention.NAME}
-    try:
-        with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
-            warnings.simplefilter("ignore")
+    where = str(getattr(config, "model_type", "model"))
+    with refusing("transformers cannot build this model", where), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False, **attention
             )
-    except (ValueError, ImportError, KeyError) as error:
-        raise RefusedError(
-            "transformers cannot build this model",
-            where=str(getattr(config, "model_type", "model")),
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
-        ) from error
-    model.tie_weights()  # type: ignore[operator]
+        model.tie_weights()  # type: ignore[operator]
     return model
 
 
@@ -163,13 +153,6 @@ def _load_tokenizer(source: ModelSource) -> Any:
             expected=f"one of {', '.join(TOKENIZER_FILES)}",
             hint="copy the tokenizer's files from the model that this one was made of",
         )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise RefusedError(
-            "the model's tokenizer cannot be loaded",
-            where=source.name,
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
-        ) from error
+    with refusing("the model's tokenizer cannot be loaded", source.name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)

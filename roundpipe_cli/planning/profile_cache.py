@@ -17,10 +17,14 @@ from typing import Any
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.durable import write_atomically
-from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.plain_files import read_regular
 
 FORMAT = 2
 """Goes up when times mean something else than before."""
+
+MAX_BYTES = 16 * 1024**2
+MAX_S = 1e6
 
 
 class ProfileCache:
@@ -31,13 +35,15 @@ class ProfileCache:
         Args:
             key: everything that layer times depend on, in JSON's types.
         """
+        self.damage: str | None = None
+        """What is wrong with the file, for the reader; set by `load`."""
         text = json.dumps([FORMAT, key], sort_keys=True)
         self.path: Path = cache_folder("profiles") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def load(self, base: CostModel) -> CostModel | None:
-        """`base` with the remembered times in place of its own; None if there are none."""
+        """`base` with the remembered times in place of its own; None if there are none, or `damage` says why not."""
         try:
-            found = json.loads(self.path.read_bytes())
+            found = json.loads(read_regular(self.path, MAX_BYTES))
             rows, speeds = found["layers"], found["worker_speed"]
             times = [tuple(None if value is None else float(value) for value in row) for row in rows]
             layers = tuple(
@@ -45,7 +51,14 @@ class ProfileCache:
                 for layer, (forward, recompute, backward) in zip(base.layers, times, strict=True)
             )
             speeds = None if speeds is None else tuple(float(speed) for speed in speeds)
-        except (OSError, ValueError, KeyError, TypeError):
+            numbers = [value for row in times for value in row if value is not None]
+            if not all(0 <= value < MAX_S for value in numbers) or not all(0 < speed < MAX_S for speed in speeds or ()):
+                raise ValueError("a time or speed that cannot be")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, RefusedError) as error:
+            reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+            self.damage = f"the remembered times in {self.path} cannot be used and are measured again: {reason}"
             return None
         return replace(base, name=f"{base.name}, measured by an earlier run", layers=layers, worker_speed=speeds)
 

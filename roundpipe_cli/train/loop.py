@@ -92,6 +92,8 @@ class Trainer:
         """Position of the data, behind the last finished step."""
         overlaps = self._machines.is_only and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
         self._planner = make_planner(setup, chained=overlaps)
+        if self._planner.notice is not None:
+            tell(Notice(self._planner.notice))
         self._ahead = StepsAhead(setup, self._planner, self.sampler, self._microbatches)
         self._auto_cache = make_auto_cache(setup, self._planner, tell)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.model.source import check_model_name
+from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.checkpoint.output_dir import check_start
 from roundpipe_cli.train.floors import check_floors
@@ -34,7 +36,10 @@ def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
     """
     recipe = loaded.recipe
     check_floors()
-    check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
+    source = check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
+    if source is not None and source.gguf_file is not None:  # before a library opens it
+        file = source.folder / source.gguf_file
+        check_sizes(read_gguf_config(file), str(file))
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
         columns = {str(key): value for key, value in dataset.columns.items()}
         spec = DatasetSpec(dataset.path, "auto", dataset.split, dataset.name, columns)  # the type is looked at later

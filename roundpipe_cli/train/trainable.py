@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
+from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.lora import ADAPTER, LoraSettings, add_lora, continue_lora, refuse_adapters_outside_blocks
 from roundpipe_cli.model.source import ModelSource

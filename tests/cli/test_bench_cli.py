@@ -174,6 +174,7 @@ def without(key: str) -> dict[str, Any]:
         (with_layer(forward_s=-0.1), "layers[3] (block.3): forward_s: negative"),
         (with_layer(forward_s="0.1"), "layers[3] (block.3): forward_s: not a number"),
         (with_layer(backward_s=True), "backward_s: not a number"),
+        (with_layer(backward_s=10**400), "backward_s: not a number"),
         (with_layer(param_bytes=1.5), "param_bytes: not a whole number"),
         (with_layer(recompute="yes"), "recompute is not true or false"),
         (with_layer(forward=1), "did you mean forward_s?"),

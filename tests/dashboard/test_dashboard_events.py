@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from roundpipe_cli import events
+from roundpipe_cli.dashboard.comparison import comparison
+from roundpipe_cli.dashboard.replay import RunFiles
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import (
     DeviceSample,
     EvaluationFinished,
@@ -21,6 +24,7 @@ from roundpipe_cli.events import (
     RunStopped,
     Sample,
     Span,
+    StepFinished,
     StepTimeline,
     WorkSeen,
     decode,
@@ -188,3 +192,48 @@ def test_pause_and_save_between_steps() -> None:
         assert signals.take_save() and not signals.take_save()
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.requested is signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("event", "changes"),
+    [
+        (EVENTS[1], {"num_steps": "10"}),
+        (EVENTS[1], {"devices": [1]}),
+        (EVENTS[1], {"time_s": float("nan")}),
+        (EVENTS[3], {"start_s": 10**400}),
+        (EVENTS[3], {"spans": [[2**62, "compute", "F", 0, 0, 0, 1]]}),
+        (EVENTS[3], {"spans": [["0", "compute", "F", 0, 0, 0, 1]]}),
+        (EVENTS[4], {"loss": None}),
+        (EVENTS[4], {"samples": [["p"]]}),
+        (EVENTS[4], {"best": 1}),
+        (EVENTS[5], {"devices": [{"used_bytes": "1"}]}),
+        (EVENTS[5], {"host_used_bytes": 2**62}),
+        (EVENTS[6], {"text": ["why"]}),
+    ],
+    ids=str,
+)
+def test_an_event_with_values_of_other_types_is_none(event: Event, changes: dict[str, Any]) -> None:
+    """`watch` and its page showed them, and a tenth of such files was a bug of theirs."""
+    assert decode(json.loads(json.dumps({**encode(event), **changes}))) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"step_s": 0}, {"loss": 10**400}, {"utilization": ["x"]}, {"tokens": 2**70}, {"step": "one"}], ids=str
+)
+def test_a_step_with_odd_values_is_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    row = {"step": 1, "loss": 2.5, "learning_rate": 1e-4, "grad_norm": None, "tokens": 100, "tokens_per_s": 10.0}
+    row |= {"step_s": 0.4, "bubble_ratio": 0.1, "utilization": [0.5], "upload_bytes": 1, "device_peak_bytes": 2}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "step": 2, **changes}) + "\n")
+    assert [event.step for _, event in RunFiles(tmp_path).poll()[1] if isinstance(event, StepFinished)] == [1]
+
+
+def test_a_run_file_that_is_a_pipe_does_not_hold_the_watcher(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(RefusedError, match="no regular file"):
+        RunFiles(tmp_path).poll()
+
+
+def test_odd_figures_in_a_report_are_left_out() -> None:
+    measured = {"step_s": "1", "tokens_per_s": float("nan"), "bubble_ratio": 0.1, "host_peak_bytes": -1}
+    assert [row[0] for row in comparison({"predicted": [], "measured": measured})] == ["bubble"]

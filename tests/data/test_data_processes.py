@@ -18,6 +18,7 @@ from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.limited import signals_held
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 
 ROW = {"prompt": "Hi", "completion": "Yo"}
@@ -81,6 +82,13 @@ def test_a_slow_template_is_not_a_bad_row_that_may_be_skipped(tmp_path: Path) ->
     with pytest.raises(RoundpipeError, match="takes too long") as caught:
         build(path, template, on_bad_row="skip")
     assert caught.value.exit_code == 2
+
+
+def test_a_row_that_takes_too_much_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MAX_MEMORY_BYTES", 256 * 1024**2)
+    rows = [ROW, {"prompt": "Hi", "completion": "a b " * 2_500_000}]
+    with pytest.raises(ResourceError, match=r"rows.jsonl: row 2: a tokenising process"):
+        build(write_rows(tmp_path / "rows.jsonl", rows), num_workers=1)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
@@ -179,7 +187,7 @@ def test_signals_wait_for_the_end_of_a_fork() -> None:
 
     before = signal.signal(signal.SIGHUP, stop)
     try:
-        with pytest.raises(KeyboardInterrupt), processes._signals_held():
+        with pytest.raises(KeyboardInterrupt), signals_held():
             signal.raise_signal(signal.SIGHUP)
             passed.append("the fork")
         assert passed and signal.getsignal(signal.SIGHUP) is stop

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.data import files
+from roundpipe_cli.data.hub import check_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import Source, find_sources, parse_split
@@ -205,22 +208,85 @@ def test_globs_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert [Path(source.name).name for source in sources] == ["a.jsonl", "b.jsonl", "c.jsonl"]
     with pytest.raises(RefusedError, match="dataset not found"):
         find_sources(DatasetSpec(str(tmp_path / "*.csv")), None, offline=True)
-    with pytest.raises(RefusedError, match="slice of several files"):
-        find_sources(DatasetSpec(str(tmp_path / "*.jsonl"), split="train[:2]"), None, offline=True)
 
 
-def test_a_folder_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+def read_all(path: Path, split: str = "train", name: str | None = None) -> list[object]:
+    """The column `a` of all rows of all sources."""
+    sources = find_sources(DatasetSpec(str(path), split=split, name=name), None, offline=True)
+    return [row.columns.get("a") for source in sources for row in source.rows()]
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+def test_a_slice_counts_the_rows_of_all_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\n')
+    write(tmp_path / "b.jsonl", '{"a": 3}\n{"a": 4}\n')
+    for place in (tmp_path, tmp_path / "*.jsonl"):
+        assert read_all(place, "train[1:3]") == [2, 3]
+        assert read_all(place, "train[-1:]") == [4] and read_all(place, "train[:50%]") == [1, 2]
+        with pytest.raises(RefusedError, match="slice holds no rows"):
+            read_all(place, "train[4:]")
+
+
+def test_a_folder_has_the_splits_that_its_names_say(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", '{"a": 1}\n{"a": 2}\n')
+    write(tmp_path / "my-dev.jsonl", '{"a": 3}\n')
+    write(tmp_path / "extra-00000-of-00001.jsonl", '{"a": 4}\n')
+    (tmp_path / "test").mkdir()
+    write(tmp_path / "test" / "x.jsonl", '{"a": 5}\n')
+    write(tmp_path / "dataset_infos.json", "{}")
+    assert read_all(tmp_path) == [1, 2]
+    assert [read_all(tmp_path, name) for name in ("validation", "extra", "test")] == [[3], [4], [5]]
+    assert sorted(read_all(tmp_path, "all"), key=str) == [1, 2, 3, 4, 5]
+    assert read_all(tmp_path, name="test") == [5]
+    with pytest.raises(RefusedError, match="cannot load split `nope`"):
+        read_all(tmp_path, "nope")
+    with pytest.raises(RefusedError, match="no such configuration"):
+        read_all(tmp_path, name="..")
+
+
+def test_a_folder_of_several_kinds_of_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"a": 1}\n')
+    write(tmp_path / "a.csv", "a\n1\n")
+    with pytest.raises(RefusedError, match="several kinds"):
+        read_all(tmp_path)
+
+
+def test_a_data_folder_reads_nothing_outside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its README named an absolute path or a URL, which was read; a link and an archive led further."""
+    secret = write(tmp_path / "secret.jsonl", '{"a": "secret"}\n')
     folder = tmp_path / "mine"
     folder.mkdir()
-    write(folder / "train.jsonl", '{"a": 1}\n{"a": 2}\n')
-    write(folder / "test.jsonl", '{"a": 3}\n')
-    assert summary(read(folder)) == [(1, 1), (2, 2)]
-    assert summary(read(folder, "test")) == [(1, 3)]
-    with pytest.raises(RefusedError, match="cannot load split `nope`"):
-        read(folder, "nope")
+    write(folder / "train.jsonl", '{"a": 1}\n')
+    (folder / "link.jsonl").symlink_to(secret)
+    (folder / "up").symlink_to(tmp_path)
+    write(folder / "data.tar", b"anything")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
+    for target in (str(secret), "../secret.jsonl", "https://127.0.0.1:9/x.jsonl", "zip://x.jsonl::data.zip"):
+        card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": target}]}]}
+        write(folder / "README.md", f"---\n{json.dumps(card)[1:-1]}\n---\n".replace('"configs"', "configs"))
+        (source,) = find_sources(DatasetSpec(str(folder)), None, offline=True)
+        assert summary(list(source.rows())) == [(1, 1)]
+        assert any("README.md" in text for text in source.notices)
+        assert any("2 links" in text for text in source.notices)
+    (folder / "train.jsonl").unlink()
+    with pytest.raises(RefusedError, match="no file that can be read"):
+        read_all(folder)
+
+
+def test_a_hub_dataset_reads_only_tables_of_its_own(tmp_path: Path) -> None:
+    """A README on the hub can name files of this machine, and archives."""
+    import datasets
+
+    local = write(tmp_path / "x.json", '{"a": 1}\n')
+    builder = datasets.load_dataset_builder("json", data_files={"train": str(local)}, cache_dir=str(tmp_path / "c"))
+    with pytest.raises(RefusedError, match="no tables of its own") as caught:
+        check_files(DatasetSpec("org/set"), builder)
+    assert str(local) in str(caught.value)
+    for file in ("hf://datasets/org/set@abc/data.tar", "hf://datasets/org/other@abc/x.json"):
+        builder.config.data_files = {"train": [file]}
+        with pytest.raises(RefusedError, match="no tables of its own"):
+            check_files(DatasetSpec("org/set"), builder)
+    builder.config.data_files = {"train": ["hf://datasets/org/set@abc/data/train.jsonl.gz"]}
+    check_files(DatasetSpec("org/set"), builder)
 
 
 def test_hub_dataset_offline_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +306,29 @@ def test_hub_dataset_offline_is_refused_at_once(tmp_path: Path, monkeypatch: pyt
 def test_text_in_messages_is_escaped_and_cut() -> None:
     assert printable("a\x1b[31m\n\u202e\x07") == "a\\x1b[31m\\n\\u202e\\x07"
     assert len(printable("x" * 10_000_000)) == 200
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv.gz", "x.txt.gz", "x.json.gz"])
+def test_a_compressed_bomb_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A few kilobytes unpacked to one line of any length, and took the machine's memory with them."""
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "MAX_UNPACKED_BYTES", 1 << 16)
+    path = write(tmp_path / name, gzip.compress(b"text\nfirst\n\n" + b"x" * (1 << 20)))
+    with pytest.raises(RefusedError, match=r"too long|too large") as caught:
+        read(path)
+    assert str(path) in str(caught.value) and "64 KiB" in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_deflate_bytes_are_one_error(tmp_path: Path, seed: int) -> None:
+    """`zlib.error` is neither an OSError nor an EOFError."""
+    chance = random.Random(seed)
+    data = bytearray(gzip.compress(b"".join(b'{"a": %d}\n' % chance.randrange(10**9) for _ in range(200))))
+    data[chance.randrange(10, len(data) - 8)] ^= 1 << chance.randrange(8)
+    with pytest.raises(RefusedError, match=r"cannot read the dataset"):
+        read(write(tmp_path / "x.jsonl.gz", bytes(data)))
+
+
+def test_a_header_that_is_no_csv_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="header is not valid CSV"):
+        read(write(tmp_path / "x.csv", 'a,"b"c\n1,2\n'))

@@ -62,12 +62,23 @@ def test_times_that_are_wrong_are_measured_again() -> None:
     assert json.loads(cache.path.read_text())["layers"][1][0] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"layers": 3}', '{"layers": [[1, 1, 1]]}', '{"layers": [["x", 1, 1]]}'])
-def test_a_damaged_file_counts_as_none(text: str) -> None:
+DAMAGED = [
+    *("", "{", '{"layers": 3}', '{"layers": [[1, 1, 1]]}', '{"layers": [["x", 1, 1]]}', "[" * 100_000),
+    *(
+        json.dumps({"layers": [[value, None, 0.1]] * (BLOCKS + 2), "worker_speed": None})
+        for value in (float("nan"), float("inf"), -1.0, 1e300)
+    ),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:30])
+def test_a_damaged_file_counts_as_none_and_is_named(text: str) -> None:
+    """A NaN among the times was a bug of the planner."""
     cache = ProfileCache({"model": "a"})
     cache.path.parent.mkdir(parents=True)
     cache.path.write_text(text)
     assert cache.load(costs(1.0)) is None and not planner(cache).measured
+    assert str(cache.path) in str(cache.damage) and planner(cache).notice == cache.damage
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

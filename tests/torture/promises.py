@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.torture import chains, damage, holders, hostile, kills, stops, syscalls, workers
+from tests.torture import chains, damage, fuzz_readers, holders, hostile, kills, stops, syscalls, workers
 from tests.torture.arena import Arena, Seen
 
 
@@ -83,5 +83,22 @@ PROMISES = (
         6,
         1000,
         syscalls.missing,
+    ),
+    *(
+        Promise(
+            f"fuzz-{name}",
+            f"{what} damaged at random: success or a documented exit code, a message, 10 s of processor time",
+            fuzz_readers.TRIALS[name],
+            10,
+            2000,
+        )
+        for name, what in (
+            ("gguf", "GGUF files"),
+            ("config", "a model's configurations and tokenizer"),
+            ("adapter", "an adapter's files"),
+            ("events", "a run's events, metrics and report, watched"),
+            ("cache", "measured times and tokens in the cache"),
+            ("gz", "compressed rows"),
+        )
     ),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundpipe_cli.durable import disk_error
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
-from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check_start, read_state, truncate_metrics
+from roundpipe_cli.train.checkpoint.output_dir import (
+    OutputDir,
+    RunState,
+    check_start,
+    read_state,
+    refuse_if_held,
+    truncate_metrics,
+)
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
+from roundpipe_cli.train.monitor.metrics import append_row
 
 _NUM_ELEMENTS = 20_000
 
@@ -321,3 +332,88 @@ def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path, text: str, step: in
 def test_no_metrics_yet(tmp_path: Path) -> None:
     assert truncate_metrics(tmp_path / "metrics.jsonl", 3) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "report.json", "recipe.yaml", ".roundpipe"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_device_under_a_run_files_name_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    """Opening a pipe waited for ever, and rows went to whatever device a link led to."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/null")
+    with pytest.raises(RefusedError, match="no regular file") as caught, OutputDir(folder):
+        pass
+    assert name in str(caught.value) and (folder / name).exists()
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / ("x" * 300), tmp_path / "/".join(["y" * 200] * 25)):
+        with pytest.raises(RefusedError, match="cannot be written") as caught, OutputDir(path):
+            pass
+        assert "File name too long" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["folder moved", "folder removed", "file removed", "file replaced"])
+def test_rows_are_not_written_to_a_file_that_is_gone(tmp_path: Path, what: str) -> None:
+    """A run went on, and its metrics were lost with the folder that was removed or moved."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    path = folder / "metrics.jsonl"
+    with path.open("ab", buffering=0) as file:
+        append_row(file, path, {"step": 1})
+        if what == "folder moved":
+            folder.rename(tmp_path / "elsewhere")
+        elif what == "folder removed":
+            shutil.rmtree(folder)
+        else:
+            path.unlink()
+        if what == "file replaced":
+            path.write_text("")
+        with pytest.raises(ResourceError, match="output directory was" if "folder" in what else "metrics.jsonl was"):
+            append_row(file, path, {"step": 2})
+    assert folder.exists() == ("file" in what)
+
+
+def test_a_held_folder_is_seen_before_anything_is_loaded(tmp_path: Path) -> None:
+    """A second run loaded torch, for seconds, before it was told that it may not start."""
+    folder = tmp_path / "out"
+    refuse_if_held(folder)  # no folder, no lock
+    pid = _fork(lambda: _hold(folder))
+    _wait_for(lambda: (folder / ".roundpipe.lock").exists() and (folder / ".roundpipe.lock").read_bytes() != b"")
+    with pytest.raises(OutputInUseError, match="another run") as caught:
+        refuse_if_held(folder)
+    assert f"process {pid}" in str(caught.value)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    refuse_if_held(folder)  # the kernel dropped the lock
+    (folder / ".roundpipe.lock").unlink()
+    os.mkfifo(folder / ".roundpipe.lock")
+    refuse_if_held(folder)
+
+
+def _hold(folder: Path) -> None:
+    with OutputDir(folder):
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "inodes", "words"),
+    [
+        (errno.EFBIG, (100, 50), "ulimit -f"),
+        (errno.ENOSPC, (100, 0), "100 inodes are taken"),
+        (errno.ENOSPC, (0, 0), "free some space"),  # a file system without inodes
+        (errno.EROFS, (100, 50), "make the folder writable"),
+        (errno.EIO, (100, 50), "dmesg"),
+    ],
+)
+def test_a_failed_write_says_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, inodes: tuple[int, int], words: str
+) -> None:
+    """A limit on files and a disk without inodes were called full, with gigabytes free."""
+    real = os.statvfs(tmp_path)
+    values = [*real[:5], *inodes, inodes[1], *real[8:]]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
+    assert words in str(disk_error(OSError(number, os.strerror(number)), tmp_path, "a file"))

@@ -7,6 +7,7 @@ import json
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_missing_models(folder: Path) -> None:
     says(refused(folder, "model=models/x/y"), "no such model folder or file", str(folder), "hub id looks like")
     says(refused(folder, "model=model.gguf"), "no such model folder or file", "model.gguf")
     says(refused(folder, "model=rows.jsonl"), "this file is no model", "rows.jsonl", ".gguf")
-    says(refused(folder, "model=package:no_such_thing"), "no such Python package", "--no-deps no-such-thing")
+    says(refused(folder, "model=package:no_such_thing"), "no such Python package", "known packages")
 
 
 def test_a_hub_model_without_a_network(folder: Path) -> None:
@@ -390,3 +391,15 @@ def test_names_are_checked_without_torch(folder: Path) -> None:
     for words in wrong:
         done = fresh(folder, "finetune", "recipe.yaml", *words)
         assert done.code in (2, 6) and "loading torch" not in done.err, done.err
+
+
+def test_an_output_directory_that_is_moved_during_a_run_ends_it_with_one_error(folder: Path) -> None:
+    """Nothing of the run is made anew under the old name."""
+    running = launch(folder, "finetune", "recipe.yaml", environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.3"})
+    while not (folder / "out" / "metrics.jsonl").exists() or len(numbers(folder / "out")) < 1:
+        assert running.process.is_alive()
+        time.sleep(0.02)
+    (folder / "out").rename(folder / "elsewhere")
+    done = running.finish().expect(5)
+    assert done.err.count("error: ") == 1 and "removed or moved" in done.err
+    assert not (folder / "out").exists()

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from enum import Enum
 from pathlib import Path
@@ -30,6 +31,7 @@ from roundpipe_cli.durable import (
     write_atomically,
 )
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.plain_files import kind_of_file, open_regular, read_regular
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 
 MARKER_NAME = ".roundpipe"
@@ -37,6 +39,9 @@ LOCK_NAME = ".roundpipe.lock"
 METRICS_NAME = "metrics.jsonl"
 EVAL_NAME = "eval.jsonl"
 REPORT_NAME = "report.json"
+
+MAX_LOCK_BYTES = 1 << 16
+RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")
 
 RESULT_FOLDER_MODE = 0o755
 """The adapter may be for others to read; what is private in the folder has modes of its own."""
@@ -72,10 +77,15 @@ def check_start(folder: Path, resume: bool) -> RunState:
         RefusedError: without `resume`, where there is a checkpoint or a result, or somebody else's model.
         NoCheckpointError: with `resume`, where there is no checkpoint.
     """
-    if folder.exists() and not folder.is_dir():
+    try:
+        is_there = folder.exists()
+    except OSError as error:  # a name that is too long
+        raise _unwritable(error, folder) from error
+    if is_there and not folder.is_dir():
         raise RefusedError(
             "the output directory is a file", where=str(folder), expected="a folder", hint="set output_dir= elsewhere"
         )
+    _check_run_files(folder)
     state = read_state(folder)
     if resume and state is RunState.FRESH:
         raise NoCheckpointError(
@@ -101,6 +111,51 @@ def check_start(folder: Path, resume: bool) -> RunState:
         expected="an empty or new folder",
         hint="add --resume to continue that run, or start another one with output_dir=",
     )
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Whether another run holds the folder, asked before anything is loaded. Takes no lock unless a live process of
+    this machine is named in the lock's file, so that two runs that start at once do not see each other here.
+
+    Raises:
+        OutputInUseError: it does.
+    """
+    path = folder / LOCK_NAME
+    try:
+        holder = json.loads(read_regular(path, MAX_LOCK_BYTES))
+        if str(holder["host"]) == socket.gethostname() and not _is_alive(int(holder["pid"])):
+            return
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder) from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, RefusedError):
+        return  # no lock, or none that can be read: who takes it will see
+
+
+def _check_run_files(folder: Path) -> None:
+    """Refuse what only looks like a run's file: opening a pipe waits for ever, and a device is no place for rows.
+
+    Raises:
+        RefusedError: as said.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.suffix not in RUN_SUFFIXES and path.name not in (MARKER_NAME, LOCK_NAME):
+            continue
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link to nothing: whoever opens it says so
+            continue
+        if not stat.S_ISREG(mode):
+            raise RefusedError(
+                "the output directory holds something that is no regular file under the name of one",
+                where=str(path),
+                found=kind_of_file(mode),
+                expected="a regular file, or none",
+                hint="remove it, or set output_dir= elsewhere",
+            )
 
 
 def _foreign_model(folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.durable import disk_error
+from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import StepFinished
 
 
@@ -38,14 +40,32 @@ def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> None:
     """One more row.
 
     Raises:
-        ResourceError: the disk is full or does not take it.
+        ResourceError: the disk is full or does not take it, or the file is no longer where it was.
     """
+    _check_place(file, path)
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     try:
         if file.write(line) < len(line):  # the rest does not fit; --resume cuts a torn line off
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise disk_error(error, path, f"the metrics of step {row['step']}") from error
+
+
+def _check_place(file: FileIO, path: Path) -> None:
+    """A row written to a file that has been moved or removed is lost, and so would be the run's result.
+
+    Raises:
+        ResourceError: as said.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return
+    folder = path.parent
+    if not folder.is_dir():
+        what, hint = "the output directory was removed or moved during the run", "--resume continues where it is now"
+    else:
+        what, hint = f"{path.name} was removed or replaced during the run", "--resume continues from a checkpoint"
+    raise ResourceError(what, where=str(path if folder.is_dir() else folder), hint=hint)
 
 
 def sync_rows(file: FileIO, path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, read_config, read_json
 
@@ -26,6 +27,8 @@ OTHER_NAMES = (
 )
 """llama.cpp's converter reads the first; vLLM reads the others of models that also take images. transformers' tokenizer
 does not save them."""
+
+TEMPLATE_LIMITS = Limits("the chat template", where="chat_template")
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ def trained_ends(tokenizer: Any) -> list[int]:
     ends = [tokenizer.eos_token_id]
     try:
         template = find_template(tokenizer, None, None)
-        turn_end = None if template is None else ChatTemplate(tokenizer, template).end_of_turn
+        turn_end = None
+        if template is not None:
+            turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).end_of_turn, TEMPLATE_LIMITS)
     except RefusedError:  # a template that does not run ends no turn
         turn_end = None
     if turn_end is not None:

@@ -31,17 +31,15 @@ from roundpipe_cli.durable import (
 )
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.adapter_files import (
-    ADAPTER_CONFIG,
-    put_adapter,
-    read_adapter_config,
-    read_adapter_tensors,
-)
+from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, check_adapter_folder
+from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, read_adapter_tensors
 from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
+from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.names import base_name, is_adapter, tied_names
 from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.model.untrusted import check_file, check_model_folder, check_small_files
 from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.result.base_files import GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
@@ -133,11 +131,16 @@ def copy_result(result: Path, folder: Path, extras: Extras) -> None:
 
     Raises:
         ResourceError: disk full or failing.
-        RefusedError: `folder` exists.
+        RefusedError: `folder` exists, or a file is not safe to open.
     """
+    if (result / ADAPTER_CONFIG).is_file():
+        check_adapter_folder(result)
+    else:
+        check_model_folder(result)
     with Destination(folder) as temporary:
         for path in sorted(result.iterdir()):
             if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_NAMES or _is_index(path)):
+                check_file(path, None)
                 write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
         is_whole = not (result / ADAPTER_CONFIG).is_file()
         extras.write(result, temporary, _save_tokenizer(result, temporary), whole=is_whole)
@@ -159,7 +162,8 @@ def _chunks(path: Path) -> Iterator[bytes]:
 def _save_tokenizer(result: Path, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    with warnings.catch_warnings():
+    check_small_files(result)
+    with refusing("the tokenizer cannot be loaded", str(result)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(str(result), trust_remote_code=False)
         tokenizer.save_pretrained(str(folder))

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
+from roundpipe_cli.limited import run_limited
+from roundpipe_cli.model.adapter_checks import check_patterns
 from roundpipe_cli.model.adapter_files import read_adapter_config
+from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.load import load_config, load_tokenizer
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.train.result.base_files import end_tokens, trained_ends
+from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
 
 ROOM_SHARE, ROOM_BYTES = 1.2, 512 * 1024**2
@@ -35,22 +38,18 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
     from transformers import AutoModelForCausalLM
 
     load_config(source)  # refuses what would run code, and what is no language model
+    adapter = read_adapter_config(result) if is_adapter else None
     arguments: dict[str, Any] = source.load_arguments or {"use_safetensors": True}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(source.folder), dtype=getattr(torch, dtype), trust_remote_code=False, **arguments
-            )
-            if is_adapter:
-                from peft import PeftModel
+    with refusing("the result cannot be loaded", str(result)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(source.folder), dtype=getattr(torch, dtype), trust_remote_code=False, **arguments
+        )
+        if adapter is not None:
+            from peft import PeftModel
 
-                read_adapter_config(result)
-                model = PeftModel.from_pretrained(model, str(result), use_safetensors=True)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise RefusedError(
-            "the result cannot be loaded", where=str(result), found=f"{type(error).__name__}: {str(error)[:300]}"
-        ) from error
+            check_patterns(adapter, (name for name, _ in model.named_modules()), result)
+            model = PeftModel.from_pretrained(model, str(result), use_safetensors=True)
     return model.eval(), load_tokenizer(ModelSource(str(result), result))
 
 
@@ -106,9 +105,8 @@ def answer(
     if find_template(tokenizer, None, None) is not None:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        text = run_limited(lambda: _render(tokenizer, messages), TEMPLATE_LIMITS)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
@@ -128,3 +126,19 @@ def answer(
             **sampling,
         )
     sys.stdout.flush()
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """The prompt for an answer; runs in a child.
+
+    Raises:
+        RefusedError: the template refuses the messages.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program: besides jinja2's errors it can raise any of Python's
+        raise TEMPLATE_LIMITS.refusal(
+            "refuses this conversation", printable(f"{type(error).__name__}: {error}")
+        ) from error

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import yaml
 
+from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.redact import redact
+
+MAX_FILE_BYTES = 16 * 1024**2
 
 
 def model_card(result: Path, *, base: str | None, merged: bool, usage: str) -> str:
@@ -21,34 +25,68 @@ def model_card(result: Path, *, base: str | None, merged: bool, usage: str) -> s
         usage: a sentence on how to load it.
     """
     report = _read(result / "report.json")
-    recipe = _read_yaml(result / "recipe.yaml")
+    recipe = _without_places(_read_yaml(result / "recipe.yaml"))
     front: dict[str, Any] = {"tags": ["roundpipe"], "library_name": "transformers" if merged else "peft"}
-    if base and not base.startswith((".", "/", "~")) and ":" not in base:
+    if base and _is_hub_id(base, report):
         front["base_model"] = base
-    lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {result.absolute().name}", ""]
-    if base:
-        lines += [f"Fine-tuned from {base} with RoundPipe CLI. {usage}", ""]
-    else:
-        lines += [f"Fine-tuned with RoundPipe CLI. {usage}", ""]
+    lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {_plain(result.absolute().name)}"]
+    origin = f" from {_plain(_without_places(base))}" if base else ""
+    lines += ["", f"Fine-tuned{origin} with RoundPipe CLI. {usage}", ""]
     lines += _data(recipe, report) + _figures(report) + _base(report)
     if recipe:
-        text = yaml.safe_dump({key: recipe[key] for key in _told(recipe)}, sort_keys=False)
-        lines += ["## Recipe", "", "```yaml", text.strip(), "```", ""]
+        text = yaml.safe_dump({key: recipe[key] for key in _told(recipe)}, sort_keys=False).strip()
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        lines += ["## Recipe", "", f"{fence}yaml", text, fence, ""]
     return redact("\n".join(lines))
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{7,64}")
+MARKS = re.compile(r"([\\`*_{}\[\]<>#|!~])")
+"""Characters that mean something in Markdown."""
+MAX_TEXT = 200
+
+
+def _is_hub_id(base: str, report: Mapping[str, Any]) -> bool:
+    """Whether the base came from the hub, and not from a folder whose name looks like a hub id."""
+    if not HUB_ID.fullmatch(base):
+        return False
+    return report.get("model_commit") is not None if base == report.get("model") else not Path(base).exists()
+
+
+def _plain(value: object) -> str:
+    """A value as text that no Markdown reader takes for anything else: on one line, marks escaped."""
+    text = "".join(c if c.isprintable() else " " for c in str(value)[:MAX_TEXT])
+    return MARKS.sub(r"\\\1", text)
+
+
+def _without_places(value: Any) -> Any:
+    """The same without absolute paths: of those only the last part is left."""
+    if isinstance(value, dict):
+        return {key: _without_places(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_places(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    path = value.removeprefix("file://")
+    if path.startswith(("/", "~", "\\\\")) or PureWindowsPath(path).is_absolute():
+        return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    home = str(Path("~").expanduser())
+    return value.replace(home, "~") if len(home) > 1 else value
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_regular(path, MAX_FILE_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        value = yaml.safe_load(read_regular(path, MAX_FILE_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -59,22 +97,28 @@ def _told(recipe: Mapping[str, Any]) -> list[str]:
     return [key for key in recipe if key not in private]
 
 
+def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    part = values.get(key)
+    return part if isinstance(part, dict) else {}
+
+
 def _data(recipe: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
-    datasets = [item for item in recipe.get("datasets", []) if isinstance(item, dict)]
+    entries = recipe.get("datasets")
+    datasets = [item for item in entries if isinstance(item, dict)] if isinstance(entries, list) else []
     if not datasets:
         return []
     lines = ["## Data", ""]
-    lines += [
-        f"- {Path(str(item.get('path'))).name} ({item.get('type')}, split {item.get('split')})" for item in datasets
-    ]
-    data = report.get("data", {})
+    for item in datasets:
+        name = _plain(Path(str(item.get("path"))).name)
+        lines.append(f"- {name} ({_plain(item.get('type'))}, split {_plain(item.get('split'))})")
+    data = _part(report, "data")
     if data:
-        lines += ["", f"{data.get('rows_kept')} rows, {data.get('trained_tokens')} trained tokens."]
+        lines += ["", f"{_plain(data.get('rows_kept'))} rows, {_plain(data.get('trained_tokens'))} trained tokens."]
     return [*lines, ""]
 
 
 def _figures(report: Mapping[str, Any]) -> list[str]:
-    loss, evaluation = report.get("loss", {}), report.get("evaluation") or {}
+    loss, evaluation = _part(report, "loss"), _part(report, "evaluation")
     rows = [("steps", report.get("num_steps")), ("first training loss", loss.get("first"))]
     rows += [("last training loss", loss.get("last"))]
     rows += [(f"evaluation: {key}", value) for key, value in evaluation.items() if isinstance(value, (int, float))]
@@ -82,11 +126,12 @@ def _figures(report: Mapping[str, Any]) -> list[str]:
     if not rows:
         return []
     table = [
-        f"| {name} | {value:.4f} |" if isinstance(value, float) else f"| {name} | {value} |" for name, value in rows
+        f"| {_plain(name)} | {value:.4f} |" if isinstance(value, float) else f"| {_plain(name)} | {_plain(value)} |"
+        for name, value in rows
     ]
     return ["## Figures", "", "| figure | value |", "|---|---|", *table, ""]
 
 
 def _base(report: Mapping[str, Any]) -> list[str]:
     commit = report.get("model_commit")
-    return [f"Base model at commit {commit}.", ""] if commit else []
+    return [f"Base model at commit {commit}.", ""] if isinstance(commit, str) and COMMIT.fullmatch(commit) else []

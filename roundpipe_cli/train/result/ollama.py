@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_cli.train.result.base_files import end_tokens
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.limited import run_limited
+from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens
 
 Messages = list[dict[str, str]]
 
@@ -41,6 +43,13 @@ def find_turns(tokenizer: Any) -> TurnMarks | None:
     """The pieces of the tokenizer's template; None if it does not put a conversation together of such pieces."""
     if not tokenizer.chat_template:
         return None
+    try:
+        return run_limited(lambda: _find_turns(tokenizer), TEMPLATE_LIMITS)
+    except RefusedError:
+        return None
+
+
+def _find_turns(tokenizer: Any) -> TurnMarks | None:
     try:
         turns = _split(tokenizer)
     except Exception:  # a template may raise whatever it likes

@@ -1,0 +1,140 @@
+"""What an adapter's folder may hold, checked before PEFT opens it. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.model.untrusted import MAX_CONFIG_BYTES, check_file, check_header, check_small_files, read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_RANK = 1 << 20
+MAX_NUMBER = 1e9
+"""Of alpha and the like; also leaves out NaN and infinity."""
+PATTERN_S = 2.0
+"""Processor time for an adapter's patterns against all names of modules."""
+REFUSED_KEYS = ("megatron_config", "layer_replication")
+"""The first imports a module that the file names; the second changes the base model, by any number of layers."""
+
+
+def check_adapter_folder(folder: Path) -> dict[str, Any]:
+    """The adapter's configuration as plain data, of a folder that is safe to open.
+
+    Raises:
+        RefusedError: a file that leads out of the folder, is too large, damaged or no regular file; a configuration
+            that asks for code or has values of other types.
+    """
+    path = folder / ADAPTER_CONFIG
+    check_small_files(folder)
+    check_file(path, MAX_CONFIG_BYTES)
+    if (folder / ADAPTER_WEIGHTS).exists():
+        check_file(folder / ADAPTER_WEIGHTS, None)
+        check_header(folder / ADAPTER_WEIGHTS)
+    config = read_json(path)
+    for key in REFUSED_KEYS:
+        if config.get(key):
+            raise _odd(path, key, config[key], f"no {key}")
+    for key, (fits, expected) in _KEYS.items():
+        if config.get(key) is not None and not fits(config[key]):
+            raise _odd(path, key, config[key], expected)
+    return config
+
+
+def _odd(path: Path, key: str, value: object, expected: str) -> RefusedError:
+    what = "the adapter's configuration has a value that cannot be used"
+    return RefusedError(what, where=str(path), found=f"{key}: {value!r}"[:200], expected=expected)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_pattern(value: object) -> bool:
+    return isinstance(value, str) or _is_texts(value)
+
+
+def _each(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(fits(item) for item in value.values())
+
+
+def _is_layers(value: object) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+
+
+_KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "r": (_is_rank, f"a rank from 1 to {MAX_RANK}"),
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (lambda value: _is_number(value) and 0 <= float(str(value)) < 1, "a number from 0 and below 1"),
+    "rank_pattern": (_each(_is_rank), "a rank for each pattern"),
+    "alpha_pattern": (_each(_is_number), "a number for each pattern"),
+    "target_modules": (_is_pattern, "a pattern, or a list of names"),
+    "exclude_modules": (_is_pattern, "a pattern, or a list of names"),
+    "modules_to_save": (_is_texts, "a list of names"),
+    "target_parameters": (_is_texts, "a list of names"),
+    "layers_to_transform": (_is_layers, "whole numbers"),
+    "layers_pattern": (_is_pattern, "a pattern, or a list of patterns"),
+    "base_model_name_or_path": (lambda value: isinstance(value, str), "a name"),
+    **{
+        key: (lambda value: isinstance(value, bool), "true or false")
+        for key in ("use_dora", "use_rslora", "fan_in_fan_out")
+    },
+}
+
+
+def check_patterns(config: Any, names: Iterable[str], folder: Path) -> None:
+    """Match the adapter's regular expressions with the modules' names in a child with limits: a pattern can be made so
+    that it takes years.
+
+    Args:
+        config: PEFT's LoraConfig.
+
+    Raises:
+        RefusedError: a pattern is none, or takes too long.
+    """
+    patterns = _patterns(config)
+    if not patterns:
+        return
+    where = str(folder / ADAPTER_CONFIG)
+    keys = list(names)
+
+    def match_all() -> None:
+        for key, pattern in patterns:
+            try:
+                compiled = re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise RefusedError(
+                    f"{key} of the adapter is no regular expression",
+                    where=where,
+                    found=f"{pattern!r}: {error}"[:200],
+                ) from None
+            for name in keys:
+                compiled.fullmatch(name)
+                compiled.match(name)
+
+    run_limited(match_all, Limits("matching the adapter's patterns", where, PATTERN_S))
+
+
+def _patterns(config: Any) -> list[tuple[str, str]]:
+    """(key, regular expression), as PEFT makes them of the configuration's values."""
+    found = [(key, getattr(config, key, None)) for key in ("target_modules", "exclude_modules")]
+    patterns = [(key, value) for key, value in found if isinstance(value, str)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns += [(key, rf"(.*\.)?({pattern})$") for pattern in (getattr(config, key, None) or {})]
+    patterns += [("modules_to_save", rf"(^|.*\.){name}($|\..*)") for name in (config.modules_to_save or ())]
+    layers = getattr(config, "layers_pattern", None) or ()
+    layers = [layers] if isinstance(layers, str) else layers
+    return patterns + [("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.") for pattern in layers]

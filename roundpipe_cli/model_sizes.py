@@ -1,0 +1,66 @@
+"""Limits on the sizes that a model's configuration may name, before anything loops over them or allocates by them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roundpipe_cli.errors import RefusedError
+
+MAX_LAYERS = 2048
+"""The deepest published decoders have a few hundred."""
+MAX_EXPERTS = 1 << 16
+"""Of one layer, or bytes of an expert's width: both are below it."""
+MAX_MODULES = 1 << 17
+"""Experts of all layers: each is a module that is built."""
+MAX_WIDTH = 1 << 27
+"""Vocabulary and every width; the largest vocabularies have 2^18 entries."""
+MAX_NUMBER = 1 << 48
+"""Any other whole number."""
+
+_LIMITS = (
+    (re.compile(r"(^|_)layers?$"), MAX_LAYERS),
+    (re.compile(r"experts?(_|$)"), MAX_EXPERTS),
+    (re.compile(r"(size|dim|rank|heads?|embd|inner|d_model|positions?|position_embeddings|n_ctx)$"), MAX_WIDTH),
+)
+
+
+def check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a configuration with a size that no model has.
+
+    Raises:
+        RefusedError: naming key, value and limit.
+    """
+    layers, experts = 1, 1
+    for key, value in _whole_numbers(config):
+        limit = next((limit for pattern, limit in _LIMITS if pattern.search(key)), MAX_NUMBER)
+        if abs(value) > limit:
+            raise _too_large(where, f"{key}: {_short(value)}", f"at most {limit:,}")
+        layers = max(layers, value if limit == MAX_LAYERS else 1)
+        experts = max(experts, value if re.search(r"experts$", key) else 1)
+    if layers * experts > MAX_MODULES:
+        raise _too_large(where, f"{layers:,} layers with {experts:,} experts", f"at most {MAX_MODULES:,} in all layers")
+
+
+def _short(value: int) -> str:
+    return f"{value:,}" if abs(value) < 2**70 else "a number of more than 20 digits"
+
+
+def _too_large(where: str, found: str, expected: str) -> RefusedError:
+    return RefusedError(
+        "the model's configuration has a size that no model has", where=where, found=found, expected=expected
+    )
+
+
+def _whole_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(key, number) at every depth; a loop, since depth is the file's choice."""
+    rest: list[tuple[str, Any]] = [("", config)]
+    while rest:
+        key, value = rest.pop()
+        if isinstance(value, Mapping):
+            rest.extend((str(inner), item) for inner, item in value.items())
+        elif isinstance(value, list):
+            rest.extend((key, item) for item in value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield key, value

@@ -1,0 +1,61 @@
+"""Files that somebody else may have made: regular, inside their folder, of limited size, opened without waiting."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_bytes
+
+
+def stays_inside(path: Path, folder: Path) -> bool:
+    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError):  # a link that leads to itself
+        return False
+    blobs = home.parent.parent / "blobs"
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; a pipe without a writer or a device would make a plain `open` wait or never end.
+
+    Raises:
+        OSError: it cannot be opened.
+        RefusedError: it is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        kind = kind_of_file(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
+        raise RefusedError("this is no regular file", where=str(path), found=kind, expected="a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it cannot be read.
+        RefusedError: it is no regular file, or larger than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise RefusedError(
+            f"{path.name} is too large",
+            where=str(path),
+            found=f"more than {format_bytes(max_bytes)}",
+            expected=f"at most {format_bytes(max_bytes)}",
+        )
+    return data
+
+
+def kind_of_file(mode: int) -> str:
+    """The kind of file that a mode of `stat` means, for the reader."""
+    kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a regular file")

@@ -1,0 +1,101 @@
+"""An adapter from elsewhere: nothing of it leads out of its folder, takes years, or is a bug of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model import adapter_checks
+from roundpipe_cli.model.adapter_checks import check_adapter_folder
+from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
+from roundpipe_cli.model.untrusted import check_small_files
+from roundpipe_cli.train.result.export import Extras, copy_result
+from tests.support.tiny import tiny_config
+
+GOOD: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**GOOD, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"r": value} for value in ("4", 0, -1, 2**62, True, 1.5, float("nan"), [4])),
+        *({"lora_alpha": value} for value in ("8", float("inf"), float("nan"), 1e300, 10**400, {})),
+        *({"target_modules": value} for value in (3, {"a": 1}, [1], [["q"]])),
+        *({"rank_pattern": value} for value in ([], {"q": "4"}, {"q": 0}, {"q": 2**40})),
+        *({"lora_dropout": value} for value in (1, -0.5, "0", float("nan"))),
+        *({"peft_type": value} for value in ("NOPE", 3, [], "IA3")),
+        {"layers_to_transform": ["0"]}, {"layers_pattern": 3}, {"use_dora": "yes"}, {"modules_to_save": "lm_head"},
+        {"megatron_config": {"a": 1}, "megatron_core": "this"}, {"layer_replication": [[0, 10**9]]},
+        {"bias": "all"}, {"bias": 7}, {"base_model_name_or_path": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_odd_adapter_configuration_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError) as caught:
+        read_adapter_config(write(tmp_path / "adapter", **changes))
+    assert "adapter_config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": r"(([a-z_]+)+\.?)+!"},
+        {"exclude_modules": r"(([a-z_.0-9]+)+)+!"},
+        {"rank_pattern": {r"(([a-z_.0-9]+)+)+!": 2}},
+        {"alpha_pattern": {"(": 2}},
+        {"target_modules": "a{9999999999999999}"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_patterns_of_an_adapter_have_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """PEFT matches them with every module's name; some patterns take longer than anybody waits."""
+    monkeypatch.setattr(adapter_checks, "PATTERN_S", 0.2)
+    folder = write(tmp_path / "adapter", **changes)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    with pytest.raises(RefusedError, match=r"takes too long|no regular expression"):
+        put_adapter(model, read_adapter_config(folder), folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "extra.txt", "additional_chat_templates"])
+def test_links_out_of_an_adapter_folder_are_refused(tmp_path: Path, name: str) -> None:
+    """What a link leads to was read, copied by `export` and uploaded by `--push`."""
+    folder = write(tmp_path / "adapter")
+    outside = tmp_path / "private"
+    if "." in name:
+        outside.write_text("secret")
+    else:
+        outside.mkdir()
+    (folder / name).symlink_to(outside)
+    for check in (check_adapter_folder, check_small_files):
+        with pytest.raises(RefusedError, match="leads outside"):
+            check(folder)
+    with pytest.raises(RefusedError, match="leads outside"):
+        copy_result(folder, tmp_path / "copy", Extras(None))
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_template_among_several_may_not_be_a_link_or_a_pipe(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(RefusedError, match="leads outside"):
+        check_adapter_folder(folder)
+    (folder / "additional_chat_templates" / "tools.jinja").unlink()
+    os.mkfifo(folder / "chat_template.jinja")
+    with pytest.raises(RefusedError, match="no regular file") as caught:
+        check_adapter_folder(folder)
+    assert "named pipe" in str(caught.value)

@@ -1,0 +1,93 @@
+"""Work of somebody else's making runs in a child with limits; whatever becomes of the child is one error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli import limited
+from roundpipe_cli.errors import InternalError, RefusedError, RoundpipeError
+from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.train.result import base_files, ollama
+from roundpipe_cli.train.result.base_files import trained_ends
+from roundpipe_cli.train.result.generate import _render
+from roundpipe_cli.train.result.ollama import find_turns
+from tests.data.test_data_dataset import CHATML, byte_tokenizer
+
+LIMITS = Limits("the work", "here", processor_s=0.2, memory_bytes=256 * 1024**2)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def end(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (loop, "takes too long"),
+        (lambda: 9 ** (9**9), "takes too long"),
+        (lambda: re.match(r"(a+)+$", "a" * 60 + "b"), "takes too long"),
+        (lambda: "x" * 10**10, "too much memory"),
+        (lambda: end(signal.SIGKILL), "exit code -9"),
+        (lambda: end(signal.SIGSEGV), "exit code -11"),
+        (lambda: end(signal.SIGSTOP), "does not end"),
+        (lambda: os._exit(3), "exit code 3"),
+    ],
+)
+def test_work_beyond_its_limits_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[], object], words: str
+) -> None:
+    monkeypatch.setattr(limited, "WALL_S", 1.0 if words == "does not end" else 30.0)
+    with pytest.raises(RefusedError, match=words):
+        run_limited(work, LIMITS)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_values_and_errors_come_back() -> None:
+    assert run_limited(lambda: {"a": (1, "b")}, LIMITS) == {"a": (1, "b")}
+    with pytest.raises(RoundpipeError, match="hello"):
+        run_limited(lambda: (_ for _ in ()).throw(RefusedError("hello")), LIMITS)
+    with pytest.raises(InternalError, match="ZeroDivisionError"):
+        run_limited(lambda: 1 / 0, LIMITS)
+
+
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_result_with_a_slow_template_answers_and_exports_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate, export and the end of a run rendered a template in their own process, for ever."""
+    for room in (base_files, ollama):
+        monkeypatch.setattr(room, "TEMPLATE_LIMITS", LIMITS)
+    tokenizer = byte_tokenizer(template=CHATML)
+    assert len(trained_ends(tokenizer)) >= 1 and find_turns(tokenizer) is not None
+    tokenizer.chat_template = SLOW
+    assert trained_ends(tokenizer) == [tokenizer.eos_token_id] and find_turns(tokenizer) is None
+    with pytest.raises(RefusedError, match="takes too long"):
+        run_limited(lambda: _render(tokenizer, [{"role": "user", "content": "x"}]), LIMITS)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(RefusedError, match="refuses this conversation"):
+        run_limited(lambda: _render(tokenizer, [{"role": "user", "content": "x"}]), LIMITS)
+
+
+def test_no_template_is_rendered_outside_a_child() -> None:
+    """Every caller of a renderer is known to run in a child."""
+    package = Path(limited.__file__).parent
+    names = re.compile(r"apply_chat_template\(|render_jinja_template\(|ChatTemplate\(")
+    callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if names.search(path.read_text())}
+    assert callers == {
+        *("data/chat.py", "data/chunks.py"),
+        *("train/result/base_files.py", "train/result/generate.py", "train/result/ollama.py"),
+    }

@@ -1,0 +1,316 @@
+"""The readers of files from elsewhere, or of files that a crash may have damaged, for `fuzz.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.cache import CACHE_VARIABLE
+from tests.support.e2e import make_model, make_tokenizer
+from tests.support.tiny import tiny_config
+from tests.torture.fuzz import Reader, fuzz
+from tests.torture.mutations import damage_bytes, damage_json, damage_lines
+
+# --- gguf -------------------------------------------------------------------------------------------------------------
+
+
+def _make_gguf(folder: Path) -> None:
+    import gguf
+    import numpy as np
+
+    folder.mkdir()
+    writer = gguf.GGUFWriter(str(folder / "model.gguf"), "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    tokens = [*make_tokenizer().get_vocab(), "ab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,), "output": (len(tokens), 32)}
+    for block in range(2):
+        widths = {"attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32)}
+        widths |= {"attn_output": (32, 32), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32)}
+        shapes |= {f"blk.{block}.{name}": shape for name, shape in {**widths, "ffn_down": (32, 64)}.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _damage_gguf(folder: Path, draw: random.Random) -> None:
+    """Its header mostly: the tensors behind it may have any value."""
+    path = folder / "model.gguf"
+    if draw.random() < 0.2:
+        damage_bytes(path, draw)
+        return
+    data = path.read_bytes()
+    head, rest = data[:9000], data[9000:]
+    path.write_bytes(head)
+    damage_bytes(path, draw)
+    path.write_bytes(path.read_bytes() + (rest if draw.random() < 0.8 else b""))
+
+
+def _read_gguf(folder: Path) -> None:
+    import torch
+
+    from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
+    from roundpipe_cli.model.source import ModelSource
+
+    os.environ[CACHE_VARIABLE] = str(folder / "cache")
+    find_architecture("model.gguf", folder / "model.gguf")
+    source = ModelSource("model.gguf", folder, "model.gguf")
+    build_skeleton(load_config(source), torch.float32)
+    load_tokenizer(source)
+
+
+# --- a model folder ---------------------------------------------------------------------------------------------------
+
+
+def _make_configs(folder: Path) -> None:
+    make_model(folder)
+
+
+def _damage_configs(folder: Path, draw: random.Random) -> None:
+    name = draw.choice(("config.json",) * 6 + ("tokenizer.json", "tokenizer_config.json", "generation_config.json"))
+    damage_json(folder / name, draw)
+
+
+def _read_configs(folder: Path) -> None:
+    import torch
+
+    from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
+    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.train.result.base_files import read_base_files
+
+    source = resolve_model(str(folder), revision=None, recipe_folder=folder, offline=True)
+    find_architecture(str(folder), folder)
+    config = load_config(source)
+    files = read_base_files(source, config)
+    build_skeleton(config, torch.float32)
+    tokenizer = load_tokenizer(source)
+    files.ending_as_trained(tokenizer)
+
+
+# --- an adapter -------------------------------------------------------------------------------------------------------
+
+
+def _make_adapter(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    options: dict[str, Any] = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0": 3}}
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    get_peft_model(_skeleton(), config).save_pretrained(str(folder))
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _skeleton() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config("llama"))
+
+
+def _damage_adapter(folder: Path, draw: random.Random) -> None:
+    if draw.random() < 0.2:
+        damage_bytes(folder / "adapter_model.safetensors", draw)
+    else:
+        damage_json(folder / "adapter_config.json", draw)
+
+
+def _read_adapter(folder: Path) -> None:
+    import copy
+
+    from roundpipe_cli.cli.export import kind_of
+    from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, read_adapter_tensors
+
+    kind_of(folder)
+    config = read_adapter_config(folder)
+    model = copy.deepcopy(_skeleton())
+    put_adapter(model, config, folder)
+    read_adapter_tensors(model, folder)
+
+
+# --- a run's files ----------------------------------------------------------------------------------------------------
+
+
+def _make_run(folder: Path) -> None:
+    from roundpipe_cli.events import (
+        CheckpointSaved,
+        DeviceSample,
+        EvaluationFinished,
+        Notice,
+        Phase,
+        RunFinished,
+        RunStarted,
+        Sample,
+        Span,
+        StepTimeline,
+        encode,
+    )
+
+    folder.mkdir()
+    spans = tuple(Span(worker, "compute", kind, 0, 0, 0.1, 0.2) for worker in (0, 1) for kind in "FRB")
+    events: list[Any] = [Notice("hello"), Phase("loading"), RunStarted(1.5, "tiny", "lora", ("cpu", "cpu"), 3, 0)]
+    for step in (1, 2, 3):
+        events.append(StepTimeline(step, 2.0 + step, spans))
+    events += [Sample(3.0, 1, 1, 2, (DeviceSample(1, 2),)), CheckpointSaved(3, "x", 0.1)]
+    events += [EvaluationFinished(3, 3, 1.5, 3.5, 100, 0.5, True, (("p", "a"),)), RunFinished("out", 3, 1.0)]
+    lines = [json.dumps({"t": 1.0 + n, "step": min(n, 3), **encode(event)}) for n, event in enumerate(events)]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "learning_rate": 1e-4, "grad_norm": 1.0, "tokens": 100}
+    row |= {"tokens_per_s": 10.0, "step_s": 0.4, "bubble_ratio": 0.1, "utilization": [0.5, 0.5]}
+    rows = [{"step": step, **row, "upload_bytes": 1, "device_peak_bytes": 2} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    planned = {"step_s": 0.5, "tokens_per_s": 9.0, "bubble_ratio": 0.2, "device_peak_bytes": 3, "host_bytes": 4}
+    measured = {"step_s": 0.4, "tokens_per_s": 10.0, "bubble_ratio": 0.1, "device_peak_bytes": [2, 2]}
+    report = {"model": "tiny", "model_commit": "abc", "num_steps": 3, "loss": {"first": 3.0, "last": 2.5}}
+    report |= {"predicted": planned, "measured": measured, "data": {"rows_kept": 3, "trained_tokens": 9}}
+    (folder / "report.json").write_text(json.dumps(report | {"evaluation": {"loss": 1.5}}))
+    recipe = "model: tiny\ndatasets:\n- {path: /home/me/rows.jsonl, type: text, split: train}\nlora: {r: 4}\n"
+    (folder / "recipe.yaml").write_text(recipe)
+
+
+def _damage_run(folder: Path, draw: random.Random) -> None:
+    match draw.randrange(8):
+        case 0 | 1 | 2:
+            damage_lines(folder / "events.jsonl", draw)
+        case 3 | 4:
+            damage_lines(folder / "metrics.jsonl", draw)
+        case 5 | 6:
+            damage_json(folder / "report.json", draw)
+        case _:
+            damage_bytes(folder / "recipe.yaml", draw)
+
+
+def _read_run(folder: Path) -> None:
+    from rich.console import Console
+
+    from roundpipe_cli.cli.export import _base_name
+    from roundpipe_cli.cli.watch import watch
+    from roundpipe_cli.dashboard.replay import RunFiles
+    from roundpipe_cli.dashboard.state import fold_all
+    from roundpipe_cli.dashboard.theme import Theme
+    from roundpipe_cli.dashboard.views import screen
+    from roundpipe_cli.train.result.model_card import model_card
+
+    watch(str(folder), html=str(folder / "page.html"))
+    watch(str(folder), json_output=True, follow=False)
+    watch(str(folder), no_dashboard=True, follow=False)
+    state = fold_all(RunFiles(folder).poll()[1])
+    console = Console(width=100, file=Path(os.devnull).open("w"))  # noqa: SIM115
+    console.print(screen(state, 100.0, 100, 30, Theme()))
+    model_card(folder, base=_base_name(folder, None), merged=False, usage="")
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def _make_cache(folder: Path) -> None:
+    from roundpipe_cli.planning.profile_cache import ProfileCache
+
+    os.environ[CACHE_VARIABLE] = str(folder / "cache")
+    folder.mkdir()
+    ProfileCache({"a": 1}).save(_costs())
+    (folder / "rows.jsonl").write_text('{"text": "hello"}\n{"text": "there"}\n')
+    _build_dataset(folder)
+
+
+@functools.lru_cache(maxsize=1)
+def _costs() -> Any:
+    from roundpipe_cli.costs.cost import CostModel, LayerCost
+
+    layer = LayerCost("block.0", 0.1, 0.2, True)
+    return CostModel("tiny", tuple(dataclasses.replace(layer, name=f"block.{n}") for n in range(4)))
+
+
+def _build_dataset(folder: Path) -> None:
+    from roundpipe_cli.data.dataset import build_dataset
+    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+
+    build_dataset(DataSettings((DatasetSpec(str(folder / "rows.jsonl")),), 64), make_tokenizer(), num_workers=1)
+
+
+def _damage_cache(folder: Path, draw: random.Random) -> None:
+    paths = sorted(path for path in (folder / "cache").rglob("*") if path.is_file())
+    path = draw.choice(paths)
+    (damage_json if path.suffix == ".json" else damage_bytes)(path, draw)
+
+
+def _read_cache(folder: Path) -> None:
+    from roundpipe_cli.planning.profile_cache import ProfileCache
+
+    os.environ[CACHE_VARIABLE] = str(folder / "cache")
+    ProfileCache({"a": 1}).load(_costs())
+    _build_dataset(folder)
+
+
+# --- compressed rows --------------------------------------------------------------------------------------------------
+
+_ROWS = {
+    "a.jsonl.gz": b'{"text": "hello"}\n' * 50,
+    "a.json.gz": b"[" + b",".join([b'{"text": "hello"}'] * 50) + b"]",
+    "a.csv.gz": b"text,other\n" + b'hello,"a ""quoted"" one"\n' * 50,
+    "a.txt.gz": b"a paragraph\nof two lines\n\n" * 50,
+}
+
+
+def _make_gz(folder: Path) -> None:
+    folder.mkdir()
+    for name, content in _ROWS.items():
+        (folder / name).write_bytes(gzip.compress(content))
+
+
+def _damage_gz(folder: Path, draw: random.Random) -> None:
+    """The compressed bytes, or the rows in them; the other files go."""
+    name = draw.choice(sorted(_ROWS))
+    for path in folder.iterdir():
+        if path.name in _ROWS and path.name != name:
+            path.unlink()
+    path = folder / name
+    if draw.random() < 0.4:
+        path.write_bytes(_ROWS[name])
+        damage_bytes(path, draw)
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    else:
+        damage_bytes(path, draw)
+
+
+def _read_gz(folder: Path) -> None:
+    from roundpipe_cli.data.settings import DatasetSpec
+    from roundpipe_cli.data.sources import find_sources
+
+    for path in sorted(folder.glob("*.gz")):
+        for source in find_sources(DatasetSpec(str(path)), None, offline=True):
+            for row in source.rows():
+                assert row.number > 0
+
+
+READERS = {
+    "gguf": Reader(_make_gguf, _damage_gguf, _read_gguf),
+    "config": Reader(_make_configs, _damage_configs, _read_configs),
+    "adapter": Reader(_make_adapter, _damage_adapter, _read_adapter),
+    "events": Reader(_make_run, _damage_run, _read_run),
+    "cache": Reader(_make_cache, _damage_cache, _read_cache),
+    "gz": Reader(_make_gz, _damage_gz, _read_gz),
+}
+TRIALS = {name: functools.partial(fuzz, name, reader) for name, reader in READERS.items()}

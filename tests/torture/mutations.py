@@ -1,0 +1,87 @@
+"""Small damages to files: of their bytes, and of the values in JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ODD: list[Any] = [
+    *("", "x", "12", "NaN", "x" * 5000, "\u0000\x1b[2J", "../../x", "/dev/zero"),
+    *(0, 1, -1, 3, 2**31, 2**32 - 1, 2**62, -(2**62), 10**400, 2_000_000_000),
+    *(0.0, -0.5, 0.3, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")),
+    *(None, True, False, [], {}, [[]], [None], {"a": 1}, [2**62], ["x"], {"": {"": [1, "x"]}}),
+]
+
+
+def damage_bytes(path: Path, draw: random.Random) -> None:
+    """One to three damages: bits, bytes, cuts, pieces repeated, removed or overwritten."""
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.randint(1, 3)):
+        place = draw.randrange(len(data) + 1)
+        length = draw.choice((1, 4, 8, 8, 64, 500))
+        match draw.randrange(7):
+            case 0 if data:
+                data[min(place, len(data) - 1)] ^= 1 << draw.randrange(8)
+            case 1:
+                del data[place:]
+            case 2:
+                del data[place : place + length]
+            case 3:
+                data[place:place] = draw.randbytes(length)
+            case 4:
+                data[place : place + length] = draw.choice((b"\xff", b"\x00", b"\x7f")) * length
+            case 5:
+                data[place:place] = data[place : place + length]
+            case _:
+                data[place : place + 8] = draw.choice((2**32 - 1, 2**31, 2**62, 10**6)).to_bytes(8, "little")
+    path.write_bytes(bytes(data))
+
+
+def damage_json(path: Path, draw: random.Random) -> None:
+    """One or two values replaced, removed or renamed; now and then bytes instead."""
+    if draw.random() < 0.1:
+        damage_bytes(path, draw)
+        return
+    document = json.loads(path.read_text())
+    document = _damaged(document, draw)
+    path.write_text(json.dumps(document))
+
+
+def damage_lines(path: Path, draw: random.Random) -> None:
+    """The same in some lines of a file of JSON lines."""
+    if draw.random() < 0.1:
+        damage_bytes(path, draw)
+        return
+    lines = path.read_text().splitlines()
+    for index in draw.sample(range(len(lines)), min(len(lines), draw.choice((1, 2, len(lines))))):
+        lines[index] = json.dumps(_damaged(json.loads(lines[index]), draw))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _damaged(document: Any, draw: random.Random) -> Any:
+    for _ in range(draw.randint(1, 2)):
+        places = list(_places(document))
+        if not places or draw.random() < 0.02:
+            return copy.deepcopy(draw.choice(ODD))
+        holder, key = draw.choice(places)
+        action = draw.random()
+        if action < 0.1:
+            del holder[key]
+        elif action < 0.15 and isinstance(holder, dict):
+            holder[f"{key}_"] = holder.pop(key)
+        elif action < 0.2 and isinstance(holder, list):
+            holder.append(copy.deepcopy(holder[key]))
+        else:
+            holder[key] = copy.deepcopy(draw.choice(ODD))
+    return document
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield value, key
+        yield from _places(item)

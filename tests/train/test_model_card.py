@@ -1,0 +1,61 @@
+"""The card of a result quotes what others wrote: it stays one page of text, and names no place of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roundpipe_cli.train.result.model_card import model_card
+
+
+def card(folder: Path, base: str | None, report: dict[str, Any], recipe: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return model_card(folder, base=base, merged=False, usage="Load it.")
+
+
+def front(text: str) -> Any:
+    return yaml.safe_load(text.split("---")[1])
+
+
+def test_the_card_escapes_what_it_quotes(tmp_path: Path) -> None:
+    """A data set's name with a line break and HTML became a section of the page."""
+    recipe = {"datasets": [{"path": "a\n# Owned <script>|x|.jsonl", "type": "text", "split": "[a](http://b)"}]}
+    recipe |= {"note": "```\n# Owned\n```", "lora": {"target_modules": "q\n---\nlicense: x"}}
+    report = {"model": "x/y", "evaluation": {"<b>|loss": 1}, "num_steps": "<img src=x>", "model_commit": "<b>"}
+    text = card(tmp_path / "a<b>", "x/y\n# Owned", report, recipe)
+    outside, fence = text.split("## Recipe")
+    assert "\n# Owned" not in outside and "<script>" not in outside.replace("\\<script\\>", "")
+    assert "\\<img" in outside and "[a]" not in outside.replace("\\[a\\]", "") and "commit" not in outside
+    assert fence.strip().startswith("````yaml") and fence.strip().endswith("````")
+    assert "base_model" not in front(text)
+
+
+def test_the_card_leaks_no_absolute_path(tmp_path: Path) -> None:
+    recipe = {
+        "model": "/home/anna/secret-project/base",
+        "adapter": "~/secret-project/one",
+        "datasets": [{"path": "/mnt/secret-project/rows.jsonl"}, {"path": "C:\\\\secret-project\\\\rows.csv"}],
+        "chat_template": "file:///srv/secret-project/t.jinja",
+        "eval_datasets": [str(Path("~/secret-project/x.jsonl").expanduser())],
+    }
+    text = card(tmp_path / "out", "/home/anna/secret-project/base", {"model": recipe["model"]}, recipe)
+    assert "secret-project" not in text and "Fine-tuned from base" in text and "rows.jsonl" in text
+
+
+def test_base_model_is_a_hub_id_or_nothing(tmp_path: Path) -> None:
+    """`models/tiny`, a folder, looks like a hub id; so did `package:NAME` and a Windows path."""
+    commit = {"model": "org/name", "model_commit": "0123abc"}
+    assert front(card(tmp_path / "o", "org/name", commit, {}))["base_model"] == "org/name"
+    for base in ("models/tiny", "package:x", "./a/b", "a/b/c", "C:\\\\a", "a b/c", "org/name\n"):
+        assert "base_model" not in front(card(tmp_path / "o", base, {"model": base}, {})), base
+
+
+def test_odd_values_in_a_result_are_no_bug(tmp_path: Path) -> None:
+    for odd in (None, 3, "x", [], [[1]], {"a": {"b": []}}):
+        keys = ("loss", "evaluation", "data", "num_steps", "model_commit")
+        assert card(tmp_path / "o", None, dict.fromkeys(keys, odd), {"datasets": odd, "model": odd})
