@@ -18,6 +18,7 @@ from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import Series, curves, timelines
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
+from roundpipe_cli.schedule.palette import WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, format_seconds
 
 NUM_TIMELINES = 3
@@ -25,7 +26,7 @@ MAX_SAMPLES = 1500
 
 _CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
-  --f: #3d86e8; --r: #e0a02a; --b: #35a162; --wait: #c9507a; --idle: #e6e8ec; }
+  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --idle: #e6e8ec; }
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e8ea; --faint: #9aa; --line: #333a41;
   --card: #1c2126; --idle: #2a3037; } }
 * { box-sizing: border-box; }
@@ -57,6 +58,8 @@ pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-
   white-space: pre-wrap; }
 details summary { cursor: pointer; }
 """
+for _letter, _name in WORK_NAMES.items():
+    _CSS = _CSS.replace(_name.upper(), WORK_COLOURS[_letter])
 
 
 def report_page(folder: Path) -> str:
@@ -132,13 +135,14 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
         return ""
     measured = report.get("measured") or {}
     tokens_per_s = measured.get("tokens_per_s") or step.tokens_per_s
+    bubble = measured.get("bubble_ratio") or state.median_bubble.value
     cards = [("last loss", f"{step.loss:.4f}")]
     if state.evaluations:
         cards.append(("last evaluation", f"{state.evaluations[-1][1]:.4f}"))
     cards += [
         ("tokens per second", f"{tokens_per_s:.0f}"),
         ("seconds per step", format_seconds(measured.get("step_s") or step.step_s)),
-        ("bubble, mean", f"{100 * state.mean_bubble.value:.1f} %"),
+        ("bubble, median of steps", f"{100 * bubble:.1f} %"),
     ]
     if state.finished:
         cards.append(("training time", format_seconds(state.finished.seconds)))

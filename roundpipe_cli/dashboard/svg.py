@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from html import escape
 
 from roundpipe_cli.events import Span, StepTimeline
+from roundpipe_cli.schedule.palette import WORK_NAMES
 from roundpipe_cli.units import format_seconds
 
 WIDTH = 720
 """Units of a picture; the page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 30
 MAX_RECTANGLES = 6000
-KIND_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
 SvgPoint = tuple[float, float]
 
 
@@ -144,9 +144,9 @@ def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
 def _rectangle(span: Span, y: float, scale: float) -> str:
     seconds = span.end_s - span.start_s
     x, width = LEFT + span.start_s * scale, max(seconds * scale, 0.3)
-    if span.lane == "compute" and span.kind in KIND_NAMES:
+    if span.lane == "compute" and span.kind in WORK_NAMES:
         work = f"stage {span.stage}, microbatch {span.microbatch}"
-        name = f"{KIND_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
+        name = f"{WORK_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
         return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
     if span.lane not in ("up", "down"):
