@@ -40,8 +40,9 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
-    from roundpipe_cli.cli.display import Display, show_end, training_keys
+    from roundpipe_cli.cli.display import Display, training_keys
     from roundpipe_cli.cli.environment import check_environment
+    from roundpipe_cli.cli.run_end import show_end
     from roundpipe_cli.planning.planned import planned_bytes
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals

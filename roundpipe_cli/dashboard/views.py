@@ -31,6 +31,8 @@ MIN_CURVE_HEIGHT = 7
 """With its frame."""
 MIN_MESSAGES = 2
 NARROW = 66
+MIN_LEFT = 12
+"""Columns for the program's name."""
 SHORT_NAMES = {"F": "fwd", "R": "rec", "B": "bwd"}
 
 
@@ -86,6 +88,8 @@ def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Tex
     word, colour = _status(state, theme)
     elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
     right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
+    if width > MIN_LEFT + right.cell_len:  # how it goes is worth more than the end of a long name
+        left = fit(left, min(left.cell_len, width - right.cell_len), theme)
     return spread(left, right, width, theme)
 
 
@@ -99,7 +103,7 @@ def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
     if state.finished is not None:
         return "finished", theme.good
     if state.stopped:
-        return "stopped", theme.bad
+        return ("stopped" if state.stopped.startswith("stopped") else "failed"), theme.bad
     if state.paused:
         return "paused", theme.warn
     if state.phase:

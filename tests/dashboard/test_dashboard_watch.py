@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.dashboard.comparison import comparison
-from roundpipe_cli.dashboard.html import page, report_page
+from roundpipe_cli.dashboard.html import page, read_report, report_page
 from roundpipe_cli.dashboard.replay import Life, RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline
@@ -118,7 +119,9 @@ def test_figures_equal_those_of_the_trace(finished: Path) -> None:
     busy = [sum(event["dur"] for event in spans if event["pid"] == worker + 1) / whole_us for worker in (0, 1)]
     means = [worker.mean_utilization.value for worker in state.workers]
     assert means == pytest.approx(busy, abs=0.01)
-    assert state.mean_bubble.value == pytest.approx(1 - sum(busy) / 2, abs=0.01)
+    ratios = [row["bubble_ratio"] for row in metrics(finished)]
+    assert state.median_bubble.value == pytest.approx(statistics.median(ratios), abs=1e-3)
+    assert read_report(finished)["measured"]["bubble_ratio"] == pytest.approx(statistics.median(ratios))
 
 
 def test_comparison_says_how_far_off() -> None:
