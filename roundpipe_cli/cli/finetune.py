@@ -40,6 +40,7 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
+    say(f"reading {recipe} ...")
     from roundpipe_cli.cli.display import Display, training_keys
     from roundpipe_cli.cli.environment import check_environment
     from roundpipe_cli.cli.run_end import show_end

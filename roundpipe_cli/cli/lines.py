@@ -12,7 +12,7 @@ from roundpipe_cli.events import (
     RunFinished,
     StepFinished,
 )
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import counted, format_seconds
 
 COLUMNS = 80
 """Width of a terminal nobody has widened; a step's line stays on one row of it."""
@@ -36,7 +36,7 @@ class LinePrinter:
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
-            say(f"note: {event.text}")
+            say(event.text if event.text.startswith("warning: ") else f"note: {event.text}")
         elif isinstance(event, Phase):
             say(f"{event.text} ...")
         elif isinstance(event, CheckpointSaved):
@@ -44,7 +44,7 @@ class LinePrinter:
             say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")
         elif isinstance(event, RunFinished):
             say(
-                f"done: {event.num_steps} steps in {format_seconds(event.seconds)}; the result is in {event.output_dir}"
+                f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; the result is in {event.output_dir}"
             )
 
 

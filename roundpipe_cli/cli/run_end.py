@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.cli.output import say
+from roundpipe_cli.cli.wrap import terminal_width, wrapped
 from roundpipe_cli.units import format_seconds
 
 
@@ -25,8 +26,9 @@ def show_end(output_dir: Path) -> None:
     if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
         return  # the run was finished already
     report = read_report(output_dir)
-    if figures := summary(report):
-        say(figures)
+    for line in wrapped([summary(report)], terminal_width(2)):
+        if line:
+            say(line)
     if comparison(report):
         table = io.StringIO()  # not through a terminal, which may be gone
         Console(file=table, width=80).print(comparison_table(report))
@@ -64,9 +66,6 @@ def next_commands(output_dir: Path, report: Mapping[str, Any]) -> str:
     export = f"export {folder} --to {shlex.quote(f'{output_dir}-exported')}"
     if report.get("method") == "lora":
         export = f"export {folder} --merge --to {merged}"
-    rows = (
-        ("ask it something", f'roundpipe generate {folder} "your question"'),
-        ("for other programs", f"roundpipe {export}"),
-        ("curves, workers", str(output_dir / "report.html")),
-    )
-    return "\n".join(["next:", *(f"  {name:18}  {text}" for name, text in rows)])
+    page = shlex.quote(str(output_dir / "report.html"))
+    rows = (f'roundpipe generate {folder} "your question"', f"roundpipe {export}", f"xdg-open {page}")
+    return "\n".join(["next:", *(f"  {row}" for row in rows)])

@@ -19,7 +19,7 @@ from roundpipe_cli.dashboard.svg import Series, curves, timelines
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.schedule.palette import WORK_COLOURS, WORK_NAMES
-from roundpipe_cli.units import GIB, format_seconds
+from roundpipe_cli.units import GIB, counted, format_seconds
 
 NUM_TIMELINES = 3
 MAX_SAMPLES = 1500
@@ -125,7 +125,7 @@ def _subtitle(state: DashboardState) -> str:
         return "no step was recorded"
     status = "finished" if state.finished else f"stopped: {state.stopped}" if state.stopped else "not finished"
     done = state.step.step if state.step else run.first_step
-    workers = f"{len(run.devices)} workers ({', '.join(run.devices)})"
+    workers = f"{counted(len(run.devices), 'worker')} ({', '.join(run.devices)})"
     return f"{run.settings}, {workers}, step {done} of {run.num_steps}, {status}"
 
 
@@ -176,7 +176,7 @@ def _loss(state: DashboardState) -> str:
 def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
     steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
     devices = state.run.devices if state.run else ()
-    return timelines(steps, devices, title=f"What the workers did in {len(steps)} steps")
+    return timelines(steps, devices, title=f"What the workers did in {counted(len(steps), 'step')}")
 
 
 def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
@@ -225,7 +225,7 @@ def _messages(state: DashboardState) -> str:
     if not state.messages:
         return ""
     lines = "\n".join(escape(message.text) for message in state.messages)
-    return f"<h2>Messages</h2><details><summary>{len(state.messages)} messages</summary><pre>{lines}</pre></details>"
+    return f"<h2>Messages</h2><details><summary>{counted(len(state.messages), 'message')}</summary><pre>{lines}</pre></details>"
 
 
 def write_page(folder: Path, path: Path) -> None:

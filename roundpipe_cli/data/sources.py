@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 from roundpipe_cli.data.files import SUFFIXES, ReadProgress, digest_file, known_suffix, read_file
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, closest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MAX_BESIDE = 1000
+"""Names that a suggestion is looked for in."""
 GLOB_CHARACTERS = "*?["
 SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
@@ -160,8 +163,19 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
             where=f"datasets: {printable(spec.path)}",
             found="neither " + " nor ".join(str(path) for path in tried) if len(tried) > 1 else f"no {tried[0]}",
             expected="a file, a folder or the id of a hub dataset",
+            hint=f"did you mean {near}?" if (near := _near(tried)) else "a relative path begins here or beside the recipe",
         )
     return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
+
+
+def _near(tried: Sequence[Path]) -> str | None:
+    """The file with the most similar name beside one of these."""
+    for path in tried:
+        with contextlib.suppress(OSError, ValueError):
+            beside = [file.name for file in path.parent.iterdir() if file.suffix == path.suffix][:MAX_BESIDE]
+            if near := closest(path.stem, [Path(name).stem for name in beside]):
+                return str(path.parent / f"{near}{path.suffix}")
+    return None
 
 
 def _with_path(spec: DatasetSpec, path: Path) -> DatasetSpec:

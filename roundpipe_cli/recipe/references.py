@@ -24,6 +24,8 @@ MISSING: Any = object()
 """In place of an item that does not exist."""
 
 _OPENING = re.compile(r"(\\*)\$\{")
+_VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)(?=/|$)")
+"""A path such as `$HOME/rows.jsonl`, which would name a folder called `$HOME`."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d{1,5}\])*)\}")
 
 
@@ -52,6 +54,15 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
         return value
     if value == "???":
         findings.add(path, f"{format_key(path)} is a placeholder, not a value", found="???")
+        return None
+    if named := _VARIABLE.match(value):
+        findings.add(
+            path,
+            f"{format_key(path)} begins with an environment variable, which is not read",
+            found=shown_value(value),
+            expected="a path as it is",
+            hint=f"~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
+        )
         return None
     for opening in _openings(value):
         if not _REFERENCE.match(value, opening):
@@ -116,6 +127,15 @@ def _measure(
     if path in sizes or not isinstance(value, str):
         return sizes.get(path, _Size(len(shown_value(value)), 0))
     length, chain = len(value), 0
+    if named := _VARIABLE.match(value):
+        findings.add(
+            path,
+            f"{format_key(path)} begins with an environment variable, which is not read",
+            found=shown_value(value),
+            expected="a path as it is",
+            hint=f"~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
+        )
+        return None
     for opening in _openings(value):
         match = _REFERENCE.match(value, opening)
         assert match is not None, "refuse_bad_references comes first"
