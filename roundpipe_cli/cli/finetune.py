@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,7 +41,8 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
-    say(f"reading {recipe} ...")
+    if os.environ.get("RANK", "0") in ("", "0"):  # of several machines the first one speaks
+        say(f"reading {recipe} ...")
     from roundpipe_cli.cli.display import Display, training_keys
     from roundpipe_cli.cli.environment import check_environment
     from roundpipe_cli.cli.run_end import show_end

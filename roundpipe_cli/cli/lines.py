@@ -44,7 +44,8 @@ class LinePrinter:
             say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")
         elif isinstance(event, RunFinished):
             say(
-                f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; the result is in {event.output_dir}"
+                f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; "
+                f"the result is in {event.output_dir}"
             )
 
 

@@ -135,7 +135,8 @@ def _verdict_lines(answer: Plan) -> list[str]:
     if question.architecture.is_guess:
         count = f"a guess: {count}"
     what = f"{question.loaded.recipe.model} ({count})"
-    how = f"{settings.method}, {settings.dtype}, {counted(question.num_workers, 'worker')} on {question.hardware.description}"
+    workers = counted(question.num_workers, "worker")
+    how = f"{settings.method}, {settings.dtype}, {workers} on {question.hardware.description}"
     if answer.verdict.fits:
         lines = [f"It fits: {what}, {how}."]
     else:
@@ -183,7 +184,8 @@ def _stage_lines(answer: Plan) -> list[str]:
     layers = answer.question.analytic.costs.layers
     lines = [
         f"{len(answer.forward_stages) or 'no'} forward and {counted(len(answer.backward_stages), 'backward stage')}, "
-        f"{counted(answer.microbatches_per_round, 'microbatch')} a round; bytes and time of one stage, time of one microbatch"
+        f"{counted(answer.microbatches_per_round, 'microbatch')} a round; bytes and time of one stage, "
+        "time of one microbatch"
     ]
     for direction, stages in (("forward", answer.forward_stages), ("backward", answer.backward_stages)):
         for start, end in _alike(layers, stages):

@@ -65,7 +65,9 @@ def last_frame(state: DashboardState, console: Console, size: tuple[int, int]) -
     """
     columns, lines = size
     last_s = max(state.seen_s, state.step_seen_s, state.sample.time_s if state.sample else 0.0)
-    frame = screen(state, last_s, columns, max(MIN_HEIGHT, min(lines - LINES_BELOW, MAX_LAST_LINES)), make_theme(console))
+    frame = screen(
+        state, last_s, columns, max(MIN_HEIGHT, min(lines - LINES_BELOW, MAX_LAST_LINES)), make_theme(console)
+    )
     return [line for index, line in enumerate(frame) if line.plain.strip() or index == 0]
 
 

@@ -71,7 +71,9 @@ class _GrowingFile:
 
 def run_hint(folder: Path) -> str:
     """Which folder to name: the newest run below `folder`, or how to make one."""
-    found = [path for pattern in (METRICS_NAME, f"*/{METRICS_NAME}", f"*/*/{METRICS_NAME}") for path in folder.glob(pattern)]
+    found = [
+        path for pattern in (METRICS_NAME, f"*/{METRICS_NAME}", f"*/*/{METRICS_NAME}") for path in folder.glob(pattern)
+    ]
     runs = sorted((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime)
     if not runs:
         return "no run is here or in outputs/; `roundpipe finetune RECIPE` starts one"

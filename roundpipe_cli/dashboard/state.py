@@ -182,7 +182,9 @@ def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
         return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
     if isinstance(event, RunStarted):
         workers = tuple(WorkerView(device) for device in event.devices)
-        return replace(state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="", median_bubble=Median())
+        return replace(
+            state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="", median_bubble=Median()
+        )
     if isinstance(event, EvaluationFinished):
         if math.isfinite(event.loss):
             state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))

@@ -163,7 +163,9 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
             where=f"datasets: {printable(spec.path)}",
             found="neither " + " nor ".join(str(path) for path in tried) if len(tried) > 1 else f"no {tried[0]}",
             expected="a file, a folder or the id of a hub dataset",
-            hint=f"did you mean {near}?" if (near := _near(tried)) else "a relative path begins here or beside the recipe",
+            hint=f"did you mean {near}?"
+            if (near := _near(tried))
+            else "a relative path begins here or beside the recipe",
         )
     return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
 

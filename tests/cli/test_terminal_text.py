@@ -34,12 +34,15 @@ def call(*words: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     code = 0
     mask, handler = os.umask(0o077), signal.getsignal(signal.SIGINT)
-    with patch.object(sys, "argv", ["roundpipe", *words]), contextlib.redirect_stdout(out):
-        with contextlib.redirect_stderr(err):
-            try:
-                main()
-            except SystemExit as left:
-                code = int(left.code or 0)
+    with (
+        patch.object(sys, "argv", ["roundpipe", *words]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as left:
+            code = int(left.code or 0)
     os.umask(mask)
     signal.signal(signal.SIGINT, handler)
     return code, out.getvalue(), err.getvalue()
@@ -165,7 +168,7 @@ def mistakes() -> Iterator[tuple[str, int, str]]:
     Path("no-model.yaml").write_text(GOOD.replace("model: model", "model: ./modell"))
     Path("model").mkdir(exist_ok=True)
     Path("model/config.json").write_text('{"model_type": "llama"}')
-    Path("model/model.safetensors").write_bytes(b"")
+    Path("model/model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     for words in COMMANDS:
         code, out, err = call(*words)
         yield f"roundpipe {' '.join(words)}", code, err or out
