@@ -136,7 +136,7 @@ def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
     def pause(state: DashboardState) -> str:
         signals.paused = not signals.paused
         if signals.paused:
-            return "pausing after this step; p again goes on"
+            return "pausing after this step; p again resumes"
         return "" if state.paused else "not pausing"
 
     def save(state: DashboardState) -> str:

@@ -33,7 +33,7 @@ def doctor(
             say_data(f"{check.state:5}  {check.name:{width}}  {check.found}")
             if check.fix:
                 say_data(f"{'':5}  {'':{width}}  fix: {check.fix}")
-        problems = sum(check.state != "good" for check in checks)
+        problems = sum(check.fix is not None for check in checks)
         verdict = "Training can run here" if can_train else "Training cannot run here"
         rest = f"; {counted(problems, 'thing')} to look at" if problems else ""
         say_data(f"{verdict}{rest}.")

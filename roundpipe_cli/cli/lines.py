@@ -8,8 +8,10 @@ from roundpipe_cli.events import (
     EvaluationFinished,
     Event,
     Notice,
+    Paused,
     Phase,
     RunFinished,
+    RunStarted,
     StepFinished,
 )
 from roundpipe_cli.units import counted, format_seconds
@@ -39,6 +41,11 @@ class LinePrinter:
             say(event.text if event.text.startswith("warning: ") else f"note: {event.text}")
         elif isinstance(event, Phase):
             say(f"{event.text} ...")
+        elif isinstance(event, RunStarted):
+            on = ", ".join(event.devices)
+            say(f"training {event.title}, {event.settings}: {counted(event.num_steps, 'step')} on {on}")
+        elif isinstance(event, Paused):
+            say(f"paused after step {event.step}" if event.paused else "continuing")
         elif isinstance(event, CheckpointSaved):
             waited = f", training waited {format_seconds(event.pause_s)}"
             say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")

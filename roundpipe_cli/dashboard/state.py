@@ -214,7 +214,7 @@ def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
         folder = event.folder.rstrip("/").rpartition("/")[2]
         return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
     assert isinstance(event, Paused), event
-    text = f"paused after step {event.step}" if event.paused else "going on"
+    text = f"paused after step {event.step}" if event.paused else "continuing"
     return _said(replace(state, paused=event.paused), now_s, text)
 
 

@@ -126,7 +126,7 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
     screen.wait_for("checkpoint step-")
     assert len(metrics(tmp_path / "w" / "out")) == rows
     screen.key("p")
-    screen.wait_for("● training", "going on")
+    screen.wait_for("● training", "continuing")
     screen.key("q")
     text = screen.expect_clean(130)
     assert "stopped after step" in text and "SIGINT" not in text and "--resume continues" in text
