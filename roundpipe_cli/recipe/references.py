@@ -53,7 +53,7 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
     if not isinstance(value, str):
         return value
     if value == "???":
-        findings.add(path, f"{format_key(path)} is a placeholder, not a value", found="???")
+        findings.add(path, f"{format_key(path)} is a placeholder, not a value", found="???", hint="write a value")
         return None
     if named := _VARIABLE.match(value):
         findings.add(
@@ -151,7 +151,13 @@ def _measure(
         if target in findings.refused:
             findings.refused.add(path)
         elif problem is not None and path not in findings.refused:
-            findings.add(path, f"{format_key(path)}: the reference {match[0]} {problem}", found=shown_value(value))
+            findings.add(
+                path,
+                f"{format_key(path)}: the reference {match[0]} {problem}",
+                found=shown_value(value),
+                expected="${key} with another key of the recipe",
+                hint="`roundpipe recipes keys` lists the keys",
+            )
         if path in findings.refused:
             break
     sizes[path] = _Size(length, chain)
