@@ -127,15 +127,6 @@ def _measure(
     if path in sizes or not isinstance(value, str):
         return sizes.get(path, _Size(len(shown_value(value)), 0))
     length, chain = len(value), 0
-    if named := _VARIABLE.match(value):
-        findings.add(
-            path,
-            f"{format_key(path)} begins with an environment variable, which is not read",
-            found=shown_value(value),
-            expected="a path as it is",
-            hint=f"~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
-        )
-        return None
     for opening in _openings(value):
         match = _REFERENCE.match(value, opening)
         assert match is not None, "refuse_bad_references comes first"
