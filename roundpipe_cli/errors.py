@@ -112,7 +112,8 @@ class StoppedError(RoundpipeError):
 
 def render_problem(problem: Problem) -> str:
     """The plain text of one problem, one fact a line."""
-    head = f"{problem.where}: {problem.what}" if problem.where else problem.what
+    where = _without_repeated_key(problem.where, problem.what) if problem.where else ""
+    head = f"{where}: {problem.what}" if where else problem.what
     lines = [head]
     if problem.found is not None:
         lines.append(f"  found: {problem.found}")
@@ -121,6 +122,12 @@ def render_problem(problem: Problem) -> str:
     if problem.hint is not None:
         lines.append(f"  hint: {problem.hint}")
     return "\n".join(lines)
+
+
+def _without_repeated_key(where: str, what: str) -> str:
+    """`where` without its last part where that is a key which `what` begins with or names: said once is enough."""
+    before, _, last = where.rpartition(": ")
+    return before if before and last in what.replace(":", " ").split() else where
 
 
 def closest(word: str, candidates: list[str]) -> str | None:

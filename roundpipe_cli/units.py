@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 MIB = 1024**2
 GIB = 1024**3
 
@@ -32,6 +34,19 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s"
+
+
+def counted(count: int, name: str) -> str:
+    """`1 worker`, `2 workers`, `3 microbatches`."""
+    plural = "es" if name.endswith("batch") else "s"
+    return f"{count:,} {name}{'' if count == 1 else plural}"
+
+
+def round_step(length: float, about: int) -> float:
+    """The distance of ticks on an axis: 1, 2 or 5 times a power of ten, so that about `about` of them fit."""
+    raw = length / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= raw * (1 - 1e-9))
 
 
 def format_count(count: float) -> str:

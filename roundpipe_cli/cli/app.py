@@ -53,17 +53,17 @@ def options(
     """Fine-tune language models larger than your GPUs, from one YAML recipe."""
 
 
-app.command()(finetune)
-app.command()(plan)
-app.command()(bench)
-app.command()(watch)
-app.command()(data)
+app.command(short_help="Fine-tune a model as a recipe says.")(finetune)
+app.command(short_help="Does a recipe fit, how is it cut, how long does it take?")(plan)
+app.command(short_help="Compare pipeline schedules on a recipe or a costs file.")(bench)
+app.command(short_help="Follow a running or finished run from its files.")(watch)
+app.command(short_help="Show what training would see: rows, lengths, tokens.")(data)
 app.add_typer(recipes)
-app.command()(init)
-app.command()(doctor)
-app.command()(convert)
-app.command()(export)
-app.command()(generate)
+app.command(short_help="Write a recipe from three answers: model, data, hardware.")(init)
+app.command(short_help="Check this machine: driver, torch, GPUs, memory, disk.")(doctor)
+app.command(short_help="Turn a file of axolotl, LLaMA-Factory or TRL into a recipe.")(convert)
+app.command(short_help="Write the result of a run as a folder for other programs.")(export)
+app.command(short_help="Answer a prompt with the result of a run.")(generate)
 
 
 def _interrupt_once() -> None:

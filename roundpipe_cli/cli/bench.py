@@ -10,6 +10,7 @@ import typer
 
 from roundpipe_cli.cli.bench_results import bench_document, directions
 from roundpipe_cli.cli.output import say
+from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
     from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags
@@ -96,7 +97,7 @@ def bench(
     asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
     results = [run(*one) for one in asked]
     if svg is not None:
-        _write_svg(svg, results)
+        _write_svg(svg, question, results)
     if run_really:
         from roundpipe_cli.cli.bench_emulated import run_emulated_bench
 
@@ -138,7 +139,8 @@ def _question(
         raise RefusedError(
             "bench needs a recipe or a costs file, one of them",
             found="both" if recipe else "neither",
-            hint="roundpipe bench --costs costs.json --workers 8 --microbatches 16",
+            expected="roundpipe bench RECIPE, or roundpipe bench --costs FILE --workers 8 --microbatches 16",
+            hint="roundpipe bench qwen3-8b --hardware 4x3090",
         )
     if costs_file is not None:
         num_workers, num_microbatches = flags.counts()
@@ -231,7 +233,7 @@ def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
     return tuple((first, last) for first, last in data)
 
 
-def _write_svg(path: Path, results: list[Result]) -> None:
+def _write_svg(path: Path, question: SimulationCase, results: list[Result]) -> None:
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.schedule.pictures import svg_picture
     from roundpipe_cli.units import format_seconds
@@ -241,9 +243,17 @@ def _write_svg(path: Path, results: list[Result]) -> None:
         title = f"{result.schedule.name}: {format_seconds(result.makespan_s)}, bubble {100 * result.parts.ratio:.1f} %"
         rows.append((title, result.timeline))
     try:
-        path.write_text(svg_picture(rows), encoding="utf-8")
+        text = svg_picture(
+            rows, heading=_case_words(question), note=f"simulated, {question.accounting} accounting, one step"
+        )
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RefusedError("cannot write the picture", where=str(path), found=error.strerror) from error
+
+
+def _case_words(question: SimulationCase) -> str:
+    workers, microbatches = counted(question.num_workers, "worker"), counted(question.num_microbatches, "microbatch")
+    return f"{question.costs.name}: {workers}, {microbatches}"
 
 
 def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags) -> None:
@@ -255,8 +265,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
     costs = question.costs
     on = f", roundpipe with {flags.words()}" if flags.words() else ""
     table = Table(
-        title=f"{costs.name}: {question.num_workers} workers, {question.num_microbatches} microbatches, simulated "
-        f"({question.accounting} accounting){on}",
+        title=f"{_case_words(question)}, simulated ({question.accounting} accounting){on}",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -281,8 +290,8 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
     for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
         names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
         say(
-            f"note: {num_idle} of {question.num_workers} workers have nothing to do, with {len(costs.layers)} layers "
-            f"and {question.num_microbatches} microbatches: {names}"
+            f"note: {num_idle} of {counted(question.num_workers, 'worker')} have nothing to do, "
+            f"with {len(costs.layers)} layers and {question.num_microbatches} microbatches: {names}"
         )
 
 

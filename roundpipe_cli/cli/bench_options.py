@@ -45,7 +45,11 @@ class CaseFlags:
         given = (("--workers", self.workers), ("--microbatches", self.microbatches))
         missing = [flag for flag, value in given if value is None]
         if missing:
-            raise RefusedError(f"{' and '.join(missing)} missing", expected="both, beside --costs")
+            raise RefusedError(
+                f"{' and '.join(missing)} missing",
+                expected="both, beside --costs",
+                hint="--workers 8 --microbatches 16",
+            )
         assert self.workers is not None and self.microbatches is not None
         return self.workers, self.microbatches
 

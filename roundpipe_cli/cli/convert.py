@@ -39,7 +39,13 @@ def convert(
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RefusedError(f"the file cannot be read: {error.strerror}", where=str(file)) from None
+        raise RefusedError(
+            "the file cannot be read",
+            where=str(file),
+            found=error.strerror,
+            expected="a training file of axolotl, LLaMA-Factory or TRL",
+            hint="roundpipe convert axolotl.yaml --output mine.yaml",
+        ) from None
     result = conversion.convert(raw, str(file), tool=_tool(from_), num_gpus=gpus)
     text = result.text(file.name)
     if output is not None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from roundpipe_cli.cli.output import say, say_at_once
-from roundpipe_cli.events import CheckpointSaved, Event, Notice, RunFinished, RunStarted, StepFinished, Tell, run_clock
+from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Tell, run_clock
 
 if TYPE_CHECKING:
     from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
@@ -49,8 +48,8 @@ class Display:
         self._keys = keys or {}
         self._live: LiveDashboard | None = None
         self._early: list[Event] = []
-        self._late: list[Event] = []
-        self._last: dict[type[Event], Event] = {}
+        self._late: list[Notice] = []
+        self._finished: RunFinished | None = None
 
     def __enter__(self) -> Display:
         return self
@@ -58,6 +57,9 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._live is not None:
+            lines = str(error).splitlines()
+            self._live.tell(RunStopped(lines[0] if lines else type(error).__name__))
         self.close()
 
     def __call__(self, event: Event) -> None:
@@ -72,8 +74,8 @@ class Display:
         live.tell(event)
         if isinstance(event, Notice):
             self._late = [*self._late[1 - MAX_NOTICES :], event]
-        elif isinstance(event, (CheckpointSaved, StepFinished, RunFinished)):
-            self._last[type(event)] = event
+        elif isinstance(event, RunFinished):
+            self._finished = event
 
     def say(self, text: str) -> None:
         """A line that is no event."""
@@ -90,14 +92,27 @@ class Display:
             say_at_once(text)
 
     def close(self) -> None:
-        """Give the terminal back and say as plain lines what should stay on it."""
+        """Give the terminal back and leave on it the last frame, with what the frame has no room for."""
         live, self._live = self._live, None
         if live is None:
             return
+        from rich.console import Console
+
+        from roundpipe_cli.dashboard.live import last_frame
+
         self.is_dashboard = False
         live.stop()
-        for event in (*self._late, *self._last.values()):
-            self._plain(event)
+        console = Console(file=sys.stdout)
+        frame = last_frame(live.state, console, shutil.get_terminal_size())
+        shown = "\n".join(line.plain for line in frame)
+        for event in self._late:
+            if event.text not in shown:
+                self._plain(event)
+        with contextlib.suppress(OSError):
+            for line in frame:
+                console.print(line, crop=True, no_wrap=True)
+        if self._finished is not None:
+            self._plain(self._finished)
 
     def _open(self) -> LiveDashboard | None:
         from rich.console import Console
@@ -114,29 +129,6 @@ class Display:
         return live
 
 
-def show_end(output_dir: Path) -> None:
-    """Predicted against measured, and the page of a finished run."""
-    from rich.console import Console
-
-    from roundpipe_cli.dashboard.comparison import comparison, comparison_table
-    from roundpipe_cli.dashboard.html import read_report, write_page
-    from roundpipe_cli.errors import RoundpipeError
-
-    page = output_dir / "report.html"
-    finished = output_dir / "report.json"
-    if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
-        return  # the run was finished already
-    report = read_report(output_dir)
-    if comparison(report):
-        table = io.StringIO()  # not through a terminal, which may be gone
-        Console(file=table, width=80).print(comparison_table(report))
-        say(table.getvalue().rstrip())
-    try:
-        write_page(output_dir, page)
-    except RoundpipeError as error:  # the result itself is there
-        say(f"note: no report.html: {error}")
-
-
 def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
     """Pause after the step, save now, quit with a checkpoint: asked for as a signal would."""
     from roundpipe_cli.dashboard.live import KeyBinding
@@ -144,7 +136,7 @@ def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
     def pause(state: DashboardState) -> str:
         signals.paused = not signals.paused
         if signals.paused:
-            return "pausing after this step; p again goes on"
+            return "pausing after this step; p again resumes"
         return "" if state.paused else "not pausing"
 
     def save(state: DashboardState) -> str:
@@ -160,6 +152,8 @@ def quit_key(signals: StopSignals | None = None) -> KeyBinding:
 
     def leave(state: DashboardState) -> str:
         if signals is None or signals.requested is None:
+            if signals is not None:
+                signals.asked_by_key = True
             with contextlib.suppress(OSError):
                 os.kill(os.getpid(), signal.SIGINT)
         return ""

@@ -18,6 +18,7 @@ def doctor(
     from roundpipe_cli.cli.checks import all_checks
     from roundpipe_cli.cli.output import say_data
     from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.units import counted
 
     checks = all_checks(offline=offline)
     can_train = not any(check.state == "fails" for check in checks)
@@ -32,8 +33,9 @@ def doctor(
             say_data(f"{check.state:5}  {check.name:{width}}  {check.found}")
             if check.fix:
                 say_data(f"{'':5}  {'':{width}}  fix: {check.fix}")
-        problems = sum(check.state != "good" for check in checks)
+        problems = sum(check.fix is not None for check in checks)
         verdict = "Training can run here" if can_train else "Training cannot run here"
-        say_data(f"{verdict}{f'; {problems} things to look at' if problems else ''}.")
+        rest = f"; {counted(problems, 'thing')} to look at" if problems else ""
+        say_data(f"{verdict}{rest}.")
     if not can_train:
         raise typer.Exit(RefusedError.exit_code)

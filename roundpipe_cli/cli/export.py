@@ -151,13 +151,15 @@ def kind_of(folder: Path) -> Literal["adapter", "model"]:
         return "adapter"
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "model"
+    from roundpipe_cli.dashboard.replay import run_hint
+
     unfinished = any(folder.glob("step-*")) if folder.is_dir() else False
     raise RefusedError(
         "there is no result to export",
         where=str(folder),
         found="a run that is not finished" if unfinished else "no such folder" if not folder.is_dir() else None,
         expected="adapter_model.safetensors or model.safetensors with its configuration",
-        hint="finish it with `roundpipe finetune RECIPE --resume`" if unfinished else None,
+        hint="finish it with `roundpipe finetune RECIPE --resume`" if unfinished else run_hint(Path.cwd()),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +41,8 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
+    if os.environ.get("RANK", "0") in ("", "0"):  # of several machines the first one speaks
+        say(f"reading {recipe} ...")
     from roundpipe_cli.cli.environment import check_environment
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
@@ -56,7 +59,8 @@ def finetune(
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held
 
             refuse_if_held(Path(loaded.recipe.output_dir).expanduser())
-        from roundpipe_cli.cli.display import Display, show_end, training_keys
+        from roundpipe_cli.cli.display import Display, training_keys
+        from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
         from roundpipe_cli.train.preflight import check_names
 

@@ -8,11 +8,13 @@ from roundpipe_cli.events import (
     EvaluationFinished,
     Event,
     Notice,
+    Paused,
     Phase,
     RunFinished,
+    RunStarted,
     StepFinished,
 )
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import counted, format_seconds
 
 COLUMNS = 80
 """Width of a terminal nobody has widened; a step's line stays on one row of it."""
@@ -36,15 +38,21 @@ class LinePrinter:
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
-            say(f"note: {event.text}")
+            say(event.text if event.text.startswith("warning: ") else f"note: {event.text}")
         elif isinstance(event, Phase):
             say(f"{event.text} ...")
+        elif isinstance(event, RunStarted):
+            on = ", ".join(event.devices)
+            say(f"training {event.title}, {event.settings}: {counted(event.num_steps, 'step')} on {on}")
+        elif isinstance(event, Paused):
+            say(f"paused after step {event.step}" if event.paused else "continuing")
         elif isinstance(event, CheckpointSaved):
             waited = f", training waited {format_seconds(event.pause_s)}"
             say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")
         elif isinstance(event, RunFinished):
             say(
-                f"done: {event.num_steps} steps in {format_seconds(event.seconds)}; the result is in {event.output_dir}"
+                f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; "
+                f"the result is in {event.output_dir}"
             )
 
 

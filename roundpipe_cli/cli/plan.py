@@ -34,6 +34,7 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.watchdog import watching
@@ -52,7 +53,7 @@ def plan(
 
         say_data(json.dumps(plan_document(answer, solution), indent=1))
         return
-    for line in plan_text(answer, solution):
+    for line in wrapped(plan_text(answer, solution), terminal_width()):
         say_data(line)
 
 
@@ -130,14 +131,15 @@ def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
 
 def _verdict_lines(answer: Plan) -> list[str]:
     from roundpipe_cli.planning.run_length import steps_of
-    from roundpipe_cli.units import format_count, format_seconds
+    from roundpipe_cli.units import counted, format_count, format_seconds
 
     question, settings = answer.question, answer.question.settings
     count = f"{format_count(question.architecture.parameters)} parameters"
     if question.architecture.is_guess:
         count = f"a guess: {count}"
     what = f"{question.loaded.recipe.model} ({count})"
-    how = f"{settings.method}, {settings.dtype}, {question.num_workers} workers on {question.hardware.description}"
+    workers = counted(question.num_workers, "worker")
+    how = f"{settings.method}, {settings.dtype}, {workers} on {question.hardware.description}"
     if answer.verdict.fits:
         lines = [f"It fits: {what}, {how}."]
     else:
@@ -150,14 +152,14 @@ def _verdict_lines(answer: Plan) -> list[str]:
     would = "" if answer.verdict.fits else "If it did fit: "
     lines.append(
         f"{would}{format_seconds(answer.step_s)} a step of {tokens:,} tokens, {answer.tokens_per_s:,.0f} tokens/s, "
-        f"bubble {answer.bubble_ratio:.1%}"
+        f"bubble {100 * answer.bubble_ratio:.1f} %"
     )
     steps, how_known = steps_of(question.loaded)
     if steps is None:
         lines.append(f"Time to finish: not known, {how_known}")
     else:
         total = format_seconds(steps * answer.step_s)
-        lines.append(f"Time to finish: {total} for {steps:,} steps ({how_known}), if every row is full")
+        lines.append(f"Time to finish: {total} for {counted(steps, 'step')} ({how_known}), if every row is full")
     return lines
 
 
@@ -180,13 +182,13 @@ def _or_none(value: int | None) -> str:
 
 
 def _stage_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.units import format_bytes, format_seconds
+    from roundpipe_cli.units import counted, format_bytes, format_seconds
 
     layers = answer.question.analytic.costs.layers
     lines = [
-        f"{len(answer.forward_stages) or 'no'} forward and {len(answer.backward_stages)} backward "
-        f"{'stages' if len(answer.backward_stages) > 1 else 'stage'}, "
-        f"{answer.microbatches_per_round} microbatches a round; bytes and time of one stage, time of one microbatch"
+        f"{len(answer.forward_stages) or 'no'} forward and {counted(len(answer.backward_stages), 'backward stage')}, "
+        f"{counted(answer.microbatches_per_round, 'microbatch')} a round; bytes and time of one stage, "
+        "time of one microbatch"
     ]
     for direction, stages in (("forward", answer.forward_stages), ("backward", answer.backward_stages)):
         for start, end in _alike(layers, stages):
@@ -201,7 +203,7 @@ def _stage_lines(answer: Plan) -> list[str]:
             each = f"{len(inside)} layer{'' if len(inside) == 1 else 's'}{' each' if end > start + 1 else ''}"
             weights = format_bytes(sum(layer.param_bytes for layer in inside))
             lines.append(
-                f"  {direction:8} {which:>7}  {names:24} {each:>15} {weights:>10} {format_seconds(seconds):>9}"
+                f"  {direction:8} {which:>7}  {names:22} {each:>15} {weights:>10} {format_seconds(seconds):>9}"
             )
     return lines
 
@@ -261,7 +263,7 @@ def _link_lines(answer: Plan) -> list[str]:
     if answer.host_s:
         share = answer.host_s / answer.step_s
         lines.append(
-            f"of the step, {format_seconds(answer.host_s)} ({share:.0%}) is the interpreter launching operators"
+            f"of the step, {format_seconds(answer.host_s)} ({100 * share:.0f} %) is the interpreter launching operators"
         )
     return lines
 
@@ -269,9 +271,16 @@ def _link_lines(answer: Plan) -> list[str]:
 def _write_picture(answer: Plan, path: Path) -> None:
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.schedule.pictures import svg_picture
+    from roundpipe_cli.units import format_seconds
 
-    title = f"{answer.question.loaded.recipe.pipeline.schedule}: {answer.question.architecture.name}"
+    question = answer.question
+    heading = (
+        f"{question.architecture.name} {question.settings.method} on {question.hardware.description}, "
+        f"{answer.tokens_per_s:,.0f} tokens/s"
+    )
+    title = f"{question.loaded.recipe.pipeline.schedule}: {format_seconds(answer.step_s)} a step"
+    text = svg_picture([(title, answer.timeline)], heading=heading, note="simulated by roundpipe plan, not measured")
     try:
-        path.write_text(svg_picture([(title, answer.timeline)]), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RefusedError(f"the picture cannot be written: {error.strerror}", where=str(path)) from None

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli.units import GIB
+
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.shipped import ShippedRecipe
 
@@ -31,6 +33,7 @@ def list_recipes(
     Example: roundpipe recipes ls lora 2x24gb
     """
     from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.wrap import terminal_width
     from roundpipe_cli.recipe.shipped import shipped_recipes
 
     found = [
@@ -43,7 +46,7 @@ def list_recipes(
 
         say_data(json.dumps([recipe_document(recipe) for recipe in found], indent=1))
         return
-    for line in table(found):
+    for line in table(found, terminal_width()):
         say_data(line)
     if not found:
         say(f"no recipe has {' and '.join(words or ())} in its name; `roundpipe recipes ls` lists all")
@@ -86,23 +89,29 @@ def copy(
 
 @recipes.command("validate")
 def validate(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Recipe files, or names of shipped ones.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Recipe files, or names of shipped ones; key=value for all.")
+    ],
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Check recipes without training: every mistake is listed. Exit code 2 if there is one.
 
-    Example: roundpipe recipes validate mine.yaml other.yaml
+    Example: roundpipe recipes validate mine.yaml other.yaml lora.r=32
     """
     from roundpipe_cli.cli.output import say, say_data, show_error
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.load import load_recipe
 
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    files = [word for word in words if word not in overrides]
+    if not files:
+        raise RefusedError("no recipe to check", found=" ".join(words), hint="roundpipe recipes validate mine.yaml")
     documents: list[dict[str, Any]] = []
     for file in files:
         notices: tuple[str, ...] = ()
         error: RefusedError | None = None
         try:
-            notices = load_recipe(file).notices
+            notices = load_recipe(file, overrides).notices
         except RefusedError as refused:
             error = refused
         documents.append(_validation(file, notices, error))
@@ -196,26 +205,35 @@ def recipe_document(recipe: ShippedRecipe) -> dict[str, Any]:
     return document
 
 
-def table(found: list[ShippedRecipe]) -> list[str]:
-    """A line a recipe: name, short name, the machine it is for, predicted speed and memory."""
-    rows = [("NAME", "SHORT NAME", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")] if found else []
+COLUMNS = ("NAME", "SHORT NAME", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")
+
+
+def table(found: list[ShippedRecipe], width: int | None = None) -> list[str]:
+    """A line a recipe: name, short name, the machine it is for, predicted speed and memory.
+
+    Args:
+        width: columns of the terminal; where they do not suffice the short names are left out. None: any number.
+    """
+    rows = [COLUMNS] if found else []
     for recipe in found:
         verdict = recipe.verdict
         planned = ("", "", "", "")
         if verdict is not None:
             machine, _, host = verdict.hardware.partition(",host_memory_gib=")
             planned = (
-                f"{machine}, {host} GiB",
+                f"{machine} {host} GiB",
                 f"{verdict.tokens_per_s:,.0f}",
-                f"{verdict.device_bytes / 1024**3:.1f} GiB",
-                f"{verdict.host_bytes / 1024**3:.0f} GiB",
+                f"{verdict.device_bytes / GIB:.1f} GiB",
+                f"{verdict.host_bytes / GIB:.0f} GiB",
             )
         rows.append((recipe.name, recipe.short_name or "", *planned))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)] if rows else []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))] if rows else []
+    shown = list(range(len(COLUMNS)))
+    if width is not None and sum(widths) + 2 * (len(shown) - 1) > width:
+        shown.remove(COLUMNS.index("SHORT NAME"))
     return [
         "  ".join(
-            cell.rjust(width) if column >= 3 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            row[column].rjust(widths[column]) if column >= 3 else row[column].ljust(widths[column]) for column in shown
         ).rstrip()
         for row in rows
     ]

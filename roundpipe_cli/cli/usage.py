@@ -51,12 +51,14 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
 
 def _no_such_command(program: str, commands: list[str], words: Sequence[str]) -> RefusedError:
     word = next((word for word in words if not word.startswith("-")), "")
-    nearest = closest(word, commands)
     is_top = program == "roundpipe"
+    nearest = closest(word, [*commands, *(OTHER_NAMES if is_top else ())])
+    if nearest in OTHER_NAMES:
+        nearest = "finetune"
     if is_top and word.endswith((".yaml", ".yml")):
         hint = f"roundpipe finetune {word}"
-    elif nearest or (is_top and word in OTHER_NAMES):
-        hint = f"did you mean {program} {nearest or 'finetune'}?"
+    elif nearest:
+        hint = f"did you mean {program} {nearest}?"
     else:
         hint = f"{program} --help"
     return RefusedError(

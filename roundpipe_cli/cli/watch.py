@@ -160,14 +160,11 @@ def _print_last(files: RunFiles, state: DashboardState) -> None:
 
     from roundpipe_cli.dashboard.comparison import comparison, comparison_table
     from roundpipe_cli.dashboard.html import read_report
-    from roundpipe_cli.dashboard.live import make_theme
+    from roundpipe_cli.dashboard.live import last_frame
     from roundpipe_cli.dashboard.replay import Life
-    from roundpipe_cli.dashboard.views import screen
 
-    size = shutil.get_terminal_size()
     console = Console(file=sys.stdout)
-    last_s = max((state.seen_s, state.sample.time_s if state.sample else 0.0))
-    for line in screen(state, last_s, size.columns, min(size.lines - 1, 24), make_theme(console)):
+    for line in last_frame(state, console, shutil.get_terminal_size()):
         console.print(line, end="\n", crop=True, no_wrap=True)
     report = read_report(files.folder)
     with contextlib.suppress(OSError):

@@ -131,6 +131,13 @@ _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 
 
+COSTS_FORM = (
+    '{"name": ..., "hop_s": ..., "layers": [{"name": "block.0", "forward_s": ..., "backward_s": ..., '
+    '"recompute": true, "param_bytes": ..., "boundary_bytes": ...}, ...]} in seconds and bytes'
+)
+COSTS_HINT = "recipes/example_costs.json of the repository is an example; scripts/README.md says what each key means"
+
+
 def load_costs(path: Path) -> CostModel:
     """Read a costs file: strict JSON, times in seconds (DESIGN.md section 7, "Costs file").
 
@@ -143,9 +150,13 @@ def load_costs(path: Path) -> CostModel:
         data = json.loads(text, object_pairs_hook=_no_duplicates)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not text in UTF-8"
-        raise RefusedError("cannot read the costs file", where=str(path), found=reason) from error
+        raise RefusedError(
+            "cannot read the costs file", where=str(path), found=reason, expected=COSTS_FORM, hint=COSTS_HINT
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise RefusedError("the costs file is not JSON", where=str(path), found=str(error)) from error
+        raise RefusedError(
+            "the costs file is not JSON", where=str(path), found=str(error), expected=COSTS_FORM, hint=COSTS_HINT
+        ) from error
     problems: list[Problem] = []
     costs = _cost_model(data, str(path), problems)
     if problems or costs is None:

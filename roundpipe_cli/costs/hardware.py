@@ -227,6 +227,10 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
     return [gpu_device(known, figures)] * count
 
 
+WELL_KNOWN_GPUS = ("rtx-3090", "rtx-4090", "rtx-5090", "rtx-4060-ti-16gb", "a100-80gb", "h100")
+"""Examples for those who mistype one."""
+
+
 def _unknown_gpu(name: str, where: str) -> RefusedError:
     plain = _squeeze(name)
     likeness = {known: _likeness(plain, known) for known in catalogue()}
@@ -236,7 +240,7 @@ def _unknown_gpu(name: str, where: str) -> RefusedError:
         f"unknown GPU {name!r}",
         where=where,
         found=name,
-        expected="a GPU of the catalogue, such as " + ", ".join(list(catalogue())[:40:4]),
+        expected=f"one of the catalogue's {len(catalogue())} GPUs, such as {', '.join(WELL_KNOWN_GPUS)}",
         hint=f"did you mean {near}? Otherwise, {custom}" if likeness[near] >= (0.6, 0) else custom,
     )
 

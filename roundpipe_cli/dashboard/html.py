@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,16 +21,19 @@ from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.plain_files import read_regular
-from roundpipe_cli.units import GIB, format_seconds
+from roundpipe_cli.schedule.palette import WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.units import GIB, counted, format_seconds
 
 NUM_TIMELINES = 3
 MAX_SAMPLES = 1500
 MAX_FILE_BYTES = 64 * 1024**2
 """Of report.json and recipe.yaml."""
+SMOOTHING = 20
+"""Spans of the loss curve over which it is smoothed."""
 
 _CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
-  --f: #3d86e8; --r: #e0a02a; --b: #35a162; --wait: #c9507a; --idle: #e6e8ec; }
+  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --idle: #e6e8ec; }
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e8ea; --faint: #9aa; --line: #333a41;
   --card: #1c2126; --idle: #2a3037; } }
 * { box-sizing: border-box; }
@@ -46,6 +50,7 @@ svg { width: 100%; height: auto; display: block; font: 12px system-ui, sans-seri
 svg .grid { stroke: var(--line); } svg .note { fill: var(--faint); } svg .strong { font-weight: 600; }
 polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .c1 { stroke: var(--f); } .c2 { stroke: var(--b); } .c3 { stroke: var(--r); } .c4 { stroke: var(--wait); }
+.raw { stroke: var(--faint); stroke-width: 1; } .limit { stroke-dasharray: 6 4; stroke-width: 1.2; }
 .dot { stroke: none; } .c1.dot { fill: var(--f); } .c2.dot { fill: var(--b); } .c3.dot { fill: var(--r); }
 .c4.dot { fill: var(--wait); }
 .idle { fill: var(--idle); } .kind-F { fill: var(--f); } .kind-R { fill: var(--r); } .kind-B { fill: var(--b); }
@@ -61,6 +66,8 @@ pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-
   white-space: pre-wrap; }
 details summary { cursor: pointer; }
 """
+for _letter, _name in WORK_NAMES.items():
+    _CSS = _CSS.replace(_name.upper(), WORK_COLOURS[_letter])
 
 
 def report_page(folder: Path) -> str:
@@ -104,11 +111,12 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
     sections = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="sub">{escape(_subtitle(state))}</p>',
+        f'<p class="sub">{escape(_made_by(state, report))}</p>',
         _cards(state, report),
-        _section("Loss", _loss(state), _legend(("f", "training"), ("wait", "evaluation")) if state.evaluations else ""),
+        _comparison(report),
+        _section("Loss", _loss(state), _loss_legend(state)),
         _section("Workers", _workers(events, state), _WORK_LEGEND),
         _section("Memory in GiB", *_memory(events)),
-        _comparison(report),
         f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
         _messages(state),
     ]
@@ -128,7 +136,7 @@ def _subtitle(state: DashboardState) -> str:
         return "no step was recorded"
     status = "finished" if state.finished else f"stopped: {state.stopped}" if state.stopped else "not finished"
     done = state.step.step if state.step else run.first_step
-    workers = f"{len(run.devices)} workers ({', '.join(run.devices)})"
+    workers = f"{counted(len(run.devices), 'worker')} ({', '.join(run.devices)})"
     return f"{run.settings}, {workers}, step {done} of {run.num_steps}, {status}"
 
 
@@ -138,13 +146,14 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
         return ""
     measured = figures(report, "measured")
     tokens_per_s = measured.get("tokens_per_s") or step.tokens_per_s
+    bubble = measured.get("bubble_ratio") or state.median_bubble.value
     cards = [("last loss", f"{step.loss:.4f}")]
     if state.evaluations:
         cards.append(("last evaluation", f"{state.evaluations[-1][1]:.4f}"))
     cards += [
         ("tokens per second", f"{tokens_per_s:.0f}"),
         ("seconds per step", format_seconds(measured.get("step_s") or step.step_s)),
-        ("bubble, mean", f"{100 * state.mean_bubble.value:.1f} %"),
+        ("bubble, median of steps", f"{100 * bubble:.1f} %"),
     ]
     if state.finished:
         cards.append(("training time", format_seconds(state.finished.seconds)))
@@ -168,8 +177,36 @@ _WORK_LEGEND = _legend(
 )
 
 
+def _made_by(state: DashboardState, report: Mapping[str, Any]) -> str:
+    """When, with which versions, where and by which command; what is not known is left out."""
+    machine = report.get("machine") or {}
+    versions = (("roundpipe", report.get("tool_version")), ("torch", machine.get("torch")))
+    parts = []
+    if state.run is not None:
+        parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.run.time_s)))
+    parts += [f"{name} {version}" for name, version in versions if version]
+    parts += [str(item) for item in (machine.get("processor"), report.get("command")) if item]
+    return ", ".join(parts)
+
+
+def _loss_legend(state: DashboardState) -> str:
+    entries = [("faint", "training"), ("f", "training, smoothed")]
+    return _legend(*entries, *([("wait", "evaluation")] if state.evaluations else []))
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Exponential means of the values, over a twentieth of the points."""
+    share = 2 / (max(1.0, len(points) / SMOOTHING) + 1)
+    mean, found = 0.0, []
+    for index, (at, value) in enumerate(points):
+        mean = value if index == 0 else mean + share * (value - mean)
+        found.append((at, mean))
+    return found
+
+
 def _loss(state: DashboardState) -> str:
-    lines = [Series("loss", state.losses.all_points, "c1")]
+    points = state.losses.all_points
+    lines = [Series("loss", points, "raw"), Series("smoothed loss", smoothed(points), "c1")]
     if state.evaluations:
         lines.append(Series("evaluation", state.evaluations, "c4", marks=True))
     return curves(lines, title="Loss by step", x_label="step", show_x=lambda step: f"{step:.0f}")
@@ -178,11 +215,11 @@ def _loss(state: DashboardState) -> str:
 def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
     steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
     devices = state.run.devices if state.run else ()
-    return timelines(steps, devices, title=f"What the workers did in {len(steps)} steps")
+    return timelines(steps, devices, title=f"What the workers did in {counted(len(steps), 'step')}")
 
 
 def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
-    """Picture and legend: the program, the host, and the fullest device, in GiB over time."""
+    """Picture and legend: the program, the host, the fullest device and what there is of each, in GiB over time."""
     started: list[float] = []
     samples: list[Sample] = []
     for _, event in events:
@@ -192,15 +229,25 @@ def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
             samples.append(event)
     samples = samples[:: max(1, len(samples) // MAX_SAMPLES)]
     zero_s = min([*started[:1], *(sample.time_s for sample in samples[:1])], default=0.0)
-    lines = {"this program": ("c1", "f"), "host in use": ("c2", "b"), "fullest device": ("c3", "r")}
+    lines = {
+        "this program": ("c1", "f"),
+        "host in use": ("c2", "b"),
+        "host in all": ("c2 limit", "b"),
+        "fullest device": ("c3", "r"),
+        "device in all": ("c3 limit", "r"),
+    }
     values: dict[str, list[tuple[float, float]]] = {name: [] for name in lines}
     for sample in samples:
         since_s = sample.time_s - zero_s
         values["this program"].append((since_s, sample.process_bytes / GIB))
         values["host in use"].append((since_s, sample.host_used_bytes / GIB))
+        values["host in all"].append((since_s, sample.host_total_bytes / GIB))
         used = [device.used_bytes for device in sample.devices if device.used_bytes is not None]
+        limits = [device.total_bytes for device in sample.devices if device.total_bytes]
         if used:
             values["fullest device"].append((since_s, max(used) / GIB))
+        if limits:
+            values["device in all"].append((since_s, min(limits) / GIB))
     shown = [Series(name, values[name], css) for name, (css, _) in lines.items() if values[name]]
     legend = _legend(*((lines[series.name][1], series.name) for series in shown)) if shown else ""
     picture = curves(
@@ -227,7 +274,8 @@ def _messages(state: DashboardState) -> str:
     if not state.messages:
         return ""
     lines = "\n".join(escape(message.text) for message in state.messages)
-    return f"<h2>Messages</h2><details><summary>{len(state.messages)} messages</summary><pre>{lines}</pre></details>"
+    count = counted(len(state.messages), "message")
+    return f"<h2>Messages</h2><details><summary>{count}</summary><pre>{lines}</pre></details>"
 
 
 def write_page(folder: Path, path: Path) -> None:

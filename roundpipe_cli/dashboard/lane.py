@@ -1,4 +1,4 @@
-"""The lane of a worker: what it did in each short slice of the last seconds, as characters.
+"""The lane of a worker: what it did in each short slice of the last seconds, in proportion, as characters.
 
 forward        recompute and backward           idle
 FFFFFFFFFF.....RRBBBRRBBBRRBBB..................~~~FFFF        (without colour; ~ waits for an upload)
@@ -7,7 +7,7 @@ FFFFFFFFFF.....RRBBBRRBBBRRBBB..................~~~FFFF        (without colour; 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
@@ -15,6 +15,8 @@ from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.events import Span
 
 IDLE, WAIT = ".", "~"
+ROUNDING = 1e-6
+"""A share below this is an error of rounding."""
 NICE_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 
 
@@ -25,38 +27,59 @@ def window_s(step_s: float | None) -> float:
 
 
 def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: int) -> str:
-    """One letter per slice: what took the most of it; slice k of the world lasts from k to k + 1 times `slice_s`.
+    """One letter per slice; slice k of the world lasts from k to k + 1 times `slice_s`.
 
-    Slices are bound to the clock and not to the present, so that a moving lane does not flicker.
+    A slice that several kinds of work share shows one of them. What it could not show of the others is carried over to
+    the next slice that has them, so that over a lane each kind has as many letters as its share of the time.
+
+    Slices are bound to the clock and not to the present, and so is the slice where carrying begins: a moving lane does
+    not flicker.
 
     Args:
         spans: of one worker, on the run's clock.
         num_slices: how many.
         end_index: of the world's slice after the last one shown.
     """
+    if num_slices <= 0:
+        return ""
     first = end_index - num_slices
-    compute: list[dict[str, float]] = [{} for _ in range(num_slices)]
-    uploads = [0.0] * num_slices
+    begin = first // num_slices * num_slices
+    shares = _shares(spans, begin, end_index, slice_s)
+    return _letters(shares)[first - begin :]
+
+
+def _shares(spans: Sequence[Span], begin: int, end: int, slice_s: float) -> list[dict[str, float]]:
+    """What took which share of each slice: kinds of work, and the rest as waiting or idle."""
+    compute: list[dict[str, float]] = [{} for _ in range(end - begin)]
+    uploads = [0.0] * len(compute)
     for span in spans:
-        if span.end_s <= first * slice_s or span.lane not in ("compute", "up"):
+        if span.end_s <= begin * slice_s or span.lane not in ("compute", "up"):
             continue
-        start, end = span.start_s / slice_s - first, span.end_s / slice_s - first
-        for index in range(max(0, math.floor(start)), min(num_slices, math.ceil(end))):
-            share = min(end, index + 1) - max(start, index)
+        start_at, end_at = span.start_s / slice_s - begin, span.end_s / slice_s - begin
+        for index in range(max(0, math.floor(start_at)), min(len(compute), math.ceil(end_at))):
+            share = min(end_at, index + 1) - max(start_at, index)
             if span.lane == "up":
                 uploads[index] += share
             else:
                 compute[index][span.kind] = compute[index].get(span.kind, 0.0) + share
-    return "".join(_letter(shares, upload) for shares, upload in zip(compute, uploads, strict=True))
+    for shares, upload in zip(compute, uploads, strict=True):
+        idle = 1.0 - sum(shares.values())
+        if idle > ROUNDING:
+            shares[WAIT if upload > 0.5 * idle else IDLE] = idle
+    return compute
 
 
-def _letter(shares: dict[str, float], upload: float) -> str:
-    idle = 1.0 - sum(shares.values())
-    if shares:
-        letter = max(shares, key=lambda kind: shares[kind])
-        if shares[letter] >= idle:
-            return letter
-    return WAIT if upload > 0.5 * idle else IDLE
+def _letters(shares: Sequence[Mapping[str, float]]) -> str:
+    """For each slice the kind in it that has the most left to show."""
+    owed: dict[str, float] = {}
+    letters = []
+    for slice_ in shares:
+        for kind, share in slice_.items():
+            owed[kind] = owed.get(kind, 0.0) + share
+        letter = max(slice_, key=lambda kind: (owed[kind], slice_[kind]))
+        owed[letter] -= 1.0
+        letters.append(letter)
+    return "".join(letters)
 
 
 def lane(

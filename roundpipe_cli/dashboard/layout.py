@@ -27,7 +27,7 @@ def fit(line: Text, width: int, theme: Theme) -> Text:
 def spread(left: Text, right: Text, width: int, theme: Theme) -> Text:
     """`left` at the left and, if there is room, `right` at the right."""
     gap = width - left.cell_len - right.cell_len
-    return Text.assemble(left, " " * gap, right) if gap >= 2 else fit(left, width, theme)
+    return Text.assemble(left, " " * gap, right) if gap >= 0 else fit(left, width, theme)
 
 
 def framed(title: Text, note: str, lines: Sequence[Text], width: int, theme: Theme) -> list[Text]:

@@ -24,7 +24,7 @@ from rich.text import Text
 from roundpipe_cli.dashboard.state import DashboardState, fold
 from roundpipe_cli.dashboard.terminal import Terminal
 from roundpipe_cli.dashboard.theme import Theme, theme_for
-from roundpipe_cli.dashboard.views import screen
+from roundpipe_cli.dashboard.views import MIN_HEIGHT, screen
 from roundpipe_cli.events import Event, Notice
 
 MAX_QUEUED = 2000
@@ -51,6 +51,24 @@ class KeyBinding:
 def make_theme(console: Console) -> Theme:
     """The theme for what a console can show."""
     return theme_for(console.encoding, console.color_system is not None and not console.no_color)
+
+
+MAX_LAST_LINES, LINES_BELOW = 24, 6
+"""Height of the frame that stays, and lines of the terminal kept for an error or the prompt below it."""
+
+
+def last_frame(state: DashboardState, console: Console, size: tuple[int, int]) -> list[Text]:
+    """The screen that stays when a run is over, with room below it for an error or the prompt.
+
+    Args:
+        size: columns and lines of the terminal.
+    """
+    columns, lines = size
+    last_s = max(state.seen_s, state.step_seen_s, state.sample.time_s if state.sample else 0.0)
+    frame = screen(
+        state, last_s, columns, max(MIN_HEIGHT, min(lines - LINES_BELOW, MAX_LAST_LINES)), make_theme(console)
+    )
+    return [line for index, line in enumerate(frame) if line.plain.strip() or index == 0]
 
 
 def ansi(line: Text, console: Console) -> str:

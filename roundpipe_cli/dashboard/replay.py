@@ -71,6 +71,17 @@ class _GrowingFile:
         return rows
 
 
+def run_hint(folder: Path) -> str:
+    """Which folder to name: the newest run below `folder`, or how to make one."""
+    found = [
+        path for pattern in (METRICS_NAME, f"*/{METRICS_NAME}", f"*/*/{METRICS_NAME}") for path in folder.glob(pattern)
+    ]
+    runs = sorted((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        return "no run is here or in outputs/; `roundpipe finetune RECIPE` starts one"
+    return f"the newest run here is {runs[-1].parent.relative_to(folder)}"
+
+
 class RunFiles:
     """The events of one run, oldest first, each told once."""
 
@@ -90,7 +101,7 @@ class RunFiles:
                 where=str(folder),
                 found="no such folder" if not folder.is_dir() else f"neither {METRICS_NAME} nor {EVENTS_NAME}",
                 expected="the output_dir of a run",
-                hint="roundpipe watch outputs/first",
+                hint=run_hint(Path.cwd()),
             )
         self._restart()
 

@@ -25,8 +25,8 @@ from roundpipe_cli.events import (
 )
 from roundpipe_cli.units import format_seconds
 
-KEPT_SPANS_S = 120.0
-"""Work older than this is forgotten."""
+KEPT_SPANS_S = 240.0
+"""Work older than this is forgotten; a lane shows half of it and begins its sums up to a lane's length before."""
 MAX_SPANS = 4000
 """Per worker."""
 MAX_POINTS = 1024
@@ -48,6 +48,27 @@ class Mean:
     @property
     def value(self) -> float:
         return self.weighted_sum / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Median:
+    """The median of shares, to a thousandth: counts of values, whatever their number."""
+
+    counts: tuple[int, ...] = (0,) * 1001
+
+    def with_value(self, share: float) -> Median:
+        at = min(1000, max(0, round(1000 * share)))
+        return Median((*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :]))
+
+    @property
+    def value(self) -> float:
+        """As `statistics.median_low`; 0 of nothing."""
+        middle, seen = (sum(self.counts) + 1) // 2, 0
+        for at, count in enumerate(self.counts):
+            seen += count
+            if seen >= middle:
+                return at / 1000
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +135,10 @@ class DashboardState:
     run: RunStarted | None = None
     workers: tuple[WorkerView, ...] = ()
     step: StepFinished | None = None
-    mean_bubble: Mean = Mean()
+    step_seen_s: float = 0.0
+    """When the last step ended, on the run's clock."""
+    median_bubble: Median = Median()
+    """Of the steps since the last start, as report.json has it."""
     losses: Curve = Curve()
     speeds: Curve = Curve()
     """Tokens per second by step."""
@@ -150,7 +174,7 @@ def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     if isinstance(event, StepTimeline):
         return _step_timeline(state, event)
     if isinstance(event, StepFinished):
-        return _step_finished(state, event)
+        return _step_finished(state, event, now_s)
     if isinstance(event, Sample):
         workers = tuple(
             replace(worker, sample=sample) for worker, sample in zip(state.workers, event.devices, strict=False)
@@ -158,7 +182,9 @@ def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
         return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
     if isinstance(event, RunStarted):
         workers = tuple(WorkerView(device) for device in event.devices)
-        return replace(state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="")
+        return replace(
+            state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="", median_bubble=Median()
+        )
     if isinstance(event, EvaluationFinished):
         if math.isfinite(event.loss):
             state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
@@ -188,7 +214,7 @@ def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
         folder = event.folder.rstrip("/").rpartition("/")[2]
         return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
     assert isinstance(event, Paused), event
-    text = f"paused after step {event.step}" if event.paused else "going on"
+    text = f"paused after step {event.step}" if event.paused else "continuing"
     return _said(replace(state, paused=event.paused), now_s, text)
 
 
@@ -236,7 +262,7 @@ def _recent(spans: tuple[Span, ...], now_s: float) -> tuple[Span, ...]:
     return spans
 
 
-def _step_finished(state: DashboardState, event: StepFinished) -> DashboardState:
+def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> DashboardState:
     timeline = state.timeline
     if timeline is not None and timeline.step == event.step:
         seconds = timeline_s(timeline)
@@ -250,7 +276,8 @@ def _step_finished(state: DashboardState, event: StepFinished) -> DashboardState
         state,
         step=event,
         workers=workers + state.workers[len(workers) :],
-        mean_bubble=state.mean_bubble.with_value(event.bubble_ratio, seconds),
+        step_seen_s=now_s,
+        median_bubble=state.median_bubble.with_value(event.bubble_ratio),
         losses=state.losses.with_value(event.step, event.loss),
         speeds=state.speeds.with_value(event.step, event.tokens_per_s),
         phase="",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from roundpipe_cli.events import Span, StepTimeline
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.schedule.palette import WORK_NAMES
+from roundpipe_cli.units import format_seconds, round_step
 
 WIDTH = 720
 """Units of a picture; the page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 30
 MAX_RECTANGLES = 6000
-KIND_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
+NUM_TICKS = 5
+"""About so many on an axis, at round values."""
 SvgPoint = tuple[float, float]
 
 
@@ -67,23 +70,17 @@ class _Box:
 
     def axes(self, x_label: str, show_x: Callable[[float], str]) -> list[str]:
         parts = []
-        for index in range(5):
-            value = self.low + (self.high - self.low) * index / 4
+        step = round_step(self.high - self.low, NUM_TICKS)
+        for index in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1):
+            value = index * step
             _, y = self.place((self.left, value))
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
         bottom = self.height - 8
         parts.append(f'<text x="{LEFT}" y="{bottom}">{escape(show_x(self.left))}</text>')
         parts.append(f'<text x="{WIDTH / 2}" y="{bottom}" text-anchor="middle">{escape(x_label)}</text>')
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{bottom}" text-anchor="end">{escape(show_x(self.right))}</text>')
         return parts
-
-
-def _short(value: float) -> str:
-    """At most six characters."""
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.0e}"
-    return f"{value:.{max(0, 4 - len(str(int(abs(value)))))}f}"
 
 
 def _draw(series: Series, box: _Box) -> str:
@@ -144,9 +141,9 @@ def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
 def _rectangle(span: Span, y: float, scale: float) -> str:
     seconds = span.end_s - span.start_s
     x, width = LEFT + span.start_s * scale, max(seconds * scale, 0.3)
-    if span.lane == "compute" and span.kind in KIND_NAMES:
+    if span.lane == "compute" and span.kind in WORK_NAMES:
         work = f"stage {span.stage}, microbatch {span.microbatch}"
-        name = f"{KIND_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
+        name = f"{WORK_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
         return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
     if span.lane not in ("up", "down"):

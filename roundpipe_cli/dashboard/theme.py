@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-KIND_COLOURS = {"F": "#3d86e8", "R": "#e0a02a", "B": "#35a162"}
-"""Forward, recompute, backward."""
+from roundpipe_cli.schedule.palette import WORK_COLOURS
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Theme:
 
     has_colour: bool = True
     glyphs: Glyphs = field(default_factory=Glyphs)
-    kinds: Mapping[str, str] = field(default_factory=lambda: dict(KIND_COLOURS))
+    kinds: Mapping[str, str] = field(default_factory=lambda: dict(WORK_COLOURS))
     wait: str = "#c9507a"
     accent: str = "#3d86e8"
     good: str = "#35a162"

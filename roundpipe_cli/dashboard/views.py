@@ -9,6 +9,7 @@ keys and legend               1 line
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -20,6 +21,7 @@ from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed,
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.workers import workers_block
+from roundpipe_cli.schedule.palette import WORK_NAMES
 from roundpipe_cli.units import format_seconds
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
@@ -29,6 +31,9 @@ MIN_CURVE_HEIGHT = 7
 """With its frame."""
 MIN_MESSAGES = 2
 NARROW = 66
+MIN_LEFT = 12
+"""Columns for the program's name."""
+SHORT_NAMES = {"F": "fwd", "R": "rec", "B": "bwd"}
 
 
 def screen(
@@ -44,7 +49,7 @@ def screen(
     head = [header(state, now_s, width, theme), progress(state, now_s, width, theme)]
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return _exactly(head, width, height, theme)
-    foot = [footer(keys, width, theme)]
+    foot = [footer(_now_meaning(keys, state), width, theme)]
     room = height - len(head) - len(foot)
     workers = workers_block(
         state.workers,
@@ -83,6 +88,8 @@ def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Tex
     word, colour = _status(state, theme)
     elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
     right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
+    if width > MIN_LEFT + right.cell_len:  # how it goes is worth more than the end of a long name
+        left = fit(left, min(left.cell_len, width - right.cell_len), theme)
     return spread(left, right, width, theme)
 
 
@@ -96,7 +103,7 @@ def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
     if state.finished is not None:
         return "finished", theme.good
     if state.stopped:
-        return "stopped", theme.bad
+        return ("stopped" if state.stopped.startswith("stopped") else "failed"), theme.bad
     if state.paused:
         return "paused", theme.warn
     if state.phase:
@@ -117,8 +124,9 @@ def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> T
     total = max(1, step.num_steps if step else run.num_steps)
     count = f" step {done}/{total} "
     eta = f" {100 * done / total:3.0f} % "
-    if step is not None and not state.is_over and done < total:
-        eta += f" eta {format_seconds(round(step.eta_s)) if step.eta_s >= 1 else '0 s'} "
+    if step is not None and not (state.is_over or state.paused) and done < total:
+        left_s = step.eta_s - max(0.0, now_s - state.step_seen_s)
+        eta += f" eta {format_seconds(round(left_s)) if left_s >= 1 else '0 s'} "
     room = max(0, width - len(count) - len(eta))
     filled = round(room * done / total)
     return Text.assemble(
@@ -153,7 +161,7 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
 
 def _short_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
     """The most important figures in one line or two, where there is no room for a curve."""
-    rows = figures(state, 6, 24, theme)
+    rows = figures(state, 6, 24, theme, has_loss=True)
     per_line = max(1, (width - 2) // 26)
     lines = []
     for start in range(0, len(rows), per_line):
@@ -164,7 +172,7 @@ def _short_figures(state: DashboardState, now_s: float, width: int, height: int,
 
 def messages(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
     """The newest messages, oldest first, with the time since the start."""
-    started_s = state.run.time_s if state.run else 0.0
+    started_s = state.run.time_s if state.run else math.inf  # until then there is nothing to count from
     lines = []
     if state.num_dropped and height > 1:
         lines.append(Text(f" {state.num_dropped} events were not shown: the terminal is slow", style=theme.warn))
@@ -174,27 +182,30 @@ def messages(state: DashboardState, width: int, height: int, theme: Theme) -> li
     return lines[:height]
 
 
+def _now_meaning(keys: Sequence[tuple[str, str]], state: DashboardState) -> list[tuple[str, str]]:
+    """The keys and what they do now: the one that paused the run lets it continue."""
+    return [(key, "resume" if state.paused and meaning == "pause" else meaning) for key, meaning in keys]
+
+
 def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme) -> Text:
-    """The keys, and what the colours of a lane mean."""
-    left = Text(" ")
-    for key, meaning in keys:
-        left.append(key, "bold").append(f" {meaning}   ")
-    right = legend(theme)
-    if left.cell_len + right.cell_len + 1 > width:
-        right = legend(theme, short=True)
+    """The keys, and what the colours of a lane mean; the keys lose their meaning before the colours do."""
+    for gap, short in ((3, False), (2, False), (2, True), (1, True)):
+        left = Text(" ")
+        for key, meaning in keys:
+            left.append(key, "bold").append(f" {meaning}{' ' * gap}")
+        right = legend(theme, short=short)
+        if left.cell_len + right.cell_len <= width:
+            return spread(left, right, width, theme)
+    left = Text.assemble(" ", *((f"{key} ", "bold") for key, _ in keys))
     return spread(left, right, width, theme)
 
 
 def legend(theme: Theme, *, short: bool = False) -> Text:
     """Legend of a lane's characters or colours."""
-    names = {"F": "forward", "R": "recompute", "B": "backward"}
+    glyphs, has_colour = theme.glyphs, theme.has_colour
     text = Text()
-    for letter, name in names.items():
-        shown = "" if short and not theme.has_colour else f" {name[:3] if short else name}"
-        if theme.has_colour:
-            text.append(theme.glyphs.full, theme.kinds[letter]).append(f"{shown}  ")
-        else:
-            text.append(letter, "bold").append(f"{shown}  ")
-    wait, idle = (theme.glyphs.wait, theme.glyphs.idle) if theme.has_colour else ("~", ".")
-    text.append(wait, theme.wait if theme.has_colour else "").append(" wait  " if short else " upload wait  ")
-    return text.append(idle, theme.faint).append(" idle ")
+    for letter, name in WORK_NAMES.items():
+        text.append(glyphs.full if has_colour else letter, theme.kinds[letter] if has_colour else "bold")
+        text.append(f" {SHORT_NAMES[letter] if short else name} ")
+    text.append(glyphs.wait if has_colour else "~", theme.wait if has_colour else "").append(" wait ")
+    return text.append(glyphs.idle if has_colour else ".", theme.faint).append(" idle ")

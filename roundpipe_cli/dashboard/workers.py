@@ -104,7 +104,7 @@ def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
     tail = Text(f" {_percent(worker.utilization)}")
     sample = worker.sample
     if sample.used_bytes is not None and sample.total_bytes:
-        tail.append(f" {sample.used_bytes / GIB:5.1f}/{sample.total_bytes / GIB:.0f}G")
+        tail.append(f" {sample.used_bytes / GIB:4.1f}/{sample.total_bytes / GIB:.0f} GiB")
     tail.append(" ")
     return [Text.assemble(fit(name, indent, theme), *_lane(scene, worker, width - indent - tail.cell_len), tail)]
 
@@ -114,7 +114,7 @@ def _percent(share: float | None) -> str:
 
 
 def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
-    """Utilization, bubble and what the device tells; the rest is left out where it has no room."""
+    """Share of the last step that it computed, and what the device tells; the rest is left out where it has no room."""
     now, mean = worker.utilization, worker.mean_utilization.value
     parts = []
     if now is not None:
@@ -134,9 +134,6 @@ def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
         parts.append(Text(f"{sample.temperature_c:.0f}{theme.glyphs.degree}"))
     if sample.power_w is not None:
         parts.append(Text(f"{sample.power_w:.0f} W"))
-    if now is not None:
-        bubble = Text.assemble("bubble ", (_percent(1 - now).strip(), "bold"))
-        parts.append(bubble.append(f" mean {_percent(1 - mean).strip()}", theme.faint))
     return _joined(parts, width)
 
 

@@ -306,9 +306,11 @@ class _Builder:
         error = RefusedError(
             f"{report.rows_bad} of {report.rows_read} rows cannot be used"
             + (f"; the first {MAX_LISTED}:" if report.rows_bad > MAX_LISTED else ":"),
-            hint="mend the rows, or leave them out with `on_bad_row=skip`",
         )
-        error.problems = (*error.problems, *self._first_faults(report))
+        *faults, last = self._first_faults(report)
+        advice = "correct the rows, or leave them out with `on_bad_row=skip`"  # below the rows that it is about
+        last = replace(last, hint=f"{last.hint}; or {advice}" if last.hint else advice)
+        error.problems = (*error.problems, *faults, last)
         return error
 
     def _first_faults(self, report: DataReport) -> list[Problem]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -13,9 +14,11 @@ from roundpipe_cli.data.files import SUFFIXES, ReadProgress, digest_file, known_
 from roundpipe_cli.data.folders import folder_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, closest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MAX_BESIDE = 1000
+"""Names that a suggestion is looked for in."""
 GLOB_CHARACTERS = "*?["
 SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
@@ -161,6 +164,9 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
             where=f"datasets: {printable(spec.path)}",
             found="neither " + " nor ".join(str(path) for path in tried) if len(tried) > 1 else f"no {tried[0]}",
             expected="a file, a folder or the id of a hub dataset",
+            hint=f"did you mean {near}?"
+            if (near := _near(tried))
+            else "a relative path begins here or beside the recipe",
         )
     return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
 
@@ -196,6 +202,16 @@ def _sliced(sources: list[Source], split: Split) -> list[Source]:
             expected="at least one row",
         )
     return cut
+
+
+def _near(tried: Sequence[Path]) -> str | None:
+    """The file with the most similar name beside one of these."""
+    for path in tried:
+        with contextlib.suppress(OSError, ValueError):
+            beside = [file.name for file in path.parent.iterdir() if file.suffix == path.suffix][:MAX_BESIDE]
+            if near := closest(path.stem, [Path(name).stem for name in beside]):
+                return str(path.parent / f"{near}{path.suffix}")
+    return None
 
 
 def _candidates(path: str, folder: Path | None) -> list[Path]:

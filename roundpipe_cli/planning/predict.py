@@ -40,7 +40,7 @@ from roundpipe_cli.planning.verdict import (
 )
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.units import format_bytes, format_seconds
+from roundpipe_cli.units import counted, format_bytes, format_seconds
 
 RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
 
@@ -309,7 +309,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
         lines.append("assumed: every chunk of a sequence takes the same time, and keys and values no time on the links")
     elif workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
         lines.append(
-            f"note: {per_step} microbatches a step are few for {workers} workers; "
+            f"note: {per_step} microbatches a step are few for {counted(workers, 'worker')}; "
             f"gradient_accumulation_steps={4 * workers} makes the bubble smaller"
         )
     return tuple(lines)

@@ -48,7 +48,7 @@ _NAMES = {
     "lora.init": "lora.init_lora_weights peft_init_lora_weights",
     "lora.start_from": "lora_model_dir adapter_name_or_path",
     "label_smoothing_factor": "label_smoothing",
-    "neftune_noise_alpha": "noisy_embedding_alpha",
+    "neftune_noise_alpha": "noisy_embedding_alpha neftune neftune_alpha",
 }
 """Plain renamings: recipe key -> other spellings."""
 

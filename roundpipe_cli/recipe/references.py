@@ -24,6 +24,8 @@ MISSING: Any = object()
 """In place of an item that does not exist."""
 
 _OPENING = re.compile(r"(\\*)\$\{")
+_VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)(?=/|$)")
+"""A path such as `$HOME/rows.jsonl`, which would name a folder called `$HOME`."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d{1,5}\])*)\}")
 
 
@@ -51,7 +53,16 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
     if not isinstance(value, str):
         return value
     if value == "???":
-        findings.add(path, f"{format_key(path)} is a placeholder, not a value", found="???")
+        findings.add(path, f"{format_key(path)} is a placeholder, not a value", found="???", hint="write a value")
+        return None
+    if named := _VARIABLE.match(value):
+        findings.add(
+            path,
+            f"{format_key(path)} begins with an environment variable, which is not read",
+            found=shown_value(value),
+            expected="a path as it is",
+            hint=f"~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
+        )
         return None
     for opening in _openings(value):
         if not _REFERENCE.match(value, opening):
@@ -131,7 +142,13 @@ def _measure(
         if target in findings.refused:
             findings.refused.add(path)
         elif problem is not None and path not in findings.refused:
-            findings.add(path, f"{format_key(path)}: the reference {match[0]} {problem}", found=shown_value(value))
+            findings.add(
+                path,
+                f"{format_key(path)}: the reference {match[0]} {problem}",
+                found=shown_value(value),
+                expected="${key} with another key of the recipe",
+                hint="`roundpipe recipes keys` lists the keys",
+            )
         if path in findings.refused:
             break
     sizes[path] = _Size(length, chain)

@@ -203,8 +203,9 @@ def _near(path: Path) -> str | None:
     ours = [recipe.command_name for recipe in shipped_recipes()]
     ours += [f"recipes/{recipe.short_name}.yaml" for recipe in shipped_recipes() if recipe.short_name]
     for candidates in (here, ours):
-        near = closest(str(path), candidates)
+        stems = {str(Path(name).with_suffix("")): name for name in candidates}  # a common `.yaml` is no likeness
+        near = closest(str(path.with_suffix("")), list(stems))
         if near:
-            return f"did you mean {shlex.quote(near)}?"
+            return f"did you mean {shlex.quote(stems[near])}?"
     near = closest_name(str(path))
     return f"did you mean {near}?" if near else None

@@ -17,6 +17,8 @@ import yaml
 
 from roundpipe_cli.errors import Problem, RecipeError
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What some editors for Windows begin a file with; it means nothing."""
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
 MAX_NODES = 10_000
@@ -139,7 +141,8 @@ def parse_text(text: str, name: str, *, fixed_origin: bool = False) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise _refusal(_at(name, line, column, fixed_origin), *_explain(error, text, line, column)) from None
+        what, found, hint = _explain(error, text, line, column)
+        raise _refusal(_at(name, line, column, fixed_origin), what, found, hint=hint) from None
     finally:
         loader.dispose()
     return Document(data, builder.places, builder.problems)
@@ -263,8 +266,7 @@ def _decode(raw: bytes, name: str) -> str:
             expected=f"at most {MAX_BYTES} bytes",
             hint="data belongs into files that the recipe names",
         )
-    if raw.startswith(b"\xef\xbb\xbf"):
-        raise _refusal(f"{name}:1:1", "the file starts with a byte order mark", hint="save it as UTF-8 without BOM")
+    raw = raw.removeprefix(BYTE_ORDER_MARK)
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise _refusal(f"{name}:1:1", "the file is UTF-16 text", hint="save it as UTF-8")
     zero = raw.find(b"\0")
@@ -289,17 +291,27 @@ def _at(name: str, line: int, column: int, fixed_origin: bool) -> str:
     return name if fixed_origin else f"{name}:{line}:{column}"
 
 
-def _explain(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> tuple[str, str | None]:
-    """(what, found) of a syntax error, in one sentence."""
+_SYNTAX_HINTS = {
+    "mapping values": 'put a value that holds `: ` in quotes: key: "a: b"; nested keys begin on a line below',
+    "quoted scalar": "close the quotation mark",
+    "flow sequence": "close the list with `]`, its items apart by commas",
+    "flow mapping": "close the mapping with `}`, its items apart by commas",
+    "": "keys of one section begin in the same column; put a value with special characters in quotes",
+}
+"""Words of the parser -> what to do; the last one fits all."""
+
+
+def _explain(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> tuple[str, str | None, str]:
+    """(what, found, hint) of a syntax error, in one sentence each."""
     lines = text.splitlines()
     content = lines[line - 1] if line <= len(lines) else ""
     found = shown_value(content.strip()) if content.strip() else None
     if "\t" in content[:column] and not content[: column - 1].strip():
-        return "a tab is used for indentation where YAML wants spaces", found
+        return "a tab is used for indentation where YAML wants spaces", found, "put two spaces in place of each tab"
     what = f"this is not valid YAML: {error.problem or 'the text cannot be parsed'}"
     if error.context and error.context_mark and error.context_mark.line + 1 != line:
         what += f" ({error.context} that starts in line {error.context_mark.line + 1})"
-    return what, found
+    return what, found, next(hint for words, hint in _SYNTAX_HINTS.items() if words in what)
 
 
 def _refusal(

@@ -7,28 +7,65 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, compute_rows, makespan_s
+from roundpipe_cli.schedule.palette import WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.schedule.timeline import (
+    COMPUTE,
+    DOWN,
+    HOST,
+    UP,
+    Interval,
+    Timeline,
+    bubble_ratio,
+    compute_rows,
+    makespan_s,
+)
+from roundpipe_cli.units import format_seconds, round_step
 
-_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.RECOMPUTE: "#f2b447", Kind.BACKWARD: "#54a24b"}
-_NAMES = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
-_LABEL_WIDTH, _PICTURE_WIDTH, _LANE_HEIGHT, _TITLE_HEIGHT, _MARGIN = 60, 1000, 14, 30, 10
+_LEFT, _WIDTH, _RIGHT = 70, 1000, 20
+"""Columns of labels, of lanes, and of the margin."""
+_LANE_HEIGHT, _TITLE_HEIGHT, _GAP = 14, 26, 14
+MAX_GAP = 0.8
+"""Between two marks."""
+_TICKS = 6
+"""About so many on the axis."""
+_CSS = f"""
+svg {{ font: 12px system-ui, sans-serif; }} text {{ fill: #1c2024; }} .back {{ fill: #ffffff; }}
+.idle {{ fill: #e6e8ec; }} .faint {{ fill: #5a626b; }} .large {{ font-size: 30px; font-weight: 700; }}
+.strong {{ font-weight: 600; }} .heading {{ font-size: 18px; font-weight: 600; }} .tick {{ stroke: #aab2bb; }}
+{" ".join(f".kind-{letter} {{ fill: {colour}; }}" for letter, colour in WORK_COLOURS.items())}
+@media (prefers-color-scheme: dark) {{ text {{ fill: #e6e8ea; }} .back {{ fill: #14171a; }} .idle {{ fill: #2a3037; }}
+.faint {{ fill: #9aa5b0; }} .tick {{ stroke: #57606a; }} }}
+"""
 
 
-def svg_picture(rows: Sequence[tuple[str, Timeline]]) -> str:
-    """An SVG document with one row per (title, timeline), all on one time axis."""
+def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str) -> str:
+    """An SVG document with one row per (title, timeline), all on one axis of seconds; for light and dark pages.
+
+    Args:
+        heading: what is trained on what.
+        note: where the times come from, such as `simulated`; a picture travels without its page.
+    """
     longest_s = max((makespan_s(timeline) for _, timeline in rows), default=0.0) or 1.0
-    parts: list[str] = []
-    top = _MARGIN
+    width = _LEFT + _WIDTH + _RIGHT
+    parts = [
+        f'<text class="heading" x="10" y="28">{escape(heading)}</text>',
+        f'<text class="faint" x="10" y="48">{escape(note)}</text>',
+    ]
+    if len(rows) == 1:
+        busy = f"workers {100 * (1 - bubble_ratio(rows[0][1])):.0f} % busy"
+        parts.append(f'<text class="large" x="{width - _RIGHT}" y="40" text-anchor="end">{busy}</text>')
+    top = 60
     for title, timeline in rows:
         parts += _svg_row(title, timeline, top, longest_s)
-        top += _TITLE_HEIGHT + timeline.num_workers * _LANE_HEIGHT + _MARGIN
-    parts += _legend(top)
-    width, height = _LABEL_WIDTH + _PICTURE_WIDTH + 2 * _MARGIN, top + 2 * _TITLE_HEIGHT
+        top += _TITLE_HEIGHT + timeline.num_workers * _LANE_HEIGHT + _GAP
+    parts += [*_axis(top, longest_s), *_legend(top + 30)]
+    height = top + 56
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">',
+            f"<title>{escape(heading)}</title><style>{_CSS}</style>",
+            f'<rect class="back" width="{width}" height="{height}"/>',
             *parts,
             "</svg>",
             "",
@@ -37,33 +74,46 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]]) -> str:
 
 
 def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float) -> list[str]:
-    scale = _PICTURE_WIDTH / longest_s
-    parts = [f'<text x="{_MARGIN}" y="{top + 18}" font-size="13" font-weight="bold">{escape(title)}</text>']
+    scale = _WIDTH / longest_s
+    parts = [f'<text class="strong" x="{_LEFT}" y="{top + 16}">{escape(title)}</text>']
     span = makespan_s(timeline) * scale
     for worker, row in enumerate(compute_rows(timeline)):
         y = top + _TITLE_HEIGHT + worker * _LANE_HEIGHT
-        left = _MARGIN + _LABEL_WIDTH
-        parts.append(f'<text x="{_MARGIN}" y="{y + 10}">worker {worker}</text>')
-        parts.append(f'<rect x="{left}" y="{y}" width="{span:.2f}" height="{_LANE_HEIGHT - 2}" fill="#eeeeee"/>')
+        label = f'<text x="{_LEFT - 8}" y="{y + 10}" text-anchor="end">worker {worker}</text>'
+        parts += [label, _bar("idle", _LEFT, y, span, "idle")]
         for interval in row:
-            x, width = left + interval.start_s * scale, (interval.end_s - interval.start_s) * scale
             name = f"{interval.stage}{interval.kind.value}{interval.microbatch}"
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.05):.2f}" height="{_LANE_HEIGHT - 2}" '
-                f'fill="{_COLOURS[interval.kind]}" stroke="white" stroke-width="0.2"><title>{name}</title></rect>'
-            )
+            length = (interval.end_s - interval.start_s) * scale
+            parts.append(_bar(f"kind-{interval.kind.value}", _LEFT + interval.start_s * scale, y, length, name))
+    return parts
+
+
+def _bar(css: str, x: float, y: float, length: float, name: str) -> str:
+    """A mark; the gap to the next one is small against it, where a stroke would hide most of a narrow one."""
+    length -= min(MAX_GAP, 0.08 * length)
+    place = f'x="{x:.2f}" y="{y}" width="{max(length, 0.05):.2f}" height="{_LANE_HEIGHT - 2}"'
+    return f'<rect class="{css}" {place}><title>{name}</title></rect>'
+
+
+def _axis(top: float, longest_s: float) -> list[str]:
+    """Round numbers of seconds below the lanes."""
+    step_s = round_step(longest_s, _TICKS)
+    parts = []
+    for index in range(int(longest_s / step_s) + 1):
+        x = _LEFT + index * step_s / longest_s * _WIDTH
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{top - 2}"/>')
+        text = format_seconds(index * step_s) if index else "0 s"
+        parts.append(f'<text class="faint" x="{x:.1f}" y="{top + 12}" text-anchor="middle">{text}</text>')
     return parts
 
 
 def _legend(top: int) -> list[str]:
     parts = []
-    for index, (kind, colour) in enumerate(_COLOURS.items()):
-        x = _MARGIN + _LABEL_WIDTH + index * 110
-        parts.append(f'<rect x="{x}" y="{top + 10}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{top + 20}">{_NAMES[kind]}</text>')
-    x = _MARGIN + _LABEL_WIDTH + len(_COLOURS) * 110
-    parts.append(f'<rect x="{x}" y="{top + 10}" width="12" height="12" fill="#eeeeee"/>')
-    parts.append(f'<text x="{x + 18}" y="{top + 20}">idle</text>')
+    names = {**{f"kind-{letter}": name for letter, name in WORK_NAMES.items()}, "idle": "idle"}
+    for index, (css, name) in enumerate(names.items()):
+        x = _LEFT + index * 110
+        parts.append(f'<rect class="{css}" x="{x}" y="{top}" width="12" height="12"/>')
+        parts.append(f'<text x="{x + 18}" y="{top + 10}">{name}</text>')
     return parts
 
 

@@ -62,8 +62,9 @@ class Border:
         if last or signal:
             self._saver.wait()
         if signal and not last:
+            how = "stopped" if self._stop.asked_by_key else f"stopped by {signal.name}"
             raise StoppedError(
-                f"stopped by {signal.name} after step {done} of {num_steps}, with a checkpoint",
+                f"{how} after step {done} of {num_steps}, with a checkpoint",
                 exit_code=EXIT_CODES[signal],
                 hint="the same command with --resume continues",
             )

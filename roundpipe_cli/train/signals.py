@@ -30,6 +30,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.announce: Say | None = None
         """Told that a signal was noted; called inside the signal's handler, so it must not use buffers."""
+        self.asked_by_key = False
+        """The signal stands for a key of the dashboard, so no message names it."""
         self._requested: signal.Signals | None = None
         self._guarded = False
         self._ended = False
@@ -84,8 +86,9 @@ class StopSignals:
         elif self._requested is None:
             self._requested = received
             if self.announce is not None:
-                again = "; once more stops at once, without a checkpoint" if received == signal.SIGINT else ""
-                self.announce(f"{received.name}: stopping after this step, with a checkpoint{again}")
+                again = "; Ctrl-C stops at once, without a checkpoint" if received == signal.SIGINT else ""
+                name = "" if self.asked_by_key else f"{received.name}: "
+                self.announce(f"{name}stopping after this step, with a checkpoint{again}")
             return
         elif received == signal.SIGINT:
             text = "stopped at once by a second SIGINT; the last checkpoint is as it was"

@@ -130,6 +130,8 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     listing = "570.86, NVIDIA GeForce RTX 4090, 24564, 300, 1, 4, 4, 16\\n570.86, RTX 3090, 24576, 5, 4, 4, 16, 16\\n"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert checks._driver()[1].state == "note", "`good  driver  no nvidia-smi` it said"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     rows, driver = checks._driver()
     assert driver.found == "NVIDIA 570.86" and len(rows) == 2

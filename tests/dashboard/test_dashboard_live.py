@@ -120,19 +120,22 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
         screen.resize(columns, lines)
         screen.wait(lambda text, lines=lines: fills(text, lines))  # type: ignore[misc]
     screen.key("p")
-    screen.wait_for("● paused", "paused after step")
+    screen.wait_for("● paused", "paused after step", "p resume")
     rows = len(metrics(tmp_path / "w" / "out"))
     screen.key("s")
     screen.wait_for("checkpoint step-")
     assert len(metrics(tmp_path / "w" / "out")) == rows
     screen.key("p")
-    screen.wait_for("● training", "going on")
+    screen.wait_for("● training", "continuing")
     screen.key("q")
     text = screen.expect_clean(130)
-    assert "stopped by SIGINT after step" in text and "--resume continues" in text
+    assert "stopped after step" in text and "SIGINT" not in text and "--resume continues" in text
+    assert "● stopped" in text and "worker 0 · cpu" in text, "the last frame stays"
+    screen.resize(80, 60)  # the frame that stays and what is said below it are together on the screen
     screen.type(f"clear; {FINETUNE} --resume")
     text = screen.expect_clean(0)
-    assert "done: " in text and "predicted" in text and "step 60/60" in text
+    assert "done: " in text and "predicted" in text and "step 60/60" in text and "● finished" in text
+    assert "roundpipe generate out" in text and "roundpipe export out --merge" in text and "out/report.html" in text
     assert (tmp_path / "w" / "out" / "report.html").is_file()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.dashboard.comparison import comparison
-from roundpipe_cli.dashboard.html import page, report_page
+from roundpipe_cli.dashboard.html import page, read_report, report_page
 from roundpipe_cli.dashboard.replay import Life, RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline
@@ -118,7 +119,9 @@ def test_figures_equal_those_of_the_trace(finished: Path) -> None:
     busy = [sum(event["dur"] for event in spans if event["pid"] == worker + 1) / whole_us for worker in (0, 1)]
     means = [worker.mean_utilization.value for worker in state.workers]
     assert means == pytest.approx(busy, abs=0.01)
-    assert state.mean_bubble.value == pytest.approx(1 - sum(busy) / 2, abs=0.01)
+    ratios = [row["bubble_ratio"] for row in metrics(finished)]
+    assert state.median_bubble.value == pytest.approx(statistics.median(ratios), abs=1e-3)
+    assert read_report(finished)["measured"]["bubble_ratio"] == pytest.approx(statistics.median(ratios))
 
 
 def test_comparison_says_how_far_off() -> None:
@@ -170,11 +173,24 @@ def test_the_page_needs_nothing_else(finished: Path) -> None:
         "gradient_accumulation_steps: 2",
         "step 3 of 3, finished",
         "recompute, stage",
+        "roundpipe finetune recipe.yaml --trace",
+        "UTC, roundpipe ",
+        "host in all",
     ):
         assert words in text, words
     kinds = re.findall(r'class="kind-([FRB])"', text)
     recorded = [event for _, event in RunFiles(finished).poll()[1] if isinstance(event, StepTimeline)]
     assert len(kinds) == sum(len(event.spans) for event in recorded[-3:]) and set(kinds) == {"F", "R", "B"}
+
+
+def test_the_page_begins_with_predicted_against_measured() -> None:
+    """It came last, and ticks were at values such as 1.4346."""
+    report = {"predicted": {"step_s": 2.0}, "measured": {"pipeline_s": 2.2}, "tool_version": "9.9"}
+    text = page(recorded_run(2), report, "model: a")
+    assert text.index("Predicted and measured") < text.index("<h2>Loss") and "roundpipe 9.9" in text
+    ticks = re.findall(r'text-anchor="end">([\d.]+)<', text)
+    assert ticks and all(len(tick.rstrip("0").lstrip("0.")) <= 3 for tick in ticks), ticks
+    assert 'class="raw"' in text and "training, smoothed" in text and "device in all" in text
 
 
 def test_what_a_run_says_is_no_markup() -> None:

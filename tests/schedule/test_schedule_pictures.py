@@ -13,7 +13,8 @@ from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import Timeline
+from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio
+from roundpipe_cli.units import round_step
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,30 @@ def timeline() -> Timeline:
     return simulate(schedule, costs)
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
 def test_svg_has_a_row_per_timeline_and_a_box_per_action(timeline: Timeline) -> None:
-    root = xml.etree.ElementTree.fromstring(svg_picture([("one <&>", timeline), ("two", timeline)]))
-    space = "{http://www.w3.org/2000/svg}"
-    assert [element.text for element in root.iter(f"{space}title")] == ["0F0", "1R0", "1B0", "1F0", "0R0", "0B0"] * 2
-    texts = [element.text for element in root.iter(f"{space}text")]
+    """Marks had white strokes that hid the narrow ones; there was no axis, no unit, no word that it is simulated."""
+    text = svg_picture([("one <&>", timeline), ("two", timeline)], heading="a model on <8x4090>", note="simulated")
+    root = xml.etree.ElementTree.fromstring(text)
+    bars = [bar for bar in root.iter(f"{SVG}rect") if bar.attrib.get("class", "").startswith("kind-") and len(bar)]
+    assert [bar[0].text for bar in bars] == ["0F0", "1R0", "1B0", "1F0", "0R0", "0B0"] * 2
+    assert not any("stroke" in bar.attrib for bar in root.iter(f"{SVG}rect"))
+    texts = [element.text for element in root.iter(f"{SVG}text")]
     assert texts.count("worker 1") == 2
-    assert "one <&>" in texts
+    assert {"one <&>", "a model on <8x4090>", "simulated", "recompute", "0 s", "10 s"} <= set(texts)
+    assert "prefers-color-scheme: dark" in text and not any("busy" in str(shown) for shown in texts)
+
+
+def test_a_picture_of_one_step_says_how_busy_the_workers_are(timeline: Timeline) -> None:
+    text = svg_picture([("one", timeline)], heading="a", note="simulated")
+    busy = f"workers {100 * (1 - bubble_ratio(timeline)):.0f} % busy"
+    assert busy in [element.text for element in xml.etree.ElementTree.fromstring(text).iter(f"{SVG}text")]
+
+
+def test_ticks_are_round() -> None:
+    assert [round_step(length, 6) for length in (1.0, 7.0, 31.0, 0.0042)] == [0.2, 2.0, 10.0, 0.001]
 
 
 def test_trace_opens_in_perfetto(timeline: Timeline) -> None:

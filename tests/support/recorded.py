@@ -28,11 +28,17 @@ UPDATE_S = 0.4
 
 
 def recorded_step(num_workers: int) -> Timeline:
-    """One step of Qwen3-8B's size with uploads, as the simulator once saw it."""
-    recorded = json.loads((Path(__file__).parents[1] / "golden" / "steps.json").read_text())[str(num_workers)]
+    """One step of Qwen3-8B's size with uploads, as the simulator once saw it; recorded for 2, 4 and 8 workers.
+
+    One worker does what the first of two does, sixteen do twice what eight do.
+    """
+    num_recorded = min(8, max(2, num_workers))
+    recorded = json.loads((Path(__file__).parents[1] / "golden" / "steps.json").read_text())[str(num_recorded)]
     intervals = (
-        Interval(worker, lane, Kind(kind), stage, microbatch, start_us / 1e6, end_us / 1e6)
+        Interval(worker + more, lane, Kind(kind), stage, microbatch, start_us / 1e6, end_us / 1e6)
+        for more in range(0, num_workers, num_recorded)
         for worker, lane, kind, stage, microbatch, start_us, end_us in recorded
+        if worker + more < num_workers
     )
     return Timeline(num_workers, tuple(intervals))
 

@@ -156,6 +156,7 @@ def test_a_signal_while_torch_loads(folder: Path) -> None:
     options: dict[str, Any] = {"cwd": folder, "env": child_environment(), "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command_line("finetune", "recipe.yaml"), **options) as process:
         assert process.stderr is not None
+        assert process.stderr.readline() == "reading recipe.yaml ...\n", "before anything heavy is imported"
         assert process.stderr.readline() == "loading torch and transformers ...\n"
         process.send_signal(signal.SIGINT)
         words = process.stderr.read()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import resource
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 
 from roundpipe_cli import __version__
+from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.events import StepFinished
+from roundpipe_cli.redact import redact
 from roundpipe_cli.train.setup import Setup
 
 LAST_STEPS = 5
@@ -52,7 +56,8 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "method": setup.recipe.method,
         "dtype": setup.recipe.dtype,
         "devices": list(setup.devices),
-        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+        "machine": {"processor": processor_name() or platform.machine(), "torch": torch.__version__},
+        "command": redact(shlex.join(["roundpipe", *sys.argv[1:]])),
         "transformers": transformers.__version__,
         "num_steps": figures.num_steps,
         "seconds": figures.seconds,

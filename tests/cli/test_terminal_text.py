@@ -1,0 +1,205 @@
+"""What a user reads on a terminal of 80 columns, and forty mistakes with their messages.
+
+`python -m tests.cli.test_terminal_text` writes the golden file of the mistakes anew; read it aloud then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from roundpipe_cli.cli.app import main
+from roundpipe_cli.cli.recipes import table
+from roundpipe_cli.cli.run_end import next_commands, summary
+from roundpipe_cli.cli.wrap import wrapped
+from roundpipe_cli.recipe.shipped import shipped_recipes
+from roundpipe_cli.units import counted
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "mistakes.txt"
+GOOD = "model: model\ndatasets:\n  - {path: rows.jsonl}\nmax_seq_length: 128\n"
+ROWS = '{"prompt": "a", "completion": "b"}\n'
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `roundpipe WORDS`, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    mask, handler = os.umask(0o077), signal.getsignal(signal.SIGINT)
+    with (
+        patch.object(sys, "argv", ["roundpipe", *words]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as left:
+            code = int(left.code or 0)
+    os.umask(mask)
+    signal.signal(signal.SIGINT, handler)
+    return code, out.getvalue(), err.getvalue()
+
+
+# --- 80 columns -------------------------------------------------------------------------------------------------------
+
+
+def test_help_cuts_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan  Say whether a recipe fits, how its layers are cut, and how...`."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call("--help")
+    assert "..." not in out.replace("[ARGS]...", "") and max(map(len, out.splitlines())) <= 80
+
+
+def test_recipes_fit_a_terminal_of_80_columns() -> None:
+    lines = table(shipped_recipes(), 80)
+    assert len(lines) > 40 and max(map(len, lines)) <= 80
+    assert "SHORT NAME" not in lines[0] and "SHORT NAME" in table(shipped_recipes())[0], "a pipe gets all columns"
+
+
+def test_lines_are_cut_between_words_and_indented() -> None:
+    text = ["  assumed: layer times from the cost model; it matches", "short"]
+    assert list(wrapped(text, 30)) == ["  assumed: layer times from", "    the cost model; it matches", "short"]
+    assert list(wrapped(text, None)) == text
+
+
+def test_one_is_singular() -> None:
+    assert [counted(1, "worker"), counted(2, "worker"), counted(3, "microbatch"), counted(1, "microbatch")] == [
+        "1 worker",
+        "2 workers",
+        "3 microbatches",
+        "1 microbatch",
+    ]
+
+
+def test_a_run_ends_with_its_figures_and_three_commands() -> None:
+    """After `finetune` nothing said what to do next."""
+    report = {
+        "method": "lora",
+        "seconds": 149.0,
+        "loss": {"first": 3.8712, "last": 3.6952},
+        "measured": {"tokens_per_s": 33.2, "bubble_ratio": 0.019},
+    }
+    assert summary(report) == "loss 3.8712 -> 3.6952, 33 tokens/s, bubble 1.9 %, 2m29s of training"
+    assert summary({}) == ""
+    lines = next_commands(Path("outputs/my run"), report).splitlines()
+    assert lines == [
+        "next:",
+        "  roundpipe generate 'outputs/my run' \"your question\"",
+        "  roundpipe export 'outputs/my run' --merge --to 'outputs/my run-merged'",
+        "  xdg-open 'outputs/my run/report.html'",
+    ]
+    assert "--merge" not in next_commands(Path("out"), {"method": "full"})
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "a value out of range": GOOD + "learning_rate: -1\n",
+    "a word for a number": GOOD + "learning_rate: fast\n",
+    "a misspelt key": GOOD + "learning_rat: 1e-4\n",
+    "a misspelt inner key": GOOD + "lora: {rang: 8}\n",
+    "an inner value out of range": GOOD + "lora: {r: 0}\n",
+    "no number of epochs": GOOD + "num_train_epochs: 0\n",
+    "a method of another tool": GOOD + "method: qlora\n",
+    "an unknown device": GOOD + "pipeline: {devices: [gpu]}\n",
+    "a key twice": GOOD + "max_steps: 10\nmax_steps: 5\n",
+    "no model": GOOD.replace("model: model\n", ""),
+    "no data": "model: model\n",
+    "a colon in a value": "model: a: b\n",
+    "a tab": "model: a\n\tdatasets: b\n",
+    "an open quotation mark": "model: 'a\n",
+    "an open list": "model: [a\n",
+    "a list": "- model\n- data\n",
+    "nothing": "",
+    "an anchor": "model: &m a\n",
+    "two documents": f"{GOOD}---\n{GOOD}",
+    "$HOME": GOOD.replace("rows.jsonl", "$HOME/rows.jsonl"),
+    "$HOME for the output": GOOD + "output_dir: $HOME/out\n",
+    "another variable": GOOD + "output_dir: $SCRATCH/out\n",
+    "${env}": GOOD + "output_dir: ${oc.env:HOME}/out\n",
+    "a reference to nothing": GOOD + "output_dir: ${outputdir}/x\n",
+    "a placeholder": GOOD + "revision: ???\n",
+    "keys that contradict": GOOD + "load_in_4bit: true\nload_in_8bit: true\n",
+}
+"""Checked by `recipes validate`."""
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("finetune",),
+    ("trainn", "a.yaml"),
+    ("train", "a.yaml"),
+    ("a.yaml",),
+    ("recipes", "list"),
+    ("finetune", "--config", "a.yaml"),
+    ("finetune", "good.yaml", "--lr", "1"),
+    ("finetune", "good.yaml", "learning_rate", "=", "1"),
+    ("finetune", "nope.yaml"),
+    ("finetune", "list"),
+    ("finetune", "no-rows.yaml", "--offline"),
+    ("finetune", "no-model.yaml", "--offline"),
+    ("finetune", "good.yaml", "--resume"),
+    ("plan", "quickstart", "--hardware", "foo"),
+    ("plan", "quickstart", "--hardware", "2x4909"),
+    ("bench",),
+    ("bench", "--costs", "costs.json"),
+    ("bench", "--costs", "costs.json", "--workers", "8", "--microbatches", "16"),
+    ("watch", "nowhere"),
+    ("generate", "nowhere", "hi"),
+    ("export", "nowhere"),
+    ("convert", "nope.yaml"),
+)
+
+
+def mistakes() -> Iterator[tuple[str, int, str]]:
+    """(what was done, exit code, the message) in the working directory, which is written to."""
+    for name, text in {**RECIPES, "byte order mark": "\ufeff" + GOOD}.items():
+        Path("a.yaml").write_text(text, encoding="utf-8")
+        code, out, err = call("recipes", "validate", "a.yaml")
+        yield f"recipe: {name}", code, err or out
+    Path("rows.jsonl").write_text(ROWS * 8)
+    Path("good.yaml").write_text(GOOD)
+    Path("no-rows.yaml").write_text(GOOD.replace("rows", "row"))
+    Path("no-model.yaml").write_text(GOOD.replace("model: model", "model: ./modell"))
+    Path("model").mkdir(exist_ok=True)
+    Path("model/config.json").write_text('{"model_type": "llama"}')
+    Path("model/model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    for words in COMMANDS:
+        code, out, err = call(*words)
+        yield f"roundpipe {' '.join(words)}", code, err or out
+
+
+def as_text(folder: Path) -> str:
+    blocks = [f"$ {what}   [{code}]\n{message.rstrip()}\n" for what, code, message in mistakes()]
+    root = str(Path(__file__).resolve().parents[2])
+    return "\n".join(blocks).replace(str(folder), "HERE").replace(root, "ROOT")
+
+
+def test_forty_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what, where, what was found or expected, and what to do; no key twice in a line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    found = as_text(tmp_path)
+    blocks = found.split("\n\n")
+    assert len(blocks) >= 40
+    for block in blocks:
+        if "byte order mark" in block:
+            assert "is a good recipe" in block
+            continue
+        assert "error: " in block and ("hint: " in block or "expected: " in block), block
+        assert "Traceback" not in block and not re.search(r": (\w[\w.]*): \1 ", block), block
+    assert found == GOLDEN.read_text(encoding="utf-8"), found
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as here:
+        os.chdir(here)
+        os.environ["COLUMNS"] = "80"
+        GOLDEN.write_text(as_text(Path(here).resolve()), encoding="utf-8")
