@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.linear_modules import is_linear
 from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
 
 Parameters = Mapping[str, nn.Parameter]
@@ -146,7 +147,7 @@ class BlockProbe:
         made: dict[str, list[torch.Tensor]] = {}
         with ExitStack() as hooks:
             for name, module in self._block.named_modules():
-                if _is_linear(module):
+                if is_linear(module):
                     handle = module.register_forward_hook(
                         lambda _module, _args, result, name=name: made.setdefault(name, []).append(result)
                     )
@@ -197,10 +198,6 @@ class BlockProbe:
         assert leaf.grad is not None
         note("", leaf.grad)
         return digests if finite else {}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _is_unread(node: Any, index: int) -> bool:

@@ -26,9 +26,8 @@ from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
-from roundpipe_cli.model.lora import (
-    initial_values,
-)
+from roundpipe_cli.model.all_linear import describe_left_out
+from roundpipe_cli.model.lora import initial_values
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
@@ -113,6 +112,9 @@ def prepare(
         schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start)
+    if recipe.method == "lora" and start is None and recipe.lora.target_modules == "all-linear":
+        for text in describe_left_out(model, split.blocks_path):
+            tell(Notice(text))
     peft_model = trained.put_into(model, split)
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
@@ -246,6 +248,8 @@ def _packed_names(base: _Base, model: nn.Module, split: ModelSplit, tell: Tell) 
     """Names of the weights that lie in 4 or 8 bit."""
     packed = quantizable_names(model, split.blocks_path) if base.bits else frozenset()
     if base.is_stored_packed:
+        kinds = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in packed}
+        packed = frozenset(name for name in packed if kinds[name] != "Conv1D")  # files hold these transposed
         return packed_names(base.source, model) & packed
     if base.bits and (whole := check_packed(model, split.blocks_path, packed, base.bits)):
         tell(Notice(whole))

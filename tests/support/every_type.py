@@ -120,7 +120,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": _GEMMA_ROPE, "full_attention": _GEMMA_ROPE},
     },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
     },
     "emu3": {"text_config": {}, "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1}},
@@ -132,7 +132,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": _GEMMA4_ASSISTANT},
     "dots3_note_text": {
         "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
-        "per_layer_config": None,
+        "per_layer_config": {},
         "index_topk": 8,
         "index_head_dim": 16,
         "index_n_heads": 2,
