@@ -115,7 +115,7 @@ def score_head(
     Args:
         greedy: also tell the most probable tokens.
     """
-    rows = hidden.reshape(-1, hidden.shape[-1])[targets.indices]
+    rows = hidden.flatten(0, 1)[targets.indices]
     best_ids = torch.empty_like(targets.ids, device="cpu") if greedy else None
     scores = HeadScores(0.0, torch.empty(rows.shape[0]), best_ids)
     for start in range(0, rows.shape[0], chunk_tokens):
@@ -153,7 +153,7 @@ def run_head(
         needs_hidden_grad: whether anything below the head is trained.
     """
     indices, preference = targets.indices, targets.preference
-    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    flat = hidden.detach().flatten(0, 1)
     rows = flat[indices]
     result = HeadResult(0.0, None)
     factors = None

@@ -118,9 +118,7 @@ class BlockProbe:
             seeded: makes the dropout mode of a call, the same for all.
         """
         self._block, self._call, self._seeded = block, call, seeded
-        self._hidden = hidden.detach()
-        generator = torch.Generator().manual_seed(0)
-        self._gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+        self._hidden = call.input_like(hidden).detach()
 
     def find(self) -> tuple[str, ...]:
         """Names of the modules whose products may be left out; none if the proof fails."""
@@ -194,7 +192,8 @@ class BlockProbe:
                     hooks.callback(handle.remove)
             with wrapped:
                 leaf, output = self._run()
-            torch.autograd.backward(output, self._gradient)
+            generator = torch.Generator().manual_seed(0)
+            torch.autograd.backward(output, torch.randn(output.shape, generator=generator).to(output.dtype))
         assert leaf.grad is not None
         note("", leaf.grad)
         return digests if finite else {}

@@ -28,10 +28,15 @@ from roundpipe_cli.model.block_calls import (
     BlockCall,
     CallRecorder,
     HiddenMark,
+    SharedMark,
     SplitRefusedError,
     WrongResultShapeError,
     install_stubs,
 )
+from roundpipe_cli.model.carried import SharedStates, carry_along, find_shared
+
+ROWS, TOKENS = 3, 11
+"""Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class ModelSplit:
     """0 if blocks return the hidden states, else the length of the tuple that they return."""
     output_type: type
     """Class of the backbone's output."""
+    shared: tuple[SharedStates, ...] = ()
+    """What each block does with a mapping that blocks share; empty where they share nothing."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
@@ -74,7 +81,7 @@ def find_blocks(model: nn.Module) -> str:
 def split_model(model: nn.Module) -> ModelSplit:
     """Find out how `model` (parameters on the meta device or real) comes apart, and prove it.
 
-    Runs the model's forward on five tokens with stubs for blocks and made-up weights for the rest.
+    Runs the model's forward on a few tokens with stubs for blocks and made-up weights for the rest.
 
     Raises:
         SplitRefusedError: the model does something that the split cannot carry; names layer and argument.
@@ -136,11 +143,10 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     probe = materialised_copy(model, blocks_path)
     install_stubs(probe, blocks_path, recorder)
     config: Any = probe.config
-    hidden_size = config.get_text_config().hidden_size
-    recorder.last_hidden = torch.randn(1, 5, hidden_size).to(_float_dtype(probe))
+    recorder.replaces_last, recorder.num_tokens = True, (ROWS, TOKENS)
     trace = _Trace()
     handles = list(_install_trace(probe, blocks_path, recorder, trace))
-    ids = torch.arange(1, 6)[None] % config.get_text_config().vocab_size
+    ids = torch.arange(1, 1 + ROWS * TOKENS).reshape(ROWS, TOKENS) % config.get_text_config().vocab_size
     try:
         with torch.enable_grad():  # shows which arguments a gradient would have to flow through
             probe.train(False)(input_ids=ids, use_cache=False)
@@ -156,6 +162,13 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         )
     for index, call in enumerate(recorder.calls):
         _refuse_arguments(index, call)
+    assert recorder.first_hidden is not None and recorder.last_hidden is not None
+    shared = find_shared(
+        list(model.get_submodule(blocks_path).children()),
+        recorder.calls,
+        recorder.first_hidden,
+    )
+    carry_along(recorder.first_hidden, recorder.calls, shared)  # refuses what cannot travel
     backbone_path = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
     if not backbone_path:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
@@ -172,11 +185,8 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         embedding_path,
         recorder.result_length,
         type(trace.backbone_output),
+        shared,
     )
-
-
-def _float_dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
@@ -266,26 +276,15 @@ def _refuse_arguments(index: int, call: BlockCall) -> None:
                 "a block is given an object that it could change, which the split cannot carry",
                 where=f"block.{index}, {name}",
                 found=type(value).__name__,
-                expected="tensors, numbers, strings, None, or tuples of these",
+                expected="tensors, numbers, strings, None, or tuples, lists and dicts of these",
                 hint="this architecture is not supported; choose another model",
             )
-        if _needs_gradient(value):
-            raise SplitRefusedError(
-                "a block is given a tensor that a gradient flows through, beside the hidden states",
-                where=f"block.{index}, {name}",
-                found="an argument computed from trainable parameters",
-                hint="this architecture is not supported; choose another model",
-            )
-
-
-def _needs_gradient(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(_needs_gradient(item) for item in value)
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _carries(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if type(value) in (tuple, list):
         return all(_carries(item) for item in value)
-    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark)
+    if type(value) is dict:
+        return all(_carries(item) for item in value.values())
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark, SharedMark)
     return value is None or isinstance(value, plain)
