@@ -12,6 +12,7 @@ Shapes: B sequences of T tokens; a carried tensor of n elements takes n / (B x T
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -190,14 +191,14 @@ def find_shared(
         return ()
     mapping, states = _NotedMapping(), []
     symbols = {hidden.shape[0]: "B", hidden.shape[1]: "T"}
-    hidden = hidden.to("meta")
+    hidden = _on_meta(hidden)
     with torch.no_grad():
         for block, call in zip(blocks, calls, strict=True):
             mapping.read, mapping.written = [], []
-            on_meta = call.map_tensors(lambda tensor: tensor.to("meta"))
-            hidden = map_values(on_meta, lambda value: mapping if isinstance(value, SharedMark) else value).run(
-                block, hidden
+            filled = map_values(
+                call.map_tensors(_on_meta), lambda value: mapping if isinstance(value, SharedMark) else value
             )
+            hidden = filled.run(copy.deepcopy(block).to(torch.bfloat16), hidden)
             written = tuple(
                 (key, tuple(tuple(symbols.get(size, size) for size in tensor.shape) for tensor in mapping[key]))
                 for key in dict.fromkeys(mapping.written)
@@ -205,6 +206,11 @@ def find_shared(
             own = set(mapping.written)
             states.append(SharedStates(written, tuple(key for key in dict.fromkeys(mapping.read) if key not in own)))
     return tuple(states) if any(state.read for state in states) else ()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Fused experts have no other dtype there."""
+    return tensor.to("meta", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _has_shared(call: BlockCall) -> bool:

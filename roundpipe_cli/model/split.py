@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -90,16 +91,18 @@ def split_model(model: nn.Module) -> ModelSplit:
     num_blocks = len(list(model.get_submodule(blocks_path).children()))
     _refuse_shared_parameters(model, blocks_path)
     _refuse_layer_drop(model)
+    first_error: Exception | None = None
     for result_length in (0, 1, 2, 3, 4):
         recorder = CallRecorder(num_blocks, result_length)
         try:
             return _probe(model, blocks_path, recorder)
         except (WrongResultShapeError, IndexError, TypeError, ValueError, AttributeError) as error:
-            last_error = error
+            if first_error is None or isinstance(first_error, WrongResultShapeError):
+                first_error = error
     raise SplitRefusedError(
         "the model's forward does not run with stand-ins for its blocks",
         where=type(model).__name__,
-        found=f"{type(last_error).__name__}: {last_error}" if str(last_error) else "blocks of an unknown result type",
+        found=f"{type(first_error).__name__}: {first_error}" if str(first_error) else "blocks of an unknown result type",
     )
 
 
@@ -247,7 +250,7 @@ def _install_trace(
 
 def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> None:
     expected = trace.backbone_output[0]
-    with torch.no_grad():
+    with torch.no_grad(), suppress(TypeError):  # one that takes more than hidden states
         for path in tail_paths:
             hidden = probe.get_submodule(path)(hidden)
     if hidden.shape != expected.shape or not torch.equal(hidden, expected):

@@ -307,7 +307,7 @@ def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, Mode
         prove_once(model, split, recipe, lambda config: (model, split), told.append)
         return list(told)
 
-    full: Any = SimpleNamespace(method="full")
+    full: Any = SimpleNamespace(method="full", packing=False)
     assert [type(event) for event in ask(full)] == [Phase]
     assert ask(full) == []
     (file,) = cache_folder("proofs").iterdir()
@@ -321,7 +321,7 @@ def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, Mode
 def test_what_was_not_proven_is_told(llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "LIMIT_PARAMETERS", 10)
     told: list[Event] = []
-    recipe: Any = SimpleNamespace(method="full")
+    recipe: Any = SimpleNamespace(method="full", packing=False)
     for _ in range(2):
         told.clear()
         prove_once(*llama, recipe, lambda config: llama, told.append)
@@ -334,5 +334,5 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "proofs").write_text("")  # a file where the folder would be
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
-    recipe: Any = SimpleNamespace(method="full")
+    recipe: Any = SimpleNamespace(method="full", packing=False)
     assert prove_once(*llama, recipe, lambda config: llama, lambda event: None).unproven == ""

@@ -41,7 +41,7 @@ def try_type(config: Any, dtype: torch.dtype = torch.float32) -> dict[str, str]:
         return {**answers, **{column: answers["full"] for column in COLUMNS[1:5]}}
     split = found[0]
     answers["full"] = _answer(lambda: _proven(model, split))
-    answers["packing"] = _answer(lambda: check_packing(model, split, max_seq_length=64, micro_batch_size=1))
+    answers["packing"] = _answer(lambda: _packs(model, split))
     answers["chunks"] = _answer(lambda: check_sequence_chunks(model, split, max_seq_length=64))
     adapted = build_skeleton(config, dtype)
     answers["lora"] = _answer(lambda: _lora(adapted, split))
@@ -67,9 +67,14 @@ def _answer(run: Callable[[], str | None]) -> str:
     return f"{YES}: {remark}" if remark else YES
 
 
-def _proven(model: nn.Module, split: ModelSplit) -> str | None:
-    proof = prove(model, split)
+def _proven(model: nn.Module, split: ModelSplit, packing: bool = False) -> str | None:
+    proof = prove(model, split, packing=packing)
     return f"UNPROVEN {proof.unproven}" if proof.unproven else f"{max(proof.loss_error, proof.gradient_error):.1e}"
+
+
+def _packs(model: nn.Module, split: ModelSplit) -> str | None:
+    check_packing(model, split, max_seq_length=64, micro_batch_size=1)
+    return _proven(model, split, packing=True)
 
 
 def _lora(model: nn.Module, split: ModelSplit) -> str | None:
