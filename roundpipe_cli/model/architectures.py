@@ -17,7 +17,12 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError, closest
 
 _TABLES = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py", "models/auto/modeling_auto.py")
-_ASKED = ("CONFIG_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+_ASKED = (
+    "CONFIG_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+)
 WHAT_WORKS = (
     "the unquantised model (load_in_4bit: true or load_in_8bit: true packs it while loading), a checkpoint in "
     "bitsandbytes' NF4, or a .gguf file"
@@ -34,6 +39,8 @@ class ModelTypes:
     known: Mapping[str, str]
     causal: Mapping[str, str]
     masked: Mapping[str, str]
+    multimodal: Mapping[str, str]
+    """Types that read pictures and write text."""
 
 
 def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> None:
@@ -54,7 +61,7 @@ def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> N
         raise unknown_architecture(model_type, where, list(types.known))
     encodes = config.get("is_encoder_decoder", class_default(model_type, "is_encoder_decoder"))
     both_ways = model_type in types.masked and not config.get("is_decoder")
-    if model_type not in types.causal or encodes or both_ways:
+    if model_type not in {*types.causal, *types.multimodal} or encodes or both_ways:
         raise no_decoder(name, model_type, config.get("architectures"))
 
 
@@ -204,8 +211,8 @@ def model_types() -> ModelTypes | None:
             name = _name_filled(node)
             if name in found:
                 found[name] |= _pairs(node)
-    known, causal, masked = (found[name] for name in _ASKED)
-    return ModelTypes(known, causal, masked) if {"llama", "gpt2"} <= known.keys() & causal.keys() else None
+    known, causal, masked, multimodal = (found[name] for name in _ASKED)
+    return ModelTypes(known, causal, masked, multimodal) if {"llama", "gpt2"} <= known.keys() & causal.keys() else None
 
 
 def class_default(model_type: str, key: str) -> Any:

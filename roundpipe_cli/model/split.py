@@ -16,7 +16,7 @@ shared between blocks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -57,26 +57,38 @@ class ModelSplit:
     """Class of the backbone's output."""
     shared: tuple[SharedStates, ...] = ()
     """What each block does with a mapping that blocks share; empty where they share nothing."""
+    unreached: frozenset[str] = frozenset()
+    """Names of parameters that text never reaches: towers for pictures and sound."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
 
 
-def find_blocks(model: nn.Module) -> str:
-    """Path of the module list that holds most of the model's parameters.
+class NotCalledError(SplitRefusedError):
+    """A list of modules that the model does not call for text."""
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Paths of the module lists that may be the language model's blocks, the likeliest first.
+
+    First come lists as long as the configuration says, then those with more parameters: a model that reads pictures
+    has a list of blocks for those too, which text does not call.
 
     Raises:
         SplitRefusedError: there is no such list.
     """
-    best_path, best_size = "", 0
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    length = getattr(text, "num_hidden_layers", None)
+    found: dict[str, tuple[bool, int]] = {}
     for path, module in model.named_modules():  # outer modules come first, so the shallowest of equals wins
         if isinstance(module, nn.ModuleList) and len(module) > 0:
             size = sum(parameter.numel() for parameter in module.parameters())
-            if size > best_size:
-                best_path, best_size = path, size
-    if not best_path:
+            if size and not any(path.startswith(f"{outer}.") for outer in found):
+                found[path] = (len(module) == length, size)
+    if not found:
         raise SplitRefusedError("the model has no list of blocks", where=type(model).__name__)
-    return best_path
+    return sorted(found, key=lambda path: found[path], reverse=True)
 
 
 def split_model(model: nn.Module) -> ModelSplit:
@@ -87,10 +99,17 @@ def split_model(model: nn.Module) -> ModelSplit:
     Raises:
         SplitRefusedError: the model does something that the split cannot carry; names layer and argument.
     """
-    blocks_path = find_blocks(model)
+    _refuse_layer_drop(model)
+    paths = find_blocks(model)
+    for path in paths[:-1]:
+        with suppress(NotCalledError):
+            return _split_at(model, path)
+    return _split_at(model, paths[-1])
+
+
+def _split_at(model: nn.Module, blocks_path: str) -> ModelSplit:
     num_blocks = len(list(model.get_submodule(blocks_path).children()))
     _refuse_shared_parameters(model, blocks_path)
-    _refuse_layer_drop(model)
     first_error: Exception | None = None
     for result_length in (0, 1, 2, 3, 4):
         recorder = CallRecorder(num_blocks, result_length)
@@ -152,10 +171,12 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     ids = torch.arange(1, 1 + ROWS * TOKENS).reshape(ROWS, TOKENS) % config.get_text_config().vocab_size
     try:
         with torch.enable_grad():  # shows which arguments a gradient would have to flow through
-            probe.train(False)(input_ids=ids, use_cache=False)
+            logits = probe.train(False)(input_ids=ids, use_cache=False)[0]
     finally:
         for handle in handles:
             handle.remove()
+    if not recorder.calls:
+        raise NotCalledError("the model does not call its blocks", where=blocks_path, found="no call for text")
     if len(recorder.calls) != recorder.num_blocks:
         raise SplitRefusedError(
             "the model does not call each of its blocks once",
@@ -189,7 +210,32 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         recorder.result_length,
         type(trace.backbone_output),
         shared,
+        _unreached(probe, blocks_path, [recorder.first_hidden, logits, *_tensors_of(recorder.calls)]),
     )
+
+
+def _tensors_of(calls: Sequence[BlockCall]) -> Iterator[torch.Tensor]:
+    """Every tensor that blocks are given."""
+    found: list[torch.Tensor] = []
+    for call in calls:
+        call.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def _unreached(probe: nn.Module, blocks_path: str, results: Sequence[torch.Tensor]) -> frozenset[str]:
+    """Names of parameters outside the blocks from which no gradient graph of `results` comes."""
+    reached = {id(tensor) for tensor in results}
+    waiting, seen = [tensor.grad_fn for tensor in results], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        waiting += [edge for edge, _ in node.next_functions]
+    outside = (item for item in probe.named_parameters() if not item[0].startswith(f"{blocks_path}."))
+    return frozenset(name for name, parameter in outside if parameter.requires_grad and id(parameter) not in reached)
 
 
 def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:

@@ -20,6 +20,7 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.architectures import WHAT_WORKS
 from roundpipe_cli.model.quantized_files import (
     PARTS,
@@ -274,7 +275,7 @@ def _load_directly(places: dict[str, tuple[Path, str]], model: nn.Module, checke
 
 
 def _load_through_transformers(source: ModelSource, model: nn.Module, checked: _Checked) -> None:
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import Mxfp4Config
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -285,7 +286,7 @@ def _load_through_transformers(source: ModelSource, model: nn.Module, checked: _
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded, info = AutoModelForCausalLM.from_pretrained(
+            loaded, info = auto_class(model.config).from_pretrained(
                 str(source.folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, **arguments
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:

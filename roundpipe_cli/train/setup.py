@@ -42,7 +42,7 @@ from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.rows import evaluation_rows, longest_row, read_rows, refuse_unknown_ids
 from roundpipe_cli.train.sampling import rows_of_steps
-from roundpipe_cli.train.trainable import make_trainable, start_folder
+from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -104,6 +104,8 @@ def prepare(
     config, base_files = _config_and_files(base, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
+    if text_only := describe_unreached(model, split):
+        tell(Notice(text_only))
     _check_model(model, split, recipe, devices)
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
