@@ -158,6 +158,8 @@ class _Trace:
     before_blocks: set[str] = field(default_factory=set)
     after_blocks: list[str] = field(default_factory=list)
     top_level: list[str] = field(default_factory=list)
+    around_blocks: dict[str, Any] = field(default_factory=dict)
+    """Path and output of each module that the blocks are in."""
     backbone_output: Any = None
 
 
@@ -193,7 +195,10 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         recorder.first_hidden,
     )
     carry_along(recorder.first_hidden, recorder.calls, shared)  # refuses what cannot travel
-    backbone_path = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
+    outermost = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
+    with_hidden = [path for path, output in trace.around_blocks.items() if hasattr(output, "last_hidden_state")]
+    backbone_path = min(with_hidden, key=len, default=outermost)  # llama4's outermost has the LM head in it
+    trace.backbone_output = trace.around_blocks.get(backbone_path)
     if not backbone_path:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
@@ -283,8 +288,8 @@ def _install_trace(
             if after_depth == depth:
                 after_depth = None
             depth -= 1
-            if depth == 0 and blocks_path.startswith(path + "."):
-                trace.backbone_output = output
+            if blocks_path.startswith(path + "."):
+                trace.around_blocks[path] = output
 
         return hook
 

@@ -91,6 +91,7 @@ class WorkerModel:
         self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
         replace_module(causal, split.backbone_path, self._backbone_stub)
         self._causal = causal
+        self._above_backbone = causal.get_submodule(split.backbone_path.rpartition(".")[0])
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
         self._packed: dict[int, list[PackedPlace]] = {}
         """Per layer, what of it is bound in 4 bit now."""
@@ -361,7 +362,7 @@ class WorkerModel:
             self._backbone_stub.hidden = rows
             try:
                 ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
-                logits: torch.Tensor = self._causal(input_ids=ids, use_cache=False).logits[0]
+                logits: torch.Tensor = self._above_backbone(input_ids=ids, use_cache=False).logits[0]
             finally:
                 self._backbone_stub.hidden = None
         return logits

@@ -123,6 +123,15 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
     },
+    "deepseek_v4": {
+        "layer_types": [
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 8,
+    },
     "emu3": {"text_config": {}, "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1}},
     "mllama": {
         "text_config": {"cross_attention_layers": [1]},
