@@ -80,7 +80,7 @@ GENERIC: dict[str, Any] = {
 """Values for keys that a type's configuration knows."""
 _MAYBE_UNFIT = ("linear_", "mamba", "n_group", "topk", "q_lora", "kv_lora", "qk_", "v_head")
 _LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
-_TINY_VISION = {
+TINY_VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "mlp_dim": 32,
@@ -135,7 +135,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "emu3": {"text_config": {}, "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1}},
     "mllama": {
         "text_config": {"cross_attention_layers": [1]},
-        "vision_config": {**_TINY_VISION, "num_global_layers": 1, "intermediate_layers_indices": [0]},
+        "vision_config": {**TINY_VISION, "num_global_layers": 1, "intermediate_layers_indices": [0]},
     },
     "gemma4_assistant": {"text_config": _GEMMA4_ASSISTANT},
     "gemma4_unified_assistant": {"text_config": _GEMMA4_ASSISTANT},
@@ -149,7 +149,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "shared_experts_intermediate_size": 32,
         "head_dim": 32,
     },
-    "gemma3": {"vision_config": _TINY_VISION, "mm_tokens_per_image": 4},
+    "gemma3": {"vision_config": TINY_VISION, "mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -161,9 +161,9 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
-    "git": {"vision_config": {**_TINY_VISION, "image_size": 32, "patch_size": 16}},
+    "git": {"vision_config": {**TINY_VISION, "image_size": 32, "patch_size": 16}},
     "got_ocr2": {
-        "vision_config": {**_TINY_VISION, "output_channels": 32, "window_size": 2, "global_attn_indexes": [0]},
+        "vision_config": {**TINY_VISION, "output_channels": 32, "window_size": 2, "global_attn_indexes": [0]},
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "num_hidden_layers": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
@@ -177,7 +177,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         },
     },
     "phi4_multimodal": {
-        "vision_config": {**_TINY_VISION, "crop_size": 28},
+        "vision_config": {**TINY_VISION, "crop_size": 28},
         "audio_config": {
             "hidden_size": 32,
             "intermediate_size": 32,
