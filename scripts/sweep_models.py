@@ -1,8 +1,8 @@
 """Try every causal type of transformers at tiny size, each in a forked child of a warm process with a time limit.
 
-    python scripts/sweep_models.py                      # prints one line a type, then the totals
-    python scripts/sweep_models.py llama zaya --jobs 1  # these types
-    python scripts/sweep_models.py --write              # and writes recipes/models.md
+python scripts/sweep_models.py                      # prints one line a type, then the totals
+python scripts/sweep_models.py llama zaya --jobs 1  # these types
+python scripts/sweep_models.py --write              # and writes recipes/models.md
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from roundpipe_cli.model.load import is_encoder
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
-from tests.support.try_type import COLUMNS, YES, try_type
+from tests.support.try_type import try_type
 
 
 def try_one(model_type: str) -> dict[str, str]:

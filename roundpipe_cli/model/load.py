@@ -117,9 +117,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
             warnings.simplefilter("ignore")
-            model: nn.Module = auto_class(config).from_config(
-                config, dtype=dtype, trust_remote_code=False, **attention
-            )
+            model: nn.Module = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **attention)
     except (ValueError, ImportError, KeyError) as error:
         raise RefusedError(
             "transformers cannot build this model",

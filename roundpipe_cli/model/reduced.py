@@ -271,7 +271,9 @@ class PlainModel:
         if piece.row_starts:
             ends = [*piece.row_starts[1:], piece.input_ids.shape[1]]
             rows = [piece.input_ids[:, start:end] for start, end in zip(piece.row_starts, ends, strict=True)]
-            logits = torch.cat([copy.deepcopy(fresh, dict(shared))(input_ids=row, use_cache=False).logits for row in rows], 1)
+            logits = torch.cat(
+                [copy.deepcopy(fresh, dict(shared))(input_ids=row, use_cache=False).logits for row in rows], 1
+            )
             logits = logits[:, :-1].flatten(0, 1)
         else:
             with _Draws(fresh, self._split.blocks_path, seed_of) as draws:

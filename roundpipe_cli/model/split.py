@@ -121,7 +121,9 @@ def _split_at(model: nn.Module, blocks_path: str) -> ModelSplit:
     raise SplitRefusedError(
         "the model's forward does not run with stand-ins for its blocks",
         where=type(model).__name__,
-        found=f"{type(first_error).__name__}: {first_error}" if str(first_error) else "blocks of an unknown result type",
+        found=f"{type(first_error).__name__}: {first_error}"
+        if str(first_error)
+        else "blocks of an unknown result type",
     )
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.architectures import WHAT_WORKS
+from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.quantized_files import (
     PARTS,
     STATE,

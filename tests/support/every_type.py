@@ -165,7 +165,12 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "got_ocr2": {
         "vision_config": {**TINY_VISION, "output_channels": 32, "window_size": 2, "global_attn_indexes": [0]},
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "num_hidden_layers": None},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 2]],
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_hidden_layers": None,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"head_dim": 32, "num_heads": 4, "n_groups": 1, "chunk_size": 8},
     "moss_transcribe_diarize": {
@@ -295,7 +300,9 @@ def _tries(kind: Any, model_type: str, changes: dict[str, Any]) -> Any:
     own = {**OF_TYPE.get(model_type, {}), **changes}
     if "kv_lora_rank" in known:
         own = {"num_key_value_heads": 4, **own}
-    values = {key: value for key, value in GENERIC.items() if key in known or key in kind.attribute_map or _has(base, key)}
+    values = {
+        key: value for key, value in GENERIC.items() if key in known or key in kind.attribute_map or _has(base, key)
+    }
     values = {key: value for key, value in {**values, **own}.items() if value is not None}
     yield values
     yield {key: value for key, value in values.items() if key != "head_dim" or key in own}

@@ -29,7 +29,7 @@ COLUMNS = ("full", "lora", "4 bit", "packing", "chunks", "count")
 
 def try_type(config: Any, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     """For each column `yes`, with a remark behind it, or why not; what is no refusal begins with CRASH."""
-    answers = {column: "" for column in COLUMNS}
+    answers = dict.fromkeys(COLUMNS, "")
     try:
         model = build_skeleton(config, dtype)
     except RoundpipeError as error:
@@ -38,7 +38,7 @@ def try_type(config: Any, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     found: list[ModelSplit] = []
     answers["full"] = _answer(lambda: found.append(split_model(model)))
     if not found:
-        return {**answers, **{column: answers["full"] for column in COLUMNS[1:5]}}
+        return {**answers, **dict.fromkeys(COLUMNS[1:5], answers["full"])}
     split = found[0]
     answers["full"] = _answer(lambda: _proven(model, split))
     answers["packing"] = _answer(lambda: _packs(model, split))

@@ -12,8 +12,8 @@ from roundpipe_cli.data.chat import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
-from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.adapter_files import read_adapter_config
+from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.load import load_config, load_tokenizer
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
