@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import time
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import torch
 from roundpipe_cli.model.load import is_encoder
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
-from tests.support.try_type import try_type
+from tests.support.try_type import COLUMNS, try_type
 
 
 def try_one(model_type: str) -> dict[str, str]:
@@ -74,12 +76,40 @@ def sweep(types: list[str], jobs: int, limit_s: float) -> dict[str, dict[str, An
     return results
 
 
+def table(files: list[Path]) -> str:
+    """The support table from lines that runs of this script printed; later lines of a type replace earlier ones."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (line for file in files for line in file.read_text().splitlines() if " {" in line):
+        name, _, answers = line.partition(" ")
+        found[name] = json.loads(answers)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "peft"))
+    lines = [
+        "# Model types",
+        "",
+        f"Made by `scripts/sweep_models.py` on {date.today()} with {versions}, each type at tiny size in float32.",
+        "`full` and `lora`: largest relative error of loss and gradients against the model's own code.",
+        "",
+        f"| type | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+    ]
+    for name in sorted(found):
+        cells = [str(found[name].get(column, "not tried")).replace("|", "/")[:140] for column in COLUMNS]
+        if "full" not in found[name]:
+            cells[0] = "not tried: " + str(next(iter(found[name].values())))[:100].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=300)
+    parser.add_argument("--table-of", type=Path, nargs="+", help="only print the table of these outputs")
     arguments = parser.parse_args()
+    if arguments.table_of:
+        print(table(arguments.table_of), end="")
+        return
     os.environ["OMP_NUM_THREADS"] = "1"
     import peft  # noqa: F401 - here, so that no child imports it
     import transformers

@@ -1,4 +1,4 @@
-"""`all-linear`: which linear layers get no adapter, because PEFT forbids it, they return no tensor, or lie elsewhere."""
+"""`all-linear`: linear layers without an adapter: PEFT forbids it, they return no tensor, or lie elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What roundpipe answers for a tiny model: full fine-tuning, LoRA, 4 bit, packing, sequences in chunks, plan's count."""
+"""What roundpipe answers for a tiny model: full, LoRA, 4 bit, packing, sequences in chunks, plan's count."""
 
 from __future__ import annotations
 
