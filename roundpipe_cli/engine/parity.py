@@ -28,6 +28,7 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
+from roundpipe_cli.model.architectures import packing_refusal
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
@@ -40,6 +41,8 @@ TOLERANCE = 1e-5
 """Relative, of a loss, and of a gradient in the 2-norm."""
 MAX_OWN = 1e-3
 """A model whose own float32 is further from its float64 draws random numbers, and allows nothing."""
+MAX_PACKED_ERROR = 1e-3
+"""Relative, of a loss or gradient of packed rows: what they do to each other is far more, rounding far less."""
 FLOOR = 1e-8
 """As a share of the largest gradient's norm: a gradient below it is rounding."""
 MAX_PARAMETERS = 12_000_000
@@ -77,11 +80,12 @@ class ParityRefusedError(RefusedError):
     """The engine would train something else than the model. Exit code 2."""
 
 
-def prove(model: nn.Module, split: ModelSplit) -> Proof:
+def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False) -> Proof:
     """Compare the engine with the model itself.
 
     Args:
         model: parameters on the meta device, adapters included; is left as it is.
+        packing: several rows to a sequence; they are compared with the model's own results for each row alone.
 
     Raises:
         ParityRefusedError: they differ, or the engine fails where the model does not.
@@ -92,7 +96,10 @@ def prove(model: nn.Module, split: ModelSplit) -> Proof:
         return Proof(0.0, 0.0, f"one block of each kind has {reduced.num_parameters} parameters, too many to try")
     weights = random_weights(reduced.model)
     try:
-        return _prove(reduced, split, weights)
+        proof = _prove(reduced, split, weights)
+        if packing:
+            _prove_packing(reduced, split, weights)
+        return proof
     except _PlainFailed as error:
         return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
 
@@ -126,6 +133,27 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
             unproven = f"in {dtype} on the processor the model's own forward and backward fail: {error}"
     gradients = [error for name, error in errors.items() if name]
     return Proof(errors[""], max(gradients, default=0.0), unproven, last_position=limit)
+
+
+def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> None:
+    """Compare a packed sequence with its rows one by one, in float32. Models that draw random numbers are not compared:
+    other shapes draw others.
+
+    Raises:
+        RefusedError: rows change each other's results.
+    """
+    exact = copy.deepcopy(reduced.model).float()
+    plain = PlainModel(exact, split, weights, torch.float32)
+    plain.run(usual_pieces(reduced.vocab_size)[:1], SEED, STEP)
+    if plain.has_drawn:
+        return
+    piece = _packed_piece(reduced.vocab_size)
+    alone = _run_plain(exact, split, weights, torch.float32, [piece])
+    errors = differences(_run_engine(exact, split, weights, [piece], reduced.kept), alone)
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= MAX_PACKED_ERROR:
+        what = f"gradient of {worst}" if worst else "loss"
+        raise packing_refusal("model", f"the {what} is {errors[worst]:.1e} off that of the rows one by one")
 
 
 def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> None:
@@ -238,6 +266,14 @@ def _piece(vocab_size: int, rows: int, tokens: int, seed: int, end: int | None =
     if end is None:
         return Piece(ids, labels, None)
     return Piece(ids, labels, torch.arange(max(0, end - tokens), max(0, end - tokens) + tokens).expand(rows, -1))
+
+
+def _packed_piece(vocab_size: int) -> Piece:
+    """One sequence of two rows; the first token of the second is nobody's target."""
+    piece = _piece(vocab_size, 1, SHORT + LONG, 4)
+    positions = torch.cat([torch.arange(SHORT), torch.arange(LONG)])[None]
+    piece.labels[:, SHORT] = -100
+    return Piece(piece.input_ids, piece.labels, positions, (0, SHORT))
 
 
 # -- the two ways ------------------------------------------------------------------------------------------------

@@ -17,7 +17,12 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError, closest
 
 _TABLES = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py", "models/auto/modeling_auto.py")
-_ASKED = ("CONFIG_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+_ASKED = (
+    "CONFIG_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+)
 MAX_MASK_BYTES = 512 * 1024**2
 """Size of one mask of one microbatch, a byte for each pair of tokens: 23,170 tokens in one sequence."""
 
@@ -29,6 +34,8 @@ class ModelTypes:
     known: Mapping[str, str]
     causal: Mapping[str, str]
     masked: Mapping[str, str]
+    multimodal: Mapping[str, str]
+    """Types that read pictures and write text."""
 
 
 def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> None:
@@ -49,7 +56,7 @@ def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> N
         raise unknown_architecture(model_type, where, list(types.known))
     encodes = config.get("is_encoder_decoder", class_default(model_type, "is_encoder_decoder"))
     both_ways = model_type in types.masked and not config.get("is_decoder")
-    if model_type not in types.causal or encodes or both_ways:
+    if model_type not in {*types.causal, *types.multimodal} or encodes or both_ways:
         raise no_decoder(name, model_type, config.get("architectures"))
 
 
@@ -143,8 +150,8 @@ def model_types() -> ModelTypes | None:
             name = _name_filled(statement.value if isinstance(statement, ast.Expr) else statement)
             if name in found:
                 found[name] |= _pairs(statement)
-    known, causal, masked = (found[name] for name in _ASKED)
-    return ModelTypes(known, causal, masked) if {"llama", "gpt2"} <= known.keys() & causal.keys() else None
+    known, causal, masked, multimodal = (found[name] for name in _ASKED)
+    return ModelTypes(known, causal, masked, multimodal) if {"llama", "gpt2"} <= known.keys() & causal.keys() else None
 
 
 def class_default(model_type: str, key: str) -> Any:

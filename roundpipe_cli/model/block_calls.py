@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+
+if TYPE_CHECKING:
+    from roundpipe_cli.model.carried import Carry
 
 
 class SplitRefusedError(RefusedError):
@@ -38,38 +41,82 @@ CACHE = CacheMark()
 
 
 @dataclass(frozen=True)
+class SharedMark:
+    """Stands for a mapping that is empty before the first block, and that blocks share."""
+
+    kind: type[MutableMapping[Any, Any]]
+
+
+@dataclass(frozen=True)
 class BlockCall:
     """How the model called one block, the hidden states replaced by `HIDDEN`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    carry: Carry | None = None
+    """What travels beside the hidden states; None: nothing."""
+
+    def input_like(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Something that this block could be given where the first one is given `hidden`."""
+        if self.carry is None:
+            return hidden
+        return torch.randn(*hidden.shape[:2], self.carry.num_columns, device=hidden.device).to(hidden.dtype)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BlockCall:
         """This call with `function` applied to every tensor among its arguments."""
-        return BlockCall(
-            tuple(_map(value, function) for value in self.args),
-            {key: _map(value, function) for key, value in self.kwargs.items()},
-        )
+        return map_values(self, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
 
     def run(self, block: nn.Module, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:
-        """Call `block` on `hidden` [batch, tokens, hidden_size]; returns hidden states of the same shape.
+        """Call `block` on `hidden` [batch, tokens, ...]; returns hidden states of the same shape.
 
-        `cache` takes the place of `CACHE`, in calls that were recorded with one.
+        Where something travels with them, both are boundary tensors as `Carry` says. `cache` takes the place of
+        `CACHE`, in calls that were recorded with one.
         """
+        parts: dict[Any, torch.Tensor] = {}
+        if self.carry is not None:
+            hidden, parts = self.carry.unpack(hidden)
         own = {id(HIDDEN): hidden, id(CACHE): cache}
-        args = (own.get(id(value), value) for value in self.args)
-        kwargs = {key: own.get(id(value), value) for key, value in self.kwargs.items()}
-        result = block(*args, **kwargs)
+        shared: list[MutableMapping[Any, Any]] = []
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, SharedMark):
+                shared.append(_filled(value.kind(), parts))
+                return shared[-1]
+            return parts[value.name] if hasattr(value, "name") and value.name in parts else own.get(id(value), value)
+
+        call = map_values(self, fill)
+        result = block(*call.args, **call.kwargs)
         output: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        return output
+        if self.carry is None:
+            return output
+        for mapping in shared:
+            parts.update({(key, place): one for key, value in mapping.items() for place, one in enumerate(value)})
+        return self.carry.pack(output, parts)
 
 
-def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, tuple):
-        return tuple(_map(item, function) for item in value)
-    return value
+def _filled(mapping: MutableMapping[Any, Any], parts: dict[Any, torch.Tensor]) -> MutableMapping[Any, Any]:
+    """`mapping` with the carried tensors that earlier blocks put into it."""
+    keys = dict.fromkeys(key for key, _ in parts if key != "argument")
+    for key in keys:
+        mapping[key] = tuple(tensor for (other, _), tensor in parts.items() if other == key)
+    return mapping
+
+
+def map_values(call: BlockCall, function: Callable[[Any], Any]) -> BlockCall:
+    """`call` with `function` applied to each of its arguments, and to each part of tuples, lists and dicts of such."""
+    return replace(
+        call,
+        args=tuple(_map(value, function) for value in call.args),
+        kwargs={key: _map(value, function) for key, value in call.kwargs.items()},
+    )
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(_map(item, function) for item in value)
+    if type(value) is dict and value:
+        return {key: _map(item, function) for key, item in value.items()}
+    return function(value)
 
 
 @dataclass
@@ -80,8 +127,12 @@ class CallRecorder:
     result_length: int
     calls: list[BlockCall] = field(default_factory=list)
     first_hidden: torch.Tensor | None = None
+    replaces_last: bool = False
+    """Set before the forward: the last stub returns other hidden states than it was given."""
     last_hidden: torch.Tensor | None = None
-    """Set before the forward: the last stub returns it in place of what it was given."""
+    """What it returned then."""
+    num_tokens: tuple[int, int] | None = None
+    """Set before the forward: sequences and tokens, which hidden states begin with; None: not checked."""
     cache: object = None
     """Set before the forward: what calls hold `CACHE` in place of."""
     _expected: torch.Tensor | None = None
@@ -92,14 +143,14 @@ class CallRecorder:
     def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the call of block `index`; returns what the block's caller expects."""
         hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 3 or not self._is_input(hidden):
             if self.calls:  # it comes from a stub
                 raise WrongResultShapeError
             raise SplitRefusedError(
                 "a block is not given hidden states of the usual shape",
                 where=f"block.{index}, {'argument 0' if args else 'hidden_states'}",
                 found=str(list(hidden.shape)) if isinstance(hidden, torch.Tensor) else type(hidden).__name__,
-                expected="a tensor [batch, tokens, hidden size]",
+                expected="a tensor [batch, tokens, ...]",
                 hint="this architecture is not supported; choose another model",
             )
         if index != len(self.calls):
@@ -109,7 +160,7 @@ class CallRecorder:
                 found=f"call number {len(self.calls) + 1} of a forward is block {index}",
                 expected=f"block {len(self.calls)}",
             )
-        if self._expected is not None and hidden is not self._expected:
+        if self._expected is not None and not _is_same(hidden, self._expected):
             if hidden.shape != self._expected.shape:
                 raise WrongResultShapeError
             raise SplitRefusedError(
@@ -121,17 +172,37 @@ class CallRecorder:
             call = BlockCall((HIDDEN, *args[1:]), dict(kwargs))
         else:
             call = BlockCall((), {key: HIDDEN if key == "hidden_states" else value for key, value in kwargs.items()})
+        call = BlockCall(
+            tuple(_mark_shared(value) for value in call.args),
+            {key: _mark_shared(value) for key, value in call.kwargs.items()},
+        )
         self.calls.append(call if self.cache is None else self._without_cache(call))
-        if index == self.num_blocks - 1 and self.last_hidden is not None:
-            hidden = self.last_hidden
+        if index == self.num_blocks - 1 and self.replaces_last:
+            hidden = self.last_hidden = torch.randn(hidden.shape).to(hidden.dtype)
         self._expected = hidden
         return hidden if self.result_length == 0 else (hidden, *([None] * (self.result_length - 1)))
+
+    def _is_input(self, hidden: torch.Tensor) -> bool:
+        return self.num_tokens is None or tuple(hidden.shape[:2]) == self.num_tokens
 
     def _without_cache(self, call: BlockCall) -> BlockCall:
         return BlockCall(
             tuple(CACHE if value is self.cache else value for value in call.args),
             {key: CACHE if value is self.cache else value for key, value in call.kwargs.items()},
         )
+
+
+def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """The same tensor, or a view of all of it."""
+    same = found.data_ptr() == expected.data_ptr() and found.dtype == expected.dtype
+    return found is expected or (same and found.shape == expected.shape and found.stride() == expected.stride())
+
+
+def _mark_shared(value: Any) -> Any:
+    """An empty mapping is one that blocks fill; each call then gets one of its own."""
+    if isinstance(value, MutableMapping) and not value:
+        return SharedMark(type(value))
+    return value
 
 
 class WrongResultShapeError(Exception):
@@ -165,7 +236,14 @@ class BeforeBlocks(nn.Module):
         super().__init__()
         has_weights = any(True for _ in module.parameters())  # such a one does not run before the blocks
         self._module = None if has_weights else copy.deepcopy(module)
+        self.__dict__["_stands_for"] = module  # zaya asks for the dtype of its weight
         self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None or self._recorder.calls:

@@ -91,6 +91,8 @@ def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length
     Raises:
         RefusedError: it does not, or a block carries more from token to token than keys and values.
     """
+    if split.shared:
+        raise chunk_refusal(split.blocks_path, "blocks that read keys and values of other blocks")
     for where, kind in stateful_modules(model, split):
         raise chunk_refusal(where, f"{kind}, which carries state from token to token", "blocks of attention")
     for where, found in scaled_positions(model, max_seq_length):

@@ -124,7 +124,7 @@ def score_head(
     Args:
         greedy: also tell the most probable tokens.
     """
-    rows = hidden.reshape(-1, hidden.shape[-1])[targets.indices]
+    rows = hidden.flatten(0, 1)[targets.indices]
     loss_sum = torch.zeros((), dtype=torch.float64, device=rows.device)
     every = torch.empty(rows.shape[0], device=rows.device)
     best_ids = torch.empty_like(targets.ids) if greedy else None
@@ -165,7 +165,7 @@ def run_head(
         needs_hidden_grad: whether anything below the head is trained.
     """
     indices, preference = targets.indices, targets.preference
-    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    flat = hidden.detach().flatten(0, 1)
     rows = flat[indices]
     result = HeadResult(0.0, None)
     factors = None

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.linear_modules import is_linear
 from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
 
 Parameters = Mapping[str, nn.Parameter]
@@ -117,9 +118,7 @@ class BlockProbe:
             seeded: makes the dropout mode of a call, the same for all.
         """
         self._block, self._call, self._seeded = block, call, seeded
-        self._hidden = hidden.detach()
-        generator = torch.Generator().manual_seed(0)
-        self._gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+        self._hidden = call.input_like(hidden).detach()
 
     def find(self) -> tuple[str, ...]:
         """Names of the modules whose products may be left out; none if the proof fails."""
@@ -146,7 +145,7 @@ class BlockProbe:
         made: dict[str, list[torch.Tensor]] = {}
         with ExitStack() as hooks:
             for name, module in self._block.named_modules():
-                if _is_linear(module):
+                if is_linear(module):
                     handle = module.register_forward_hook(
                         lambda _module, _args, result, name=name: made.setdefault(name, []).append(result)
                     )
@@ -193,14 +192,11 @@ class BlockProbe:
                     hooks.callback(handle.remove)
             with wrapped:
                 leaf, output = self._run()
-            torch.autograd.backward(output, self._gradient)
+            generator = torch.Generator().manual_seed(0)
+            torch.autograd.backward(output, torch.randn(output.shape, generator=generator).to(output.dtype))
         assert leaf.grad is not None
         note("", leaf.grad)
         return digests if finite else {}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _is_unread(node: Any, index: int) -> bool:

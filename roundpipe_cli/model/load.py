@@ -12,6 +12,7 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.architectures import check_architecture, no_decoder, unknown_architecture
+from roundpipe_cli.model.auto_class import auto_class, is_language_model
 from roundpipe_cli.model.converted import convert_once
 from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
@@ -40,7 +41,7 @@ def _config_values(config: Any) -> dict[str, Any]:
 
 
 def _load_config(source: ModelSource) -> Any:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if source.gguf_file is None:
         raw, file = read_config(source.folder), str(source.folder / "config.json")
@@ -53,7 +54,7 @@ def _load_config(source: ModelSource) -> Any:
     stored_in_4bit(source)  # refuses what cannot be read
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
+    if not is_language_model(config) or is_encoder(config):
         raise no_decoder(source.name, config.model_type, config.architectures)
     return config
 
@@ -102,7 +103,6 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
         RefusedError: transformers cannot build it.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     switch_off(config)
     attention = {}
@@ -113,9 +113,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     with refusing("transformers cannot build this model", where), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False, **attention
-            )
+            model: nn.Module = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **attention)
         model.tie_weights()  # type: ignore[operator]
     return model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
+from roundpipe_cli.model.all_linear import left_out_pattern
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
 ADAPTER = "default"
@@ -52,8 +52,7 @@ def add_lora(
     Args:
         dtype: of the adapter's weights while training; their masters are float32.
         base_name: what the adapter's configuration calls the base model.
-        blocks_path: of the language model's blocks; `all-linear` then leaves out linear layers elsewhere (those of a
-            model that reads pictures too).
+        blocks_path: of the language model's blocks; `all-linear` then leaves out linear layers elsewhere.
 
     Returns:
         the PEFT model around `model`.
@@ -70,7 +69,7 @@ def add_lora(
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=names,
-        exclude_modules=_elsewhere(model, blocks_path) if names == "all-linear" and blocks_path else None,
+        exclude_modules=left_out_pattern(model, blocks_path) if names == "all-linear" else None,
         bias="none",
         task_type="CAUSAL_LM",
         modules_to_save=list(settings.modules_to_save) or None,
@@ -150,17 +149,6 @@ def _shared(model: nn.Module) -> list[nn.Parameter]:
     parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     counts = Counter(id(parameter) for parameter in parameters)
     return [parameter for parameter in parameters if counts[id(parameter)] > 1]
-
-
-def _elsewhere(model: nn.Module, blocks_path: str) -> str | None:
-    """A pattern of everything outside the blocks, where linear layers beside the LM head stand there."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    outside = (
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not name.startswith(blocks_path + ".")
-    )
-    return rf"(?!{re.escape(blocks_path)}\.).*" if any(True for _ in outside) else None
 
 
 def refuse_adapters_outside_blocks(model: nn.Module, blocks_path: str) -> None:

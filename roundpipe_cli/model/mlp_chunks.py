@@ -83,7 +83,7 @@ class MlpChunks:
             result = self.forward(rows)
         self.has_drawn |= draws is not None and draws.num_draws > 0
         output: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return output
+        return output.reshape(*rows.shape[:2], -1)  # llama4's experts drop the first dimension
 
 
 class _Chunked(torch.autograd.Function):
@@ -103,11 +103,12 @@ class _Chunked(torch.autograd.Function):
         if fill is not None:
             return hidden.new_full(hidden.shape, fill)
         rows = hidden.reshape(1, -1, hidden.shape[-1])
-        output = torch.empty_like(rows)
+        output = hidden.new_empty(hidden.shape)  # no view of another tensor: falcon adds to it in place
+        out_rows = output.view(rows.shape)
         for first in range(0, rows.shape[1], chunks.chunk_tokens):
             part = slice(first, first + chunks.chunk_tokens)
-            output[:, part] = chunks.call(rows[:, part], seed, first)
-        return output.view(hidden.shape)
+            out_rows[:, part] = chunks.call(rows[:, part], seed, first)
+        return output
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

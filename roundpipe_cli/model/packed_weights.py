@@ -27,6 +27,7 @@ from torch import nn
 
 from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.linear_modules import is_linear
 
 _ALIGNMENT_BYTES = 64
 MAX_WEIGHTS = 1 << 30
@@ -255,7 +256,7 @@ def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
         for attribute, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad:
                 continue
-            if parameter.ndim == 3 or (isinstance(module, nn.Linear) and attribute == "weight"):
+            if parameter.ndim == 3 or (attribute == "weight" and is_linear(module)):
                 found.add(f"{path}.{attribute}")
     return frozenset(found)
 
@@ -287,7 +288,7 @@ def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], bi
             f"none of this model's weights can be kept in {bits} bit",
             where=f"load_in_{bits}bit: true",
             found=f"blocks of {kinds or 'no matrices'}",
-            expected="blocks with torch's Linear layers, or fused experts",
+            expected="blocks with linear layers, or fused experts",
             hint=f"load_in_{bits}bit=false",
         )
     share = num_packed / (num_packed + sum(whole.values()))

@@ -25,7 +25,9 @@ from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stu
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
-STATEFUL = re.compile(r"Mamba|SSM|Recurrent|R(wkv|WKV)|DeltaNet|LinearAttention|Lightning|Retention|ShortConv|LSTM")
+STATEFUL = re.compile(
+    r"Compressor|Mamba|SSM|Recurrent|R(wkv|WKV)|DeltaNet|LinearAttention|Lightning|Retention|ShortConv|LSTM"
+)
 """Classes of blocks, in transformers' names."""
 
 

@@ -198,6 +198,8 @@ class Piece:
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
+    row_starts: tuple[int, ...] = ()
+    """Where the rows of a packed sequence begin: the model itself gets them one by one; empty: it is not packed."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,10 @@ class PlainModel:
         config: Any = plain.config
         if config._attn_implementation == sink_attention.NAME:
             config._attn_implementation = "eager"  # transformers' own
+        if dtype == torch.float64:  # fused products have no kernel for it
+            for module in plain.modules():
+                if hasattr(getattr(module, "config", None), "_experts_implementation"):
+                    module.config._experts_implementation = "eager"  # type: ignore[union-attr]
         names = {id(parameter): name for name, parameter in plain.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
         for module in plain.modules():
@@ -239,6 +245,8 @@ class PlainModel:
                     self._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 module._parameters[attribute] = self._parameters[name]
         self._plain = plain.train()
+        self.has_drawn = False
+        """Whether a forward drew random numbers."""
 
     def run(self, pieces: Sequence[Piece], seed: int, step: int) -> Outcome:
         """One step, each microbatch by a model that has met no other one; random draws are the engine's."""
@@ -260,8 +268,17 @@ class PlainModel:
         more: dict[str, Any] = {"use_cache": False}
         if piece.position_ids is not None:
             more["position_ids"] = piece.position_ids
-        with _Draws(fresh, self._split.blocks_path, seed_of):
-            logits = fresh(input_ids=piece.input_ids, **more).logits[:, :-1].flatten(0, 1)
+        if piece.row_starts:
+            ends = [*piece.row_starts[1:], piece.input_ids.shape[1]]
+            rows = [piece.input_ids[:, start:end] for start, end in zip(piece.row_starts, ends, strict=True)]
+            logits = torch.cat(
+                [copy.deepcopy(fresh, dict(shared))(input_ids=row, use_cache=False).logits for row in rows], 1
+            )
+            logits = logits[:, :-1].flatten(0, 1)
+        else:
+            with _Draws(fresh, self._split.blocks_path, seed_of) as draws:
+                logits = fresh(input_ids=piece.input_ids, **more).logits[:, :-1].flatten(0, 1)
+            self.has_drawn |= draws.num_draws > 0
         if logits.dtype != torch.float64:
             logits = logits.float()
         loss = nn.functional.cross_entropy(logits, piece.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
@@ -275,6 +292,7 @@ class _Draws:
     def __init__(self, model: nn.Module, blocks_path: str, seed_of: Callable[[int], int]) -> None:
         self._seed_of = seed_of
         self._mode: SeededDropout | None = None
+        self.num_draws = 0
         for index, block in enumerate(model.get_submodule(blocks_path).children()):
             block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter(layer))
             block.register_forward_hook(lambda *_: self._leave())
@@ -287,10 +305,12 @@ class _Draws:
     def _leave(self) -> None:
         if self._mode is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.num_draws += self._mode.num_draws
             self._mode = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Draws:
         self._enter(0)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._leave()

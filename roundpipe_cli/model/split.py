@@ -16,7 +16,8 @@ shared between blocks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,10 +29,15 @@ from roundpipe_cli.model.block_calls import (
     BlockCall,
     CallRecorder,
     HiddenMark,
+    SharedMark,
     SplitRefusedError,
     WrongResultShapeError,
     install_stubs,
 )
+from roundpipe_cli.model.carried import SharedStates, carry_along, find_shared
+
+ROWS, TOKENS = 3, 11
+"""Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
 
 
 @dataclass(frozen=True)
@@ -49,50 +55,75 @@ class ModelSplit:
     """0 if blocks return the hidden states, else the length of the tuple that they return."""
     output_type: type
     """Class of the backbone's output."""
+    shared: tuple[SharedStates, ...] = ()
+    """What each block does with a mapping that blocks share; empty where they share nothing."""
+    unreached: frozenset[str] = frozenset()
+    """Names of parameters that text never reaches: towers for pictures and sound."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
 
 
-def find_blocks(model: nn.Module) -> str:
-    """Path of the module list that holds most of the model's parameters.
+class NotCalledError(SplitRefusedError):
+    """A list of modules that the model does not call for text."""
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Paths of the module lists that may be the language model's blocks, the likeliest first.
+
+    First come lists as long as the configuration says, then those with more parameters: a model that reads pictures
+    has a list of blocks for those too, which text does not call.
 
     Raises:
         SplitRefusedError: there is no such list.
     """
-    best_path, best_size = "", 0
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    length = getattr(text, "num_hidden_layers", None)
+    found: dict[str, tuple[bool, int]] = {}
     for path, module in model.named_modules():  # outer modules come first, so the shallowest of equals wins
         if isinstance(module, nn.ModuleList) and len(module) > 0:
             size = sum(parameter.numel() for parameter in module.parameters())
-            if size > best_size:
-                best_path, best_size = path, size
-    if not best_path:
+            if size and not any(path.startswith(f"{outer}.") for outer in found):
+                found[path] = (len(module) == length, size)
+    if not found:
         raise SplitRefusedError("the model has no list of blocks", where=type(model).__name__)
-    return best_path
+    return sorted(found, key=lambda path: found[path], reverse=True)
 
 
 def split_model(model: nn.Module) -> ModelSplit:
     """Find out how `model` (parameters on the meta device or real) comes apart, and prove it.
 
-    Runs the model's forward on five tokens with stubs for blocks and made-up weights for the rest.
+    Runs the model's forward on a few tokens with stubs for blocks and made-up weights for the rest.
 
     Raises:
         SplitRefusedError: the model does something that the split cannot carry; names layer and argument.
     """
-    blocks_path = find_blocks(model)
+    _refuse_layer_drop(model)
+    paths = find_blocks(model)
+    for path in paths[:-1]:
+        with suppress(NotCalledError):
+            return _split_at(model, path)
+    return _split_at(model, paths[-1])
+
+
+def _split_at(model: nn.Module, blocks_path: str) -> ModelSplit:
     num_blocks = len(list(model.get_submodule(blocks_path).children()))
     _refuse_shared_parameters(model, blocks_path)
-    _refuse_layer_drop(model)
+    first_error: Exception | None = None
     for result_length in (0, 1, 2, 3, 4):
         recorder = CallRecorder(num_blocks, result_length)
         try:
             return _probe(model, blocks_path, recorder)
         except (WrongResultShapeError, IndexError, TypeError, ValueError, AttributeError) as error:
-            last_error = error
+            if first_error is None or isinstance(first_error, WrongResultShapeError):
+                first_error = error
     raise SplitRefusedError(
         "the model's forward does not run with stand-ins for its blocks",
         where=type(model).__name__,
-        found=f"{type(last_error).__name__}: {last_error}" if str(last_error) else "blocks of an unknown result type",
+        found=f"{type(first_error).__name__}: {first_error}"
+        if str(first_error)
+        else "blocks of an unknown result type",
     )
 
 
@@ -129,6 +160,8 @@ class _Trace:
     before_blocks: set[str] = field(default_factory=set)
     after_blocks: list[str] = field(default_factory=list)
     top_level: list[str] = field(default_factory=list)
+    around_blocks: dict[str, Any] = field(default_factory=dict)
+    """Path and output of each module that the blocks are in."""
     backbone_output: Any = None
 
 
@@ -136,17 +169,18 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     probe = materialised_copy(model, blocks_path)
     install_stubs(probe, blocks_path, recorder)
     config: Any = probe.config
-    hidden_size = config.get_text_config().hidden_size
-    recorder.last_hidden = torch.randn(1, 5, hidden_size).to(_float_dtype(probe))
+    recorder.replaces_last, recorder.num_tokens = True, (ROWS, TOKENS)
     trace = _Trace()
     handles = list(_install_trace(probe, blocks_path, recorder, trace))
-    ids = torch.arange(1, 6)[None] % config.get_text_config().vocab_size
+    ids = torch.arange(1, 1 + ROWS * TOKENS).reshape(ROWS, TOKENS) % config.get_text_config().vocab_size
     try:
         with torch.enable_grad():  # shows which arguments a gradient would have to flow through
-            probe.train(False)(input_ids=ids, use_cache=False)
+            logits = probe.train(False)(input_ids=ids, use_cache=False)[0]
     finally:
         for handle in handles:
             handle.remove()
+    if not recorder.calls:
+        raise NotCalledError("the model does not call its blocks", where=blocks_path, found="no call for text")
     if len(recorder.calls) != recorder.num_blocks:
         raise SplitRefusedError(
             "the model does not call each of its blocks once",
@@ -156,7 +190,17 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         )
     for index, call in enumerate(recorder.calls):
         _refuse_arguments(index, call)
-    backbone_path = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
+    assert recorder.first_hidden is not None and recorder.last_hidden is not None
+    shared = find_shared(
+        list(model.get_submodule(blocks_path).children()),
+        recorder.calls,
+        recorder.first_hidden,
+    )
+    carry_along(recorder.first_hidden, recorder.calls, shared)  # refuses what cannot travel
+    outermost = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
+    with_hidden = [path for path, output in trace.around_blocks.items() if hasattr(output, "last_hidden_state")]
+    backbone_path = min(with_hidden, key=len, default=outermost)  # llama4's outermost has the LM head in it
+    trace.backbone_output = trace.around_blocks.get(backbone_path)
     if not backbone_path:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
@@ -172,11 +216,33 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         embedding_path,
         recorder.result_length,
         type(trace.backbone_output),
+        shared,
+        _unreached(probe, blocks_path, [recorder.first_hidden, logits, *_tensors_of(recorder.calls)]),
     )
 
 
-def _float_dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+def _tensors_of(calls: Sequence[BlockCall]) -> Iterator[torch.Tensor]:
+    """Every tensor that blocks are given."""
+    found: list[torch.Tensor] = []
+    for call in calls:
+        call.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def _unreached(probe: nn.Module, blocks_path: str, results: Sequence[torch.Tensor]) -> frozenset[str]:
+    """Names of parameters outside the blocks from which no gradient graph of `results` comes."""
+    reached = {id(tensor) for tensor in results}
+    waiting, seen = [tensor.grad_fn for tensor in results], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        waiting += [edge for edge, _ in node.next_functions]
+    outside = (item for item in probe.named_parameters() if not item[0].startswith(f"{blocks_path}."))
+    return frozenset(name for name, parameter in outside if parameter.requires_grad and id(parameter) not in reached)
 
 
 def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
@@ -224,8 +290,8 @@ def _install_trace(
             if after_depth == depth:
                 after_depth = None
             depth -= 1
-            if depth == 0 and blocks_path.startswith(path + "."):
-                trace.backbone_output = output
+            if blocks_path.startswith(path + "."):
+                trace.around_blocks[path] = output
 
         return hook
 
@@ -237,7 +303,7 @@ def _install_trace(
 
 def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> None:
     expected = trace.backbone_output[0]
-    with torch.no_grad():
+    with torch.no_grad(), suppress(TypeError):  # one that takes more than hidden states
         for path in tail_paths:
             hidden = probe.get_submodule(path)(hidden)
     if hidden.shape != expected.shape or not torch.equal(hidden, expected):
@@ -266,26 +332,15 @@ def _refuse_arguments(index: int, call: BlockCall) -> None:
                 "a block is given an object that it could change, which the split cannot carry",
                 where=f"block.{index}, {name}",
                 found=type(value).__name__,
-                expected="tensors, numbers, strings, None, or tuples of these",
+                expected="tensors, numbers, strings, None, or tuples, lists and dicts of these",
                 hint="this architecture is not supported; choose another model",
             )
-        if _needs_gradient(value):
-            raise SplitRefusedError(
-                "a block is given a tensor that a gradient flows through, beside the hidden states",
-                where=f"block.{index}, {name}",
-                found="an argument computed from trainable parameters",
-                hint="this architecture is not supported; choose another model",
-            )
-
-
-def _needs_gradient(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(_needs_gradient(item) for item in value)
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _carries(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if type(value) in (tuple, list):
         return all(_carries(item) for item in value)
-    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark)
+    if type(value) is dict:
+        return all(_carries(item) for item in value.values())
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark, SharedMark)
     return value is None or isinstance(value, plain)

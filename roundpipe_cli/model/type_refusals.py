@@ -15,28 +15,19 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.architectures import chunk_refusal, packing_refusal, scaled_by_length
 
 _UNSUPPORTED = "this architecture is not supported; choose another model"
-_GRADIENT = "a block is given a tensor that a gradient flows through, beside the hidden states"
-_MUTABLE = "a block is given an object that it could change, which the split cannot carry"
 _SHAPE = "a block is not given hidden states of the usual shape"
-_TRAINED = "an argument computed from trainable parameters"
+_TAIL = "what the model does between its last block and its head is more than its modules"
 SPLIT: dict[str, tuple[str, str, str]] = {
-    "cpmant": (_GRADIENT, "block.0, argument 2", _TRAINED),
-    "deepseek_v4": (_SHAPE, "block.0, argument 0", "more than one stream of hidden states"),
+    "cpmant": (_SHAPE, "block.0, argument 0", "a prompt before the tokens"),
     "gemma3n_text": (_SHAPE, "block.0, argument 0", "more than one stream of hidden states"),
-    "gemma4": (_GRADIENT, "block.0, argument 1", _TRAINED),
-    "gemma4_text": (_GRADIENT, "block.0, argument 1", _TRAINED),
-    "gemma4_unified": (_MUTABLE, "block.0, shared_kv_states", "KVSharingDict"),
-    "gemma4_unified_text": (_MUTABLE, "block.0, shared_kv_states", "KVSharingDict"),
     "hrm_text": ("the model does not call its blocks once and in order", "block.0", "a block called again"),
-    "hy_v4": (_SHAPE, "block.0, argument 0", "more than one stream of hidden states"),
-    "inkling2_text": (_GRADIENT, "block.1, argument 1", _TRAINED),
     "mllama": ("the model does not call its blocks once and in order", "block.4", "blocks that only images call"),
+    "inkling2_text": (_TAIL, "model.output_attention_residual", "a module of two arguments"),
     "xlnet": (
-        "what the model does between its last block and its head is more than its modules",
+        _TAIL,
         "transformer.dropout",
         "a model of two streams",
     ),
-    "zaya": (_MUTABLE, "block.0, attention_mask", "dict"),
 }
 """The fault, its place, and what was found."""
 STATEFUL: dict[str, tuple[str, str]] = {

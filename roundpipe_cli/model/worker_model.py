@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.block_calls import BeforeBlocks, BlockCall, CallRecorder, install_stubs, replace_module
+from roundpipe_cli.model.carried import carry_along
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
@@ -103,6 +104,7 @@ class WorkerModel:
         self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
         replace_module(causal, split.backbone_path, self._backbone_stub)
         self._causal = causal
+        self._above_backbone = causal.get_submodule(split.backbone_path.rpartition(".")[0])
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
         self._packed: dict[int, list[PackedPlace]] = {}
         """Per layer, what of it is bound in 4 bit now."""
@@ -251,7 +253,8 @@ class WorkerModel:
         if self._embedding._trainable:
             assert self._embedding.rows is not None
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
-        return Prologue(hidden, tuple(self._recorder.calls), tuple(leaves))
+        boundary, calls = carry_along(hidden, self._recorder.calls, self.split.shared)
+        return Prologue(boundary, calls, tuple(leaves))
 
     def _probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
         """A few tokens to try blocks with, [rows, tokens]."""
@@ -298,7 +301,7 @@ class WorkerModel:
 
     def _saved_sizes(self, index: int, prologue: Prologue, dropout_seed: int | None) -> list[int]:
         block, call = self.blocks[index], prologue.calls[index]
-        leaf = prologue.hidden.detach().clone().requires_grad_()
+        leaf = call.input_like(prologue.hidden).detach().clone().requires_grad_()
         if index in self._mlp_chunks:
             self._mlp_chunks[index].dropout_seed = dropout_seed
         with self._ready(index + 1, dropout_seed):
@@ -319,7 +322,7 @@ class WorkerModel:
         def check(index: int) -> None:
             bind(index)
             run = functools.partial(self.run_block, index, prologue.calls[index])
-            check_feed_forward_chunks(self.blocks[index], prologue.hidden, run)
+            check_feed_forward_chunks(self.blocks[index], prologue.calls[index].input_like(prologue.hidden), run)
 
         by_kind(self.blocks, prologue.calls, check)
         self.set_mode(training=training, adapters=adapters)
@@ -376,7 +379,7 @@ class WorkerModel:
             self._backbone_stub.hidden = rows
             try:
                 ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
-                logits: torch.Tensor = self._causal(input_ids=ids, use_cache=False).logits[0]
+                logits: torch.Tensor = self._above_backbone(input_ids=ids, use_cache=False).logits[0]
             finally:
                 self._backbone_stub.hidden = None
         return logits

@@ -27,7 +27,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when a proof means something else than before."""
 LIBRARIES = ("torch", "transformers", "peft")
 
@@ -50,7 +50,7 @@ def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build
     if proof is None:
         tell(Phase("comparing the engine with the model's own forward and backward"))
         with at_work("comparing the engine with the model's own forward and backward"):
-            proof = _prove(model, split, build)
+            proof = _prove(model, split, recipe.packing, build)
         with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(proof)).encode())
@@ -75,14 +75,14 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
         )
 
 
-def _prove(model: nn.Module, split: ModelSplit, build: Build) -> Proof:
+def _prove(model: nn.Module, split: ModelSplit, packing: bool, build: Build) -> Proof:
     """The proof of the model itself, or of the first narrower one that works."""
     if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
         for smaller, its_split in _narrower(model.config, build):
-            proof = prove(smaller, its_split)
+            proof = prove(smaller, its_split, packing=packing)
             if not proof.unproven:
                 return proof
-    return prove(model, split)
+    return prove(model, split, packing=packing)
 
 
 def _narrower(config: Any, build: Build) -> Iterator[tuple[nn.Module, ModelSplit]]:
@@ -103,6 +103,7 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
         "versions": [__version__, *(version(name) for name in LIBRARIES)],
         "config": {key: value for key, value in config.to_dict().items() if key != "_name_or_path"},
         "parameters": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()],
+        "packing": recipe.packing,
         "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

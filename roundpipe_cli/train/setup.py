@@ -20,14 +20,13 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.adapter_files import read_adapter_tensors
+from roundpipe_cli.model.all_linear import describe_left_out
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
-from roundpipe_cli.model.lora import (
-    initial_values,
-)
+from roundpipe_cli.model.lora import initial_values
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.quantization import check_stored_in_4bit
@@ -43,7 +42,7 @@ from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.rows import evaluation_rows, longest_row, read_rows, refuse_unknown_ids
 from roundpipe_cli.train.sampling import rows_of_steps
-from roundpipe_cli.train.trainable import make_trainable, start_folder
+from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -103,6 +102,8 @@ def prepare(
     config, base_files = _config_and_files(base, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
+    if text_only := describe_unreached(model, split):
+        tell(Notice(text_only))
     _check_model(model, split, recipe, devices)
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
@@ -111,6 +112,9 @@ def prepare(
         schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start)
+    if recipe.method == "lora" and start is None and recipe.lora.target_modules == "all-linear":
+        for text in describe_left_out(model, split.blocks_path):
+            tell(Notice(text))
     peft_model = trained.put_into(model, split)
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
@@ -253,6 +257,8 @@ def _packed_names(base: _Base, model: nn.Module, split: ModelSplit, tell: Tell) 
     """Names of the weights that lie in 4 or 8 bit."""
     packed = quantizable_names(model, split.blocks_path) if base.bits else frozenset()
     if base.is_stored_packed:
+        kinds = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in packed}
+        packed = frozenset(name for name in packed if kinds[name] != "Conv1D")  # files hold these transposed
         return packed_names(base.source, model) & packed
     if base.bits and (whole := check_packed(model, split.blocks_path, packed, base.bits)):
         tell(Notice(whole))

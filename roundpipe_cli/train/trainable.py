@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe
+from roundpipe_cli.units import format_count
 
 
 def make_trainable(
@@ -35,7 +36,7 @@ def make_trainable(
     noisy: Any = model.get_input_embeddings()  # type: ignore[operator]
     setattr(noisy, NOISE_ATTRIBUTE, recipe.neftune_noise_alpha)
     if recipe.method == "full":
-        _train_all_but(model, recipe.frozen_parameters)
+        _train_all_but(model, recipe.frozen_parameters, split.unreached)
         return None
     name = source.name if source.gguf_file is None else str(source.folder)
     if start is not None:
@@ -58,13 +59,25 @@ def make_trainable(
     return peft_model
 
 
-def _train_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Full fine-tuning of every parameter in whose name none of the patterns is found.
+def describe_unreached(model: nn.Module, split: ModelSplit) -> str | None:
+    """A notice about weights that text never reaches; None: there are none."""
+    parts = {name: parameter.numel() for name, parameter in model.named_parameters() if name in split.unreached}
+    if not parts:
+        return None
+    modules = sorted({".".join(name.split(".")[:2]) for name in parts})
+    return (
+        f"text only: {format_count(sum(parts.values()))} parameters that text does not reach stay as they are "
+        f"({', '.join(modules[:4])})"
+    )
+
+
+def _train_all_but(model: nn.Module, patterns: Sequence[str], unreached: Collection[str]) -> None:
+    """Full fine-tuning of every parameter that text reaches and in whose name none of the patterns is found.
 
     Raises:
         RefusedError: a pattern that is none or is found nowhere, or nothing is left.
     """
-    frozen: set[str] = set()
+    frozen = set(unreached)
     for pattern in patterns:
         try:
             found = {name for name, _ in model.named_parameters() if re.search(pattern, name)}

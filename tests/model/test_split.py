@@ -137,11 +137,9 @@ def test_an_ordinary_model_comes_apart() -> None:
         (one_left_out, "each of its blocks once", "model.layers"),
         (scaled_between_blocks, "changes the hidden states between two blocks", "block.0 to block.1"),
         (scaled_after_norm, "more than its modules", "model.norm"),
-        (with_argument(lambda hidden: {}), "could change", "block.1, extra"),
-        (with_argument(lambda hidden: [hidden]), "could change", "block.1, extra"),
         (with_argument(lambda hidden: (1, {2})), "could change", "block.1, extra"),
-        (with_argument(lambda hidden: hidden * 0.5), "gradient", "block.1, extra"),
-        (with_argument(lambda hidden: (None, hidden)), "gradient", "block.1, extra"),
+        (with_argument(lambda hidden: hidden.sum()), "gradient", "block.1"),
+        (with_argument(lambda hidden: hidden.double()), "gradient", "block.1"),
     ],
 )
 def test_what_the_split_cannot_carry_is_refused(walk: Walk, what: str, where: str) -> None:
@@ -153,7 +151,16 @@ def test_what_the_split_cannot_carry_is_refused(walk: Walk, what: str, where: st
 
 
 @pytest.mark.parametrize(
-    "make", [lambda hidden: hidden.detach(), lambda hidden: ("eager", None, 2), lambda hidden: torch.arange(5)]
+    "make",
+    [
+        lambda hidden: hidden.detach(),
+        lambda hidden: ("eager", None, 2),
+        lambda hidden: torch.arange(5),
+        lambda hidden: {},
+        lambda hidden: [hidden],
+        lambda hidden: hidden * 0.5,
+        lambda hidden: {"a": (None, hidden)},
+    ],
 )
 def test_arguments_that_it_can_carry(make: Callable[[torch.Tensor], Any]) -> None:
     assert split_model(Causal(with_argument(make))).num_blocks == 3
@@ -204,7 +211,7 @@ def test_gemma3n_is_refused() -> None:
     with pytest.raises(SplitRefusedError) as caught:
         split_model(build_skeleton(config, torch.float32))
     assert caught.value.problems[0].where == "block.0, argument 0"
-    assert caught.value.problems[0].found == "[4, 1, 5, 32]"
+    assert caught.value.problems[0].found == "[4, 3, 11, 32]"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "qwen3_moe"])

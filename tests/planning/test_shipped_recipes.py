@@ -179,7 +179,7 @@ def test_all_linear_leaves_out_the_picture_encoder_of_gemma3() -> None:
         "image_size": 28, "patch_size": 14,
     }  # fmt: skip
     model = build_skeleton(Gemma3Config(text_config=text.to_dict(), vision_config=picture), torch.float32)
-    path = find_blocks(model)
+    path = find_blocks(model)[0]
     add_lora(model, LoraSettings(r=2, alpha=4), dtype=torch.float32, base_name="tiny", blocks_path=path)
     refuse_adapters_outside_blocks(model, path)
     adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

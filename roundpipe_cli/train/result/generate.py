@@ -15,6 +15,7 @@ from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
 from roundpipe_cli.model.adapter_checks import check_patterns
 from roundpipe_cli.model.adapter_files import read_adapter_config
+from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.load import load_config, load_tokenizer
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
@@ -35,14 +36,13 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
     import torch
 
     import_bitsandbytes()
-    from transformers import AutoModelForCausalLM
 
-    load_config(source)  # refuses what would run code, and what is no language model
+    config = load_config(source)  # refuses what would run code, and what is no language model
     adapter = read_adapter_config(result) if is_adapter else None
     arguments: dict[str, Any] = source.load_arguments or {"use_safetensors": True}
     with refusing("the result cannot be loaded", str(result)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = auto_class(config).from_pretrained(
             str(source.folder), dtype=getattr(torch, dtype), trust_remote_code=False, **arguments
         )
         if adapter is not None:

@@ -1,0 +1,124 @@
+"""Try every causal type of transformers at tiny size, each in a forked child of a warm process with a time limit.
+
+python scripts/sweep_models.py                      # prints one line a type, then the totals
+python scripts/sweep_models.py llama zaya --jobs 1  # these types
+python scripts/sweep_models.py --write              # and writes recipes/models.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from roundpipe_cli.model.load import is_encoder
+from roundpipe_cli.model.packed_weights import import_bitsandbytes
+from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
+from tests.support.try_type import COLUMNS, try_type
+
+
+def try_one(model_type: str) -> dict[str, str]:
+    """The answers for one type."""
+    try:
+        config = tiny_config_of(model_type)
+    except NoTinyConfigError as error:
+        return {"no config": str(error)}
+    if is_encoder(config):
+        return {"encoder": "attention looks both ways"}
+    return try_type(config)
+
+
+def in_child(model_type: str, limit_s: float, pipe: Any) -> None:
+    """Entry of a child."""
+    signal.alarm(int(limit_s))
+    torch.set_num_threads(1)
+    started = time.process_time()
+    answers: dict[str, Any] = try_one(model_type)
+    answers["cpu_s"] = round(time.process_time() - started, 1)
+    pipe.send(answers)
+
+
+def sweep(types: list[str], jobs: int, limit_s: float) -> dict[str, dict[str, Any]]:
+    context = multiprocessing.get_context("fork")
+    waiting, running, results = list(types), {}, {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            here, there = context.Pipe(duplex=False)
+            child = context.Process(target=in_child, args=(name, limit_s, there))
+            child.start()
+            there.close()
+            running[name] = (child, here)
+        for name, (child, here) in list(running.items()):
+            if not here.poll(0.05):
+                continue
+            try:
+                answers = here.recv()
+            except EOFError:
+                child.join()
+                answers = {"died": f"exit code {child.exitcode}"}
+            child.join()
+            del running[name]
+            results[name] = answers
+            print(name, json.dumps(answers), flush=True)
+    return results
+
+
+def table(files: list[Path]) -> str:
+    """The support table from lines that runs of this script printed; later lines of a type replace earlier ones."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (line for file in files for line in file.read_text().splitlines() if " {" in line):
+        name, _, answers = line.partition(" ")
+        found[name] = json.loads(answers)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "peft"))
+    lines = [
+        "# Model types",
+        "",
+        f"Made by `scripts/sweep_models.py` on {date.today()} with {versions}, each type at tiny size in float32.",
+        "`full` and `lora`: largest relative error of loss and gradients against the model's own code.",
+        "",
+        f"| type | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+    ]
+    for name in sorted(found):
+        cells = [str(found[name].get(column, "not tried")).replace("|", "/")[:140] for column in COLUMNS]
+        if "full" not in found[name]:
+            cells[0] = "not tried: " + str(next(iter(found[name].values())))[:100].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=300)
+    parser.add_argument("--table-of", type=Path, nargs="+", help="only print the table of these outputs")
+    arguments = parser.parse_args()
+    if arguments.table_of:
+        print(table(arguments.table_of), end="")
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import peft  # noqa: F401 - here, so that no child imports it
+    import transformers
+
+    import_bitsandbytes()
+    transformers.logging.set_verbosity_error()
+    types = arguments.types or causal_types()
+    sweep(types, arguments.jobs, arguments.limit_s)
+
+
+if __name__ == "__main__":
+    main()

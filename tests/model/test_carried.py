@@ -1,0 +1,83 @@
+"""What travels beside the hidden states: arguments with a gradient, keys and values of other blocks, more streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.engine.parity import ParityRefusedError, prove
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.all_linear import describe_left_out
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.lora import LoraSettings, add_lora
+from roundpipe_cli.model.packed_weights import quantizable_names
+from roundpipe_cli.model.split import split_model
+from tests.support.every_type import tiny_config_of
+
+FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+GEMMA4: dict[str, dict[str, Any]] = {
+    "plain": {"hidden_size_per_layer_input": 0},
+    "inputs of each layer": {},
+    "shared keys": {"num_kv_shared_layers": 2},
+    "shared keys and experts": {"num_kv_shared_layers": 2, **EXPERTS},
+    "experts": {"hidden_size_per_layer_input": 0, **EXPERTS},
+}
+
+
+def errors(model_type: str, method: str = "full", **changes: Any) -> float:
+    model = build_skeleton(tiny_config_of(model_type, **changes), torch.float32)
+    split = split_model(model)
+    if method == "lora":
+        add_lora(model, LoraSettings(r=4, alpha=8), dtype=torch.float32, base_name="t", blocks_path=split.blocks_path)
+    proof = prove(model, split)
+    assert proof.unproven == ""
+    return max(proof.loss_error, proof.gradient_error)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("name", sorted(GEMMA4))
+def test_gemma4_trains_as_its_own_code_does(name: str, method: str) -> None:
+    """It was refused: blocks are given tensors that a gradient flows through, and a mapping of keys and values."""
+    assert errors("gemma4_text", method, **FOUR, **GEMMA4[name]) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp", "gemma4_unified_text"])
+def test_other_models_that_were_refused_for_their_arguments(model_type: str) -> None:
+    """Four streams of hidden states, dictionaries among the arguments, an empty mapping that nobody uses."""
+    assert errors(model_type) < 1e-5
+
+
+def test_compressed_keys_mix_packed_rows() -> None:
+    """The masks are right, and yet a row sees the one before it: only numbers tell."""
+    model = build_skeleton(tiny_config_of("deepseek_v4"), torch.float32)
+    with pytest.raises(RefusedError, match="packed rows"):
+        prove(model, split_model(model), packing=True)
+
+
+def test_a_result_that_only_the_next_block_reads_is_refused() -> None:
+    """zaya hands its router's states on; without float64 kernels it was accepted, with gradients off by a quarter."""
+    with pytest.raises(ParityRefusedError, match="would be trained wrong"):
+        errors("zaya")
+
+
+# -- linear layers that are none -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "nemotron_h", "llama4_text", "phimoe"])
+def test_all_linear_leaves_out_what_an_adapter_would_break(model_type: str) -> None:
+    """PEFT forbids `out_proj` of Mamba types, and routers that return tuples failed inside PEFT's wrapper."""
+    assert errors(model_type, "lora") < 1e-4
+    model = build_skeleton(tiny_config_of(model_type), torch.float32)
+    (text,) = describe_left_out(model, split_model(model).blocks_path)
+    assert ("out_proj" in text and "PEFT forbids" in text) or "returns more than one tensor" in text
+
+
+def test_conv1d_is_packed_and_routers_are_not() -> None:
+    """`plan` counted gpt2 as packed while a run refused it."""
+    gpt2 = build_skeleton(tiny_config_of("gpt2"), torch.float32).requires_grad_(False)
+    assert "transformer.h.0.attn.c_attn.weight" in quantizable_names(gpt2, "transformer.h")
+    phimoe = build_skeleton(tiny_config_of("phimoe"), torch.float32).requires_grad_(False)
+    assert not any("router" in name for name in quantizable_names(phimoe, "model.layers"))

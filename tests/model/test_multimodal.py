@@ -1,0 +1,89 @@
+"""Text-only training of the language model inside a multimodal checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.engine.parity import prove
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.lora import LoraSettings, add_lora
+from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.weights_io import save_model
+from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
+
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+LLAMA4_VISION = {**TINY_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma4": (TINY_VISION, "model.language_model.layers"),
+    "llama4": (LLAMA4_VISION, "language_model.model.layers"),
+    "mistral3": ({**TINY_VISION, "head_dim": 16, "num_hidden_layers": 40}, "model.language_model.layers"),
+    "qwen3_vl": (QWEN_VISION, "model.language_model.layers"),
+}
+
+
+def multimodal(model_type: str) -> Any:
+    """A tiny configuration of the whole checkpoint."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    text = kind.sub_configs["text_config"]
+    name = getattr(text, "model_type", "")
+    if name in CONFIG_MAPPING and name != "qwen3_vl_text":
+        inner = tiny_config_of(name)
+    elif name in CONFIG_MAPPING:
+        known = text().to_dict()
+        inner = text(**{key: value for key, value in GENERIC.items() if key in known})
+    else:
+        inner = tiny_config_of("mistral")
+    config = kind(text_config=inner.to_dict(), vision_config=FAMILIES[model_type][0])
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__]
+    return config
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_the_language_model_is_found_and_trained(model_type: str, method: str) -> None:
+    """The list with most parameters was taken for the blocks, and such types were no language models."""
+    model = build_skeleton(multimodal(model_type), torch.float32)
+    split = split_model(model)
+    assert split.blocks_path == FAMILIES[model_type][1]
+    assert any("vision" in name or "visual" in name for name in split.unreached)
+    if method == "lora":
+        add_lora(model, LoraSettings(r=4, alpha=8), dtype=torch.float32, base_name="t", blocks_path=split.blocks_path)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in split.unreached)
+    adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all(name.startswith(split.blocks_path) for name in adapted) or method == "full"
+    proof = prove(model, split)
+    assert proof.unproven == "" and max(proof.loss_error, proof.gradient_error) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_the_whole_checkpoint_loads_again_through_its_own_class(model_type: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = multimodal(model_type)
+    generator = torch.Generator().manual_seed(0)
+    model = build_skeleton(config, torch.float32)
+    weights = {n: torch.randn(p.shape, generator=generator) * 0.05 for n, p in model.named_parameters()}
+    save_model(model, weights, tmp_path)
+    loaded, info = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    found = dict(loaded.named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], values) for name, values in weights.items())
