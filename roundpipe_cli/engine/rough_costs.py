@@ -21,8 +21,8 @@ class LayerSizes:
     layouts: Sequence[LayerLayout]
     active_parameters: Sequence[int]
     """Per layer, parameters that take part for one token (a part of the experts)."""
-    hidden_size: int
-    """Width of the hidden states."""
+    boundary_columns: int
+    """Values per token of a boundary tensor: the width of the hidden states, or more."""
     experts_per_token: int = 1
     """In a layer with experts, how many compute a token."""
     activation_bytes: Sequence[int] | None = None
@@ -65,7 +65,7 @@ def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens
                 backward_s=seconds * backward,
                 recompute=index < len(layouts) - 1,
                 param_bytes=layout.num_bytes if streams and index else 0,
-                boundary_bytes=sizes.hidden_size * tokens * item_bytes,
+                boundary_bytes=sizes.boundary_columns * tokens * item_bytes,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
                 activation_bytes=kept if activation_bytes is None else activation_bytes[index],
             )

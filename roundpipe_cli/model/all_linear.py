@@ -52,9 +52,11 @@ def _peft_forbids(model: nn.Module) -> set[str]:
     from peft import LoraConfig, LoraModel
 
     check = getattr(LoraModel, "_check_target_module_compatiblity", None)  # not public, and spelled so
+    if check is None:
+        return set()
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     forbidden = set()
-    for name in names if check is not None else ():
+    for name in names:
         try:
             check(LoraModel, LoraConfig(), model, name)
         except ValueError:

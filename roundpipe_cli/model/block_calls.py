@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-
-if TYPE_CHECKING:
-    from roundpipe_cli.model.carried import Carry
+from roundpipe_cli.model.boundary_layout import CarriedMark, Carry
 
 
 class SplitRefusedError(RefusedError):
@@ -82,7 +80,7 @@ class BlockCall:
             if isinstance(value, SharedMark):
                 shared.append(_filled(value.kind(), parts))
                 return shared[-1]
-            return parts[value.name] if hasattr(value, "name") and value.name in parts else own.get(id(value), value)
+            return parts[value.name] if isinstance(value, CarriedMark) else own.get(id(value), value)
 
         call = map_values(self, fill)
         result = block(*call.args, **call.kwargs)

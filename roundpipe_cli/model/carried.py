@@ -13,24 +13,15 @@ Shapes: B sequences of T tokens; a carried tensor of n elements takes n / (B x T
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from roundpipe_cli.model.block_calls import BlockCall, SharedMark, SplitRefusedError, map_values
-
-Name = tuple[object, int]
-"""(key of a shared mapping, place in its value), or ("argument", number)."""
-
-
-@dataclass(frozen=True)
-class CarriedMark:
-    """Stands for a carried tensor in a recorded argument."""
-
-    name: Name
+from roundpipe_cli.model.boundary_layout import CarriedMark, Carry, Name, join
 
 
 @dataclass(frozen=True)
@@ -41,47 +32,6 @@ class SharedStates:
     """Keys that it sets, each with the shapes of its tensors; "B" and "T" stand for sequences and tokens."""
     read: tuple[object, ...] = ()
     """Keys that it reads."""
-
-
-@dataclass(frozen=True)
-class Carry:
-    """Layout of one block's boundary tensors."""
-
-    hidden_shape: tuple[int, ...]
-    """[B, T, ...] of the hidden states."""
-    shapes: Mapping[Name, tuple[int, ...]]
-    """Of the tensors that come in, in their order."""
-    kept: tuple[Name, ...]
-    """Names of those that go out, in their order."""
-
-    @property
-    def num_columns(self) -> int:
-        """Size of the last dimension of what comes in."""
-        return sum(self._columns(shape) for shape in (self.hidden_shape, *self.shapes.values()))
-
-    def unpack(self, boundary: torch.Tensor) -> tuple[torch.Tensor, dict[Name, torch.Tensor]]:
-        """The hidden states and the carried tensors by name."""
-        shapes = (self.hidden_shape, *self.shapes.values())
-        hidden, *others = (
-            part.reshape(shape)
-            for part, shape in zip(boundary.split([self._columns(s) for s in shapes], dim=-1), shapes, strict=True)
-        )
-        return hidden, dict(zip(self.shapes, others, strict=True))
-
-    def pack(self, hidden: torch.Tensor, tensors: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        """Hidden states, and behind them what later blocks read."""
-        return join(hidden, [tensors[name] for name in self.kept])
-
-    def _columns(self, shape: Sequence[int]) -> int:
-        return math.prod(shape) // math.prod(self.hidden_shape[:2])
-
-
-def join(hidden: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One boundary tensor [B, T, columns]; the hidden states as they are where nothing goes with them."""
-    if not others:
-        return hidden
-    lead = hidden.shape[:2]
-    return torch.cat([tensor.reshape(*lead, -1) for tensor in (hidden, *others)], dim=-1)
 
 
 def carry_along(
@@ -141,9 +91,7 @@ def _mark_arguments(
         given[name] = value
         return CarriedMark(name)
 
-    marked = [
-        map_values(call, lambda value, where=f"block.{index}": mark(value, where)) for index, call in enumerate(calls)
-    ]
+    marked = [map_values(call, functools.partial(mark, where=f"block.{index}")) for index, call in enumerate(calls)]
     return given, marked
 
 
@@ -198,7 +146,7 @@ def find_shared(
             filled = map_values(
                 call.map_tensors(_on_meta), lambda value: mapping if isinstance(value, SharedMark) else value
             )
-            hidden = filled.run(copy.deepcopy(block).to(torch.bfloat16), hidden)
+            hidden = filled.run(copy.deepcopy(block)._apply(_on_meta), hidden)
             written = tuple(
                 (key, tuple(tuple(symbols.get(size, size) for size in tensor.shape) for tensor in mapping[key]))
                 for key in dict.fromkeys(mapping.written)

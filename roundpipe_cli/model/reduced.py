@@ -225,7 +225,7 @@ class PlainModel:
             dtype: in which all is computed; `model`'s own or a wider one.
         """
         self._split = split
-        plain = copy.deepcopy(model).to(dtype)
+        plain = copy.deepcopy(model)._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         config: Any = plain.config
         if config._attn_implementation == sink_attention.NAME:
             config._attn_implementation = "eager"  # transformers' own

@@ -59,6 +59,8 @@ class ModelSplit:
     """What each block does with a mapping that blocks share; empty where they share nothing."""
     unreached: frozenset[str] = frozenset()
     """Names of parameters that text never reaches: towers for pictures and sound."""
+    boundary_columns: int = 0
+    """Values per token of the widest boundary tensor: the hidden states and what travels beside them."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
@@ -196,7 +198,8 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         recorder.calls,
         recorder.first_hidden,
     )
-    carry_along(recorder.first_hidden, recorder.calls, shared)  # refuses what cannot travel
+    boundary, calls = carry_along(recorder.first_hidden, recorder.calls, shared)  # refuses what cannot travel
+    columns = [boundary.shape[2:].numel(), *(call.carry.num_columns for call in calls if call.carry is not None)]
     outermost = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
     with_hidden = [path for path, output in trace.around_blocks.items() if hasattr(output, "last_hidden_state")]
     backbone_path = min(with_hidden, key=len, default=outermost)  # llama4's outermost has the LM head in it
@@ -218,6 +221,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         type(trace.backbone_output),
         shared,
         _unreached(probe, blocks_path, [recorder.first_hidden, logits, *_tensors_of(recorder.calls)]),
+        max(columns),
     )
 
 

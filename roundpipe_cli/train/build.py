@@ -83,12 +83,15 @@ def weight_cache_bytes(pipeline: PipelineConfig) -> int:
 
 
 def _inputs_bytes(setup: Setup) -> int:
-    """Host bytes of the hidden states at the input of every layer, of a step's microbatches at their longest."""
+    """Host bytes of the boundary tensors at the input of every layer, of a step's microbatches at their longest."""
     recipe = setup.recipe
-    config: Any = setup.model.config
     tokens = recipe.gradient_accumulation_steps * recipe.micro_batch_size * int(setup.dataset.rows.lengths.max())
-    width = config.get_text_config().hidden_size * setup.store.layouts[0].trainable_dtype.itemsize
-    return len(setup.store.layouts) * tokens * int(width)
+    return (
+        len(setup.store.layouts)
+        * tokens
+        * setup.split.boundary_columns
+        * setup.store.layouts[0].trainable_dtype.itemsize
+    )
 
 
 def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
@@ -107,7 +110,7 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
     active = active_parameters(setup.model, list(layouts))
     memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
     experts = max(1, experts_per_token(text_config))
-    sizes = LayerSizes(layouts, active, text_config.hidden_size, experts, memory_parts.activation_bytes)
+    sizes = LayerSizes(layouts, active, setup.split.boundary_columns, experts, memory_parts.activation_bytes)
     link_bytes_per_s = ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S
     device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s)
     costs = rough_costs(sizes, device, method=recipe.method, tokens=form.tokens)
@@ -172,7 +175,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
-    boundary = form.tokens * hidden * size
+    boundary = form.tokens * setup.split.boundary_columns * size
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES

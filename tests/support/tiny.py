@@ -325,6 +325,6 @@ def write_new_weights(rig: Rig, step: int) -> None:
 
 def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:
     """Rough costs of a LoRA run of microbatches of 18 tokens, on devices of so much memory and links without end."""
-    sizes = LayerSizes(rig.store.layouts, [layout.num_bytes // 4 for layout in rig.store.layouts], hidden_size=64)
+    sizes = LayerSizes(rig.store.layouts, [layout.num_bytes // 4 for layout in rig.store.layouts], boundary_columns=64)
     rough = rough_costs(sizes, AssumedDevice("cuda", memory_bytes), method="lora", tokens=18)
     return replace(rough, link_bytes_per_s=1e15)
