@@ -59,6 +59,8 @@ class ModelSplit:
     """What each block does with a mapping that blocks share; empty where they share nothing."""
     unreached: frozenset[str] = frozenset()
     """Names of parameters that text never reaches: towers for pictures and sound."""
+    caller_path: str = ""
+    """The module that calls the backbone and has the LM head, as far as a forward shows; "": the model itself."""
     boundary_columns: int = 0
     """Values per token of the widest boundary tensor: the hidden states and what travels beside them."""
 
@@ -204,6 +206,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     with_hidden = [path for path, output in trace.around_blocks.items() if hasattr(output, "last_hidden_state")]
     backbone_path = min(with_hidden, key=len, default=outermost)  # llama4's outermost has the LM head in it
     trace.backbone_output = trace.around_blocks.get(backbone_path)
+    callers = [path for path in trace.around_blocks if backbone_path.startswith(path + ".")]
     if not backbone_path:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
@@ -221,7 +224,8 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         type(trace.backbone_output),
         shared,
         _unreached(probe, blocks_path, [recorder.first_hidden, logits, *_tensors_of(recorder.calls)]),
-        max(columns),
+        caller_path=max(callers, key=len, default=""),
+        boundary_columns=max(columns),
     )
 
 

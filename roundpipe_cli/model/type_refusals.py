@@ -24,9 +24,9 @@ SPLIT: dict[str, tuple[str, str, str]] = {
     "mllama": ("the model does not call its blocks once and in order", "block.4", "blocks that only images call"),
     "inkling2_text": (_TAIL, "model.output_attention_residual", "a module of two arguments"),
     "xlnet": (
-        _TAIL,
-        "transformer.dropout",
-        "a model of two streams",
+        "a block is not given hidden states of the usual shape",
+        "block.0, argument 0",
+        "tokens before sequences",
     ),
 }
 """The fault, its place, and what was found."""

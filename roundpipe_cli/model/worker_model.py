@@ -104,7 +104,7 @@ class WorkerModel:
         self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
         replace_module(causal, split.backbone_path, self._backbone_stub)
         self._causal = causal
-        self._above_backbone = causal.get_submodule(split.backbone_path.rpartition(".")[0])
+        self._above_backbone = causal.get_submodule(split.caller_path)
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
         self._packed: dict[int, list[PackedPlace]] = {}
         """Per layer, what of it is bound in 4 bit now."""

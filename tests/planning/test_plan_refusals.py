@@ -143,7 +143,7 @@ def test_a_folder_with_a_configuration_alone_is_planned(folder: Path) -> None:
     [
         (["method=full", "load_in_4bit=true"], "load_in_4bit: such weights are frozen"),
         (["method=full", "load_in_8bit=true"], "load_in_8bit: such weights are frozen"),
-        (["method=full", "weights=mmap"], "weights: such weights are frozen"),
+        (["method=full", "weights=mmap"], "weights=mmap: such weights are frozen"),
         (["pipeline.forward_stages=[[0,2]]"], "forward_stages and backward_stages go together"),
         (["pipeline.schedule=gpipe", "pipeline.backward_stages=[[0,4]]"], "gpipe takes no backward_stages"),
         (["pipeline.schedule=1f1b", "pipeline.head_workers=2"], "1f1b binds its stages to workers"),
