@@ -132,7 +132,7 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
     assert "stopped after step" in text and "SIGINT" not in text and "--resume continues" in text
     assert "● stopped" in text and "worker 0 · cpu" in text, "the last frame stays"
     screen.resize(80, 60)  # the frame that stays and what is said below it are together on the screen
-    screen.type(f"clear; {FINETUNE} --resume")
+    screen.type(f"stty -a | md5sum > before; clear; {FINETUNE} --resume")
     text = screen.expect_clean(0)
     assert "done: " in text and "predicted" in text and "step 60/60" in text and "● finished" in text
     assert "roundpipe generate out" in text and "roundpipe export out --merge" in text and "out/report.html" in text

@@ -333,7 +333,7 @@ def test_bad_rows_are_named_by_line_field_and_expectation(tmp_path: Path, bad: o
         build(path)
     head, problem = caught.value.problems
     assert caught.value.exit_code == 2
-    assert head.what == "1 of 3 rows cannot be used:" and "on_bad_row=skip" in (head.hint or "")
+    assert head.what == "1 of 3 rows cannot be used:" and "on_bad_row=skip" in (problem.hint or "")
     assert problem.what == what and (problem.where or "").endswith(f"x.jsonl:{place + 1}")
     dataset = build(path, on_bad_row="skip")
     assert [row.row_id for row in dataset.rows] == [index for index in range(3) if index != place]

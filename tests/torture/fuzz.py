@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ def _fork(reader: Reader, good: Path, arena: Arena, name: str, index: int) -> in
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         os.environ["ROUNDPIPE_DEBUG"] = "1"
+        warnings.simplefilter("ignore")  # under pytest they are errors, to a user words
         reader.damage(work, random.Random(f"{arena.seed}-{name}-{index}"))
         code = run_command(lambda: reader.read(work))
     except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import io
 import json
 import os
 import random
@@ -115,7 +116,7 @@ def _read_configs(folder: Path) -> None:
 def _make_adapter(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    options: dict[str, Any] = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0": 3}}
+    options: dict[str, Any] = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
     get_peft_model(_skeleton(), config).save_pretrained(str(folder))
     (folder / "README.md").unlink(missing_ok=True)
@@ -217,7 +218,7 @@ def _read_run(folder: Path) -> None:
     watch(str(folder), json_output=True, follow=False)
     watch(str(folder), no_dashboard=True, follow=False)
     state = fold_all(RunFiles(folder).poll()[1])
-    console = Console(width=100, file=Path(os.devnull).open("w"))  # noqa: SIM115
+    console = Console(width=100, file=io.StringIO())
     console.print(screen(state, 100.0, 100, 30, Theme()))
     model_card(folder, base=_base_name(folder, None), merged=False, usage="")
 
