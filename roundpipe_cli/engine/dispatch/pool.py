@@ -171,6 +171,7 @@ class Pool:
                 work.reset()
                 run.results.put(result)
                 run = None
+                del result  # a failed step's error holds what was computed
 
     def _compute(self, run: StepRun, work: Work, result: WorkResult) -> None:
         op: Op | None = None

@@ -166,7 +166,11 @@ class CachingAllocator:
         self._waiting = held
 
     def release_unused(self) -> None:
-        """Give segments without a block in use back to the driver."""
+        """Give segments without a block in use back to the driver, once streams are done with what was freed."""
+        self.tidy()
+        for block in self._waiting:
+            for marker in block.used_by.values():
+                marker.complete()
         self.tidy()
         gone = {id(segment) for segment in self._segments if not segment.num_used}
         self._segments = [segment for segment in self._segments if id(segment) not in gone]

@@ -38,6 +38,10 @@ class TrackedLock:
     def locked(self) -> bool:
         return bool(self._inner.locked())
 
+    def _at_fork_reinit(self) -> None:
+        """Called by the standard library in a forked process."""
+        self._inner._at_fork_reinit()
+
     def __enter__(self) -> bool:
         return self.acquire()
 
