@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.model.architectures import packing_refusal
+from roundpipe_cli.model.dropout import switch_off_dropout
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
@@ -97,8 +98,9 @@ def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False) -> Proo
     weights = random_weights(reduced.model)
     try:
         proof = _prove(reduced, split, weights)
-        if packing:
-            _prove_packing(reduced, split, weights)
+        if packing and not _prove_packing(reduced, split, weights) and not proof.unproven:
+            drawn = "that packed rows do not see each other was not compared: the model draws random numbers"
+            return replace(proof, unproven=drawn)
         return proof
     except _PlainFailed as error:
         return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
@@ -135,18 +137,21 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
     return Proof(errors[""], max(gradients, default=0.0), unproven, last_position=limit)
 
 
-def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> None:
-    """Compare a packed sequence with its rows one by one, in float32. Models that draw random numbers are not compared:
-    other shapes draw others.
+def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Compare a packed sequence with its rows one by one, in float32 and without dropout.
+
+    Returns:
+        Whether they were compared; a model that still draws random numbers is not, for other shapes draw others.
 
     Raises:
         RefusedError: rows change each other's results.
     """
     exact = copy.deepcopy(reduced.model).float()
+    switch_off_dropout(exact)
     plain = PlainModel(exact, split, weights, torch.float32)
     plain.run(usual_pieces(reduced.vocab_size)[:1], SEED, STEP)
     if plain.has_drawn:
-        return
+        return False
     piece = _packed_piece(reduced.vocab_size)
     alone = _run_plain(exact, split, weights, torch.float32, [piece])
     errors = differences(_run_engine(exact, split, weights, [piece], reduced.kept), alone)
@@ -154,6 +159,7 @@ def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, to
     if not errors[worst] <= MAX_PACKED_ERROR:
         what = f"gradient of {worst}" if worst else "loss"
         raise packing_refusal("model", f"the {what} is {errors[worst]:.1e} off that of the rows one by one")
+    return True
 
 
 def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> None:

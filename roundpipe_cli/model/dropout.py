@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional, init
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli.errors import RefusedError
@@ -41,6 +43,15 @@ def embedding_noise(embedded: torch.Tensor, alpha: float, seed: int) -> torch.Te
     limit = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
     numbers = uniform(embedded.shape, draw_key(layer_seed(seed, -1, -1, -1), 1), embedded.device)
     return numbers.mul_(2 * limit).sub_(limit).to(embedded.dtype)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Have `model` drop nothing in train mode: neither its dropout modules, adapters' too, nor its modules by name."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_probability = name == "p" if isinstance(module, _DropoutNd) else "drop" in name
+            if is_probability and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 class SeededDropout(TorchFunctionMode):

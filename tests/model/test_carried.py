@@ -50,11 +50,33 @@ def test_other_models_that_were_refused_for_their_arguments(model_type: str) -> 
     assert errors(model_type) < 1e-5
 
 
-def test_compressed_keys_mix_packed_rows() -> None:
-    """The masks are right, and yet a row sees the one before it: only numbers tell."""
-    model = build_skeleton(tiny_config_of("deepseek_v4"), torch.float32)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_compressed_keys_mix_packed_rows(dropout: float) -> None:
+    """The masks are right, and yet a row sees the one before it: only numbers tell, and they are compared without the
+    dropout that other shapes would draw in another way."""
+    model = build_skeleton(tiny_config_of("deepseek_v4", attention_dropout=dropout), torch.float32)
     with pytest.raises(RefusedError, match="packed rows"):
         prove(model, split_model(model), packing=True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_packed_rows_are_compared_in_models_with_dropout(model_type: str) -> None:
+    """gpt2's own configuration drops; here adapters do too."""
+    model = build_skeleton(tiny_config_of(model_type), torch.float32)
+    split, settings = split_model(model), LoraSettings(r=4, alpha=8, dropout=0.1)
+    add_lora(model, settings, dtype=torch.float32, base_name="t", blocks_path=split.blocks_path)
+    assert prove(model, split, packing=True).unproven == ""
+    assert model.get_submodule(split.blocks_path)[0].training
+    rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert 0.1 in rates, "the model is left as it is"
+
+
+def test_it_is_told_that_packed_rows_were_not_compared() -> None:
+    """Experts' routers of Switch's kind draw noise, of another shape for other rows."""
+    model = build_skeleton(tiny_config_of("mixtral", router_jitter_noise=0.1), torch.float32)
+    assert (
+        "packed rows do not see each other was not compared" in prove(model, split_model(model), packing=True).unproven
+    )
 
 
 def test_a_result_that_only_the_next_block_reads_is_refused() -> None:
