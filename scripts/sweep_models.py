@@ -2,7 +2,7 @@
 
 python scripts/sweep_models.py                      # prints one line a type, then the totals
 python scripts/sweep_models.py llama zaya --jobs 1  # these types
-python scripts/sweep_models.py --write              # and writes recipes/models.md
+python scripts/sweep_models.py --table-of LOG       # the table of what it printed: recipes/models.md
 """
 
 from __future__ import annotations

@@ -9,13 +9,18 @@ import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from transformers import AutoConfig
 
 from roundpipe_cli.model import packed_weights
+from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.conversions import find_conversions
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.names import own_shapes
+from tests.support.e2e import smollm2_folder
 from tests.support.tiny import tiny_config
 
 
@@ -77,6 +82,22 @@ def test_fused_experts_of_a_gguf_file_are_dequantised_one_at_a_time(tmp_path: Pa
     assert torch.equal(found[name]()[name], torch.cat([expected["gate"], expected["up"]], dim=1))
     name = "model.embed_tokens.weight"
     assert torch.equal(found[name]()[name], torch.from_numpy(embedding))
+
+
+def test_a_real_gguf_file_is_read_into_a_model_with_adapters() -> None:
+    """Adapters put other names around the weights; transformers' table of names then knew none of them."""
+    folder = smollm2_folder()
+    source = ModelSource("smollm2", folder, next(folder.glob("*.gguf")).name)
+    config = AutoConfig.from_pretrained(folder, gguf_file=source.gguf_file)
+    plain = build_skeleton(config, torch.float32)
+    expected = BaseWeights(source, plain, torch.float32)
+    adapted = build_skeleton(config, torch.float32)
+    blocks = split_model(adapted).blocks_path
+    add_lora(adapted, LoraSettings(r=2, alpha=2), dtype=torch.float32, base_name="t", blocks_path=blocks)
+    found = BaseWeights(source, adapted, torch.float32)
+    assert sorted(found) == sorted(expected) and len(found) == len(list(plain.named_parameters()))
+    name = "model.layers.29.self_attn.k_proj.weight"
+    assert torch.equal(found[name], expected[name]) and found[name].std() > 0
 
 
 def test_packing_some_weights_at_a_time_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ dequantised one expert after the other, other weights some rows after the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -16,9 +16,10 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.conversions import find_conversions, gguf_rules
-from roundpipe_cli.model.stored.names import own_shapes
+from roundpipe_cli.model.stored.names import base_name, is_adapter, own_shapes
 
 ROWS_AT_ONCE = 4096
+BACKBONE_DEPTH = 2
 ReadWeights = Callable[[], dict[str, torch.Tensor]]
 
 
@@ -37,7 +38,7 @@ def gguf_weights(source: ModelSource, model: nn.Module) -> list[tuple[Mapping[st
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         rules = gguf_rules(architecture, model.config)
         if rules is None:
-            return _by_tables(reader.tensors, architecture, str(path), model)
+            return _by_tables(reader.tensors, architecture, model)
         return _by_rules(reader.tensors, rules, model)
     except (OSError, ValueError, KeyError, NotImplementedError, IndexError) as error:
         raise RefusedError(
@@ -48,17 +49,16 @@ def gguf_weights(source: ModelSource, model: nn.Module) -> list[tuple[Mapping[st
 
 
 def _by_tables(
-    tensors: list[Any], architecture: str, path: str, model: nn.Module
+    tensors: list[Any], architecture: str, model: nn.Module
 ) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
         get_gguf_hf_weights_map,
-        load_gguf_checkpoint,
     )
 
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=load_gguf_checkpoint(path)["config"])
-    table = get_gguf_hf_weights_map(model, processor)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_settings(model.config))
+    table = get_gguf_hf_weights_map(_BaseNames(model), processor)
     own = own_shapes(model)
     parts: dict[str, list[Any]] = {}
     for tensor in tensors:
@@ -78,6 +78,32 @@ def _by_tables(
         return read
 
     return [({target: own[target]}, reader(target, listed)) for target, listed in parts.items()]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """A configuration under all names of its values, as processors ask for them; reading them from the file is slow."""
+    text = config.get_text_config()
+    return {**text.to_dict(), **{name: getattr(text, name, None) for name in text.attribute_map}}
+
+
+class _BaseNames:
+    """What transformers asks of a model for its table of names, without the adapters that are in it.
+
+    It asks every module on its own, for names that begin there, and makes the table of all names each time: minutes for
+    a model of many blocks. Names begin at the model or at its backbone, which is at most two levels down.
+    """
+
+    def __init__(self, module: nn.Module, depth: int = 0) -> None:
+        self._module, self._depth = module, depth
+        self.config = getattr(module, "config", None)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = self._module.state_dict(keep_vars=True)
+        return {base_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
+
+    def named_children(self) -> Iterator[tuple[str, _BaseNames]]:
+        below = self._module.named_children() if self._depth < BACKBONE_DEPTH else ()
+        return ((name, _BaseNames(child, self._depth + 1)) for name, child in below)
 
 
 def _processed(tensors: list[Any], target: str, processor: Any, table: Mapping[str, str], rows: slice) -> torch.Tensor:
