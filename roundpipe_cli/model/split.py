@@ -311,7 +311,7 @@ def _install_trace(
 
 def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> None:
     expected = trace.backbone_output[0]
-    with torch.no_grad(), suppress(TypeError):  # one that takes more than hidden states
+    with torch.no_grad(), suppress(TypeError, RuntimeError):  # one that takes more than hidden states, or other ones
         for path in tail_paths:
             hidden = probe.get_submodule(path)(hidden)
     if hidden.shape != expected.shape or not torch.equal(hidden, expected):

@@ -19,6 +19,7 @@ from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
+from tests.support.every_type import tiny_config_of
 from tests.support.tiny import make_rig, tiny_config
 
 Walk = Callable[["Backbone", torch.Tensor], torch.Tensor]
@@ -250,3 +251,9 @@ def test_an_unknown_architecture_is_refused_with_the_nearest_name(tmp_path: Path
 
 def test_a_decoder_is_accepted(tmp_path: Path) -> None:
     assert load_config(_source(tmp_path, {"model_type": "llama"})).model_type == "llama"
+
+
+def test_a_model_of_several_widths_is_refused() -> None:
+    """blt's blocks are one of its four models; the next one's width made the check itself fail."""
+    with pytest.raises(SplitRefusedError, match="more than its modules"):
+        split_model(build_skeleton(tiny_config_of("blt"), torch.float32))

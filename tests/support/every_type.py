@@ -106,6 +106,10 @@ _GEMMA4_ASSISTANT = {
     "num_experts": None,
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
+    "dots3_note": {
+        "vision_config": {"adapter_out_dim": 64},
+        "audio_config": {"adapter_out_dim": 64},
+    },
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         "encoder_hash_byte_group_size": [3, 4],
