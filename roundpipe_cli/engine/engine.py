@@ -44,6 +44,7 @@ from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.preference import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.operations import Program
 
@@ -90,10 +91,9 @@ class Engine:
         """Notices of devices that a result has had."""
         transfers = options.transfers or TransferOptions()
         self._workers = []
+        how = WorkerOptions(options.mlp_chunk_tokens, options.fused)
         for index, backend in enumerate(backends):
-            worker_model = WorkerModel(
-                model, split, store.views, store.trainable_names, backend.device, options.mlp_chunk_tokens
-            )
+            worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device, how)
             worker_model.leave_out(options.unread or {})
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 
 NUM_CHUNKS = 3
 """Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""
 
 
 def find_unread_products(
-    model: nn.Module, split: ModelSplit, store: WeightStore, mlp_chunk_tokens: int | None = None
+    model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions | None = None
 ) -> dict[int, tuple[str, ...]]:
     """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
 
     Runs one block of each kind, with its own weights, on 16 tokens.
 
     Raises:
-        RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `mlp_chunk_tokens` asks for them.
+        RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `options` ask for them.
     """
-    chunk_tokens = None if mlp_chunk_tokens is None else 16 // NUM_CHUNKS
-    worker, bind = _on_the_host(model, split, store, chunk_tokens)
-    if mlp_chunk_tokens is not None:
+    options = options or WorkerOptions()
+    in_chunks = options.mlp_chunk_tokens is not None
+    options = replace(options, mlp_chunk_tokens=16 // NUM_CHUNKS if in_chunks else None)
+    worker, bind = _on_the_host(model, split, store, options)
+    if in_chunks:
         worker.check_mlp_chunks(bind)
     return worker.find_unread(bind, dropout_seed=0)
 
@@ -39,6 +44,7 @@ def find_saved_bytes(
     store: WeightStore,
     *,
     in_chunks: bool = False,
+    fused: FusedOps | None = None,
     longest: int = 2 * PROBE_TOKENS,
     packed: bool = False,
 ) -> list[SavedBytes] | None:
@@ -49,10 +55,12 @@ def find_saved_bytes(
 
     Args:
         in_chunks: feed-forward parts are computed in chunks of tokens.
+        fused: modules that compute by fused operators.
         packed: several rows to a sequence.
     """
     tokens = max(1, min(PROBE_TOKENS, longest // 2))
-    worker, bind = _on_the_host(model, split, store, max(1, tokens // NUM_CHUNKS) if in_chunks else None)
+    options = WorkerOptions(max(1, tokens // NUM_CHUNKS) if in_chunks else None, fused)
+    worker, bind = _on_the_host(model, split, store, options)
     try:
         return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
     except RuntimeError:
@@ -60,10 +68,10 @@ def find_saved_bytes(
 
 
 def _on_the_host(
-    model: nn.Module, split: ModelSplit, store: WeightStore, mlp_chunk_tokens: int | None
+    model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions
 ) -> tuple[WorkerModel, Callable[[int], None]]:
     """A worker on the processor, and what gives one of its blocks the host's weights."""
-    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), mlp_chunk_tokens)
+    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), options)
 
     def bind(block: int) -> None:
         layer = block + 1

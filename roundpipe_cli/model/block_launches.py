@@ -17,11 +17,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.launches import LaunchCounter, Launches
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 
 META = torch.device("meta")
 
@@ -88,7 +90,12 @@ class FusedAttention(TorchFunctionMode):
 
 
 def block_launches(
-    model: nn.Module, split: ModelSplit, tokens: int, capability: tuple[int, int] = (9, 0), tries: int = 2
+    model: nn.Module,
+    split: ModelSplit,
+    tokens: int,
+    capability: tuple[int, int] = (9, 0),
+    tries: int = 2,
+    fused: FusedOps | None = None,
 ) -> list[BlockLaunches]:
     """Launches of one block of each kind, for a sequence of `tokens`.
 
@@ -96,8 +103,9 @@ def block_launches(
         model: parameters on the meta device, adapters included; is left as it is.
         capability: of the GPU that is counted for.
         tries: passes that are timed.
+        fused: modules that compute by fused operators.
     """
-    worker = worker_on_meta(model, split)
+    worker = worker_on_meta(model, split, fused)
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
 
@@ -121,12 +129,12 @@ def block_launches(
     return found
 
 
-def worker_on_meta(model: nn.Module, split: ModelSplit) -> WorkerModel:
+def worker_on_meta(model: nn.Module, split: ModelSplit, fused: FusedOps | None = None) -> WorkerModel:
     """A worker whose blocks are bound to meta tensors; its embedding gathers zeros on the host."""
     names = dict(model.named_parameters())
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
-    worker = WorkerModel(model, split, host, trainable, META)
+    worker = WorkerModel(model, split, host, trainable, META, WorkerOptions(fused=fused))
     for layer in range(1, len(worker.blocks) + 1):
         bound = {name: nn.Parameter(names[name].to(META), name in trainable) for name in worker.names_of(layer)}
         worker.bind(layer, bound)

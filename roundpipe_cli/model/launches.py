@@ -20,7 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = frozenset(
-    {"mm", "bmm", "addmm", "baddbmm", "linear", "_grouped_mm", "attention", "attention_backward", "_scaled_mm"}
+    {"mm", "bmm", "addmm", "addmm_", "baddbmm", "linear", "_grouped_mm", "attention", "attention_backward"}
+    | {"_scaled_mm"}
     | {f"_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn", "fused")
        for end in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
 )  # fmt: skip

@@ -21,6 +21,7 @@ from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
+from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
@@ -28,6 +29,7 @@ from roundpipe_cli.model.module_state import ModuleState
 from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import ModelSplit
+from roundpipe_cli.model.worker_options import WorkerOptions
 
 
 class _BackboneStub(nn.Module):
@@ -75,7 +77,7 @@ class WorkerModel:
         host_views: Mapping[str, torch.Tensor],
         trainable: frozenset[str],
         device: torch.device,
-        mlp_chunk_tokens: int | None = None,
+        options: WorkerOptions | None = None,
     ) -> None:
         """Copy the skeleton `model` (parameters on the meta device, buffers real).
 
@@ -85,16 +87,17 @@ class WorkerModel:
             host_views: parameter name -> the host's weights, for the embed layer.
             trainable: names of all trainable parameters.
             device: where blocks and head run.
-            mlp_chunk_tokens: tokens of a chunk of the blocks' feed-forward part; None: it is computed whole.
+            options: how it computes; None: the defaults.
         """
-        self.split = split
-        self.device = device
+        options = options or WorkerOptions()
+        self.split, self.device = split, device
         names = {id(p): name for name, p in model.named_parameters()}
         memo = _copies_of_empty(model)
         causal = copy.deepcopy(model, memo)
         own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
         causal.train()
         isolate_expert_adapters(causal)
+        fuse(causal, options.fused or FusedOps())
         self._recorder = CallRecorder(split.num_blocks, split.result_length)
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
         for path in split.tail_paths:
@@ -114,9 +117,8 @@ class WorkerModel:
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._state = ModuleState(self._backbone)
-        self._left_out: dict[int, UnreadProducts] = {}
-        self._blocks_draw = False
-        self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
+        self._left_out, self._blocks_draw = dict[int, UnreadProducts](), False
+        self._mlp_chunks = self._cut_mlps(options.mlp_chunk_tokens) if options.mlp_chunk_tokens else {}
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
         found = {}

@@ -24,6 +24,7 @@ from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
@@ -49,7 +50,9 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
     skip = recipe.pipeline.skip_last_projection
     chunks = recipe.mlp_chunk_tokens
-    unread = find_unread_products(setup.model, setup.split, setup.store, chunks) if skip or chunks else {}
+    options, unread = WorkerOptions(chunks, setup.fused), {}
+    if skip or chunks:
+        unread = find_unread_products(setup.model, setup.split, setup.store, options)
     return Engine(
         setup.model,
         setup.split,
@@ -59,6 +62,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             seed=recipe.seed,
             head_chunk_tokens=recipe.head_chunk_tokens,
             mlp_chunk_tokens=chunks,
+            fused=setup.fused,
             label_smoothing=recipe.label_smoothing_factor,
             recompute=recipe.pipeline.recompute,
             unread=unread if skip else None,
@@ -186,6 +190,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
         setup.store,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
         packed=recipe.packing,
+        fused=setup.fused,
     )
     whole = find()
     if whole is None:
@@ -222,6 +227,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "micro_batch_size": recipe.micro_batch_size,
             "head_chunk_tokens": recipe.head_chunk_tokens,
             "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
+            "kernels": recipe.kernels,
             "recompute": recipe.pipeline.recompute,
             "skip_last_projection": recipe.pipeline.skip_last_projection,
             "sequence_chunks": recipe.pipeline.num_chunks,

@@ -97,11 +97,12 @@ def check_parity(
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
-def test_five_steps_agree_with_plain_pytorch(model_type: str, method: str) -> None:
+def test_five_steps_agree_with_plain_pytorch(model_type: str, method: str, kernels: str) -> None:
     # LoRA runs on copying workers and full on aliasing ones: test_engine_bits.py shows that the two are equal.
-    rig = make_rig(model_type, method)
+    rig = make_rig(model_type, method, kernels=kernels)
     rate = LEARNING_RATES.get(model_type, 1e-3)
     tolerance = GRADIENT_TOLERANCES.get((model_type, method), 1e-5)
     check_parity(
@@ -113,7 +114,7 @@ def test_five_steps_agree_with_plain_pytorch(model_type: str, method: str) -> No
 def test_five_steps_agree_with_dropout(
     model_type: str, method: str, lora_dropout: float, changes: dict[str, float]
 ) -> None:
-    rig = make_rig(model_type, method, lora_dropout=lora_dropout, **changes)
+    rig = make_rig(model_type, method, lora_dropout=lora_dropout, kernels="auto", **changes)
     check_parity(rig, 11, learning_rate=1e-3, copy=True, head_chunk_tokens=1024)
 
 

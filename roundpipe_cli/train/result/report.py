@@ -17,6 +17,7 @@ import torch
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.events import StepFinished
+from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.redact import redact
 from roundpipe_cli.train.setup import Setup
 
@@ -55,6 +56,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "model_commit": setup.source.commit,
         "method": setup.recipe.method,
         "dtype": setup.recipe.dtype,
+        "kernels": {"setting": setup.recipe.kernels, "fused": fused_counts(setup.fused)},
         "devices": list(setup.devices),
         "machine": {"processor": processor_name() or platform.machine(), "torch": torch.__version__},
         "command": redact(shlex.join(["roundpipe", *sys.argv[1:]])),
