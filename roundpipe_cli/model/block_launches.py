@@ -1,7 +1,7 @@
 """What one block of a model launches for a microbatch: forward, recompute and backward, at any width, on meta tensors.
 
-Attention is one operator forward and one backward, as the fused kernels are; a mask of bools is made additive before,
-as torch does.
+Attention and torch's RMS norm are one operator forward and one backward, as the fused kernels are; a mask of bools is
+made additive before, as torch does.
 """
 
 from __future__ import annotations
@@ -76,10 +76,60 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | Non
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Puts one operator in the place of `scaled_dot_product_attention`, which meta tensors would take apart."""
+@torch.library.custom_op("roundpipe::rms_norm", mutates_args=())
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
+
+
+@_rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("roundpipe::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
+
+
+@_rms_norm_backward.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("roundpipe::rms_norm_weight_gradient", mutates_args=())
+def _rms_norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
+
+
+@_rms_norm_weight_gradient.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[-1])
+
+
+def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    trains = weight is not None and ctx.needs_input_grad[1]
+    grad_weight = _rms_norm_weight_gradient(gradient, x, rstd) if trains else None
+    return _rms_norm_backward(gradient, x, rstd, weight), grad_weight, None
+
+
+_rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
+
+
+class FusedFunctions(TorchFunctionMode):
+    """Puts one operator in the place of functions that are one kernel on a GPU and that meta tensors would take apart:
+    `scaled_dot_product_attention` and `rms_norm`, whose backward is another for each gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.rms_norm:
+            return _rms_norm(args[0], kwargs["weight"], kwargs["eps"])[0]
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value, *rest = args
@@ -151,11 +201,11 @@ class _Passes:
         self._output: torch.Tensor | None = None
 
     def forward(self) -> None:
-        with torch.no_grad(), FusedAttention():
+        with torch.no_grad(), FusedFunctions():
             self._worker.run_block(self._index, self._call, self._hidden)
 
     def recompute(self) -> None:
-        with FusedAttention():
+        with FusedFunctions():
             self._output = self._worker.run_block(self._index, self._call, self._hidden.detach().requires_grad_())
 
     def backward(self) -> None:

@@ -1,7 +1,8 @@
 """Which modules of a model compute by the fused operators of `kernels/`, and one worker's modules made to do so.
 
-Found once, when the model is prepared, from the modules alone: what is not known to compute the same keeps its own
-forward. A choice depends on the model, on shapes and types, never on time or on what ran before.
+Found once, when the model is prepared. Norms and rotary embeddings are known by what they compute, not by name: each is
+tried on a few numbers and compared with the fused operator. What does not compute the same keeps its own forward. A
+choice depends on the model, on shapes and types, never on time or on what ran before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import nn
 
 from roundpipe_cli.kernels.lora_linear import AdapterTerm, lora_linear
 from roundpipe_cli.model.dropout import drawn_mask
+from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form, norm_kind
+from roundpipe_cli.model.fused_rotary import can_rotate, fuse_rotary
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.split import ModelSplit
 
@@ -23,18 +26,34 @@ class FusedOps:
     """Modules that compute by fused operators, by path in the causal language model."""
 
     lora_linears: tuple[str, ...] = ()
+    norms: tuple[tuple[str, NormForm], ...] = ()
+    rotaries: tuple[str, ...] = ()
+    """Attention modules, whose queries and keys are turned."""
 
     def counts(self) -> dict[str, int]:
         """Number of modules of each kind, where there are any."""
-        found = {"lora_linear": len(self.lora_linears)}
+        kinds = {"lora_linear": self.lora_linears, "rms_norm": self.norms, "rotary": self.rotaries}
+        found = {name: len(modules) for name, modules in kinds.items()}
         return {name: count for name, count in found.items() if count}
 
 
 def find_fused_ops(model: nn.Module, split: ModelSplit) -> FusedOps:
     """What can be fused in `model` (parameters on the meta device, adapters included)."""
-    modules = [(f"{split.blocks_path}.{p}", m) for p, m in model.get_submodule(split.blocks_path).named_modules()]
-    linears = [path for path, module in modules if _is_plain_lora(module)]
-    return FusedOps(tuple(linears))
+    modules = [
+        (f"{root}.{path}" if path else root, module)
+        for root in (split.blocks_path, *split.tail_paths)
+        for path, module in model.get_submodule(root).named_modules()
+    ]
+    linears = tuple(path for path, module in modules if _is_plain_lora(module))
+    norms, forms = [], dict[object, NormForm | None]()
+    for path, module in modules:
+        kind = norm_kind(module)
+        if kind is not None and kind not in forms:
+            forms[kind] = norm_form(module)
+        if kind is not None and (form := forms[kind]) is not None:
+            norms.append((path, form))
+    rotaries = tuple(path for path, module in modules if can_rotate(module))
+    return FusedOps(linears, tuple(norms), rotaries)
 
 
 def fused_counts(ops: FusedOps | None) -> dict[str, int]:
@@ -46,6 +65,10 @@ def fuse(model: nn.Module, ops: FusedOps) -> None:
     """Give the modules of `model`, one worker's own copy, their fused forward."""
     for path in ops.lora_linears:
         FusedLora(model.get_submodule(path))
+    for path, form in ops.norms:
+        FusedNorm(model.get_submodule(path), form)
+    for path in ops.rotaries:
+        fuse_rotary(model.get_submodule(path))
 
 
 def _is_plain_lora(module: Any) -> bool:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from roundpipe_cli.model.fused import FusedLora, find_fused_ops
+from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
@@ -40,6 +42,60 @@ def test_only_plain_adapters_on_plain_linears_are_fused(
     model_type: str, settings: dict[str, Any], expected: int | None
 ) -> None:
     assert counts(model_type, **settings).get("lora_linear") == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", {"rms_norm": 7, "rotary": 3}),
+        ("gemma3_text", {"rms_norm": 19, "rotary": 3}),  # 1 + weight
+        ("gpt_oss", {"rms_norm": 7, "rotary": 3}),  # cos and sin of half a head
+        ("glm4", {"rms_norm": 13}),  # pairs are neighbours, not halves
+        ("cohere2", {}),  # the mean is taken off, pairs are neighbours
+        ("phi", {"rotary": 3}),
+        ("qwen3_next", {"rms_norm": 11, "rotary": 1}),  # not the gated norms
+    ],
+)
+def test_norms_and_rotary_embeddings_are_known_by_what_they_compute(model_type: str, expected: dict[str, int]) -> None:
+    model = build_skeleton(tiny_config(model_type), torch.bfloat16)
+    assert find_fused_ops(model, split_model(model)).counts() == expected
+
+
+class _Norm(nn.Module):
+    """Looks like a norm; `kind` says what it computes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps, self.kind, self.momentum = 1e-5, kind, 1e-3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if self.kind == "centred":
+            wide = wide - wide.mean(-1, keepdim=True)
+        root = wide.square().mean(-1, keepdim=True)
+        if self.kind == "eps behind the root":
+            return (wide / (root.sqrt() + self.eps)).to(x.dtype) * self.weight
+        normed = wide * (root + (0 if self.kind == "without eps" else self.eps)).rsqrt()
+        factor = {"squared": self.weight.square(), "plus one": 1 + self.weight}.get(self.kind, self.weight)
+        return (normed * factor.float()).to(x.dtype) if self.kind != "wider" else normed.double() * factor
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("plain", NormForm("weight", 1e-5, False)), ("plus one", NormForm("weight", 1e-5, True))]
+    + [(kind, None) for kind in ("centred", "eps behind the root", "without eps", "squared", "wider")],
+)
+def test_a_norm_is_tried_not_recognised_by_its_name(kind: str, form: NormForm | None) -> None:
+    assert norm_form(_Norm(kind)) == form and norm_form(_Norm(kind).bfloat16()) == form
+
+
+def test_a_norm_of_another_type_than_its_input_computes_by_its_own_code() -> None:
+    """Norms in float32 between weights in 16 bit return what they always did."""
+    module, x = _Norm("plain"), torch.randn(2, 8).bfloat16()
+    expected = module(x)
+    FusedNorm(module, NormForm("weight", 1e-5, False))
+    assert torch.equal(module(x), expected) and torch.allclose(module(x.float()), expected.float(), atol=0.05)
 
 
 def test_nothing_is_fused_below_adapters_in_full_training() -> None:
