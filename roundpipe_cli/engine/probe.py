@@ -32,7 +32,7 @@ def find_unread_products(
     options = options or WorkerOptions()
     in_chunks = options.mlp_chunk_tokens is not None
     options = replace(options, mlp_chunk_tokens=16 // NUM_CHUNKS if in_chunks else None)
-    worker, bind = _on_the_host(model, split, store, options)
+    worker, bind = worker_on_host(model, split, store, options)
     if in_chunks:
         worker.check_mlp_chunks(bind)
     return worker.find_unread(bind, dropout_seed=0)
@@ -60,14 +60,14 @@ def find_saved_bytes(
     """
     tokens = max(1, min(PROBE_TOKENS, longest // 2))
     options = WorkerOptions(max(1, tokens // NUM_CHUNKS) if in_chunks else None, fused)
-    worker, bind = _on_the_host(model, split, store, options)
+    worker, bind = worker_on_host(model, split, store, options)
     try:
         return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
     except RuntimeError:
         return None
 
 
-def _on_the_host(
+def worker_on_host(
     model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions
 ) -> tuple[WorkerModel, Callable[[int], None]]:
     """A worker on the processor, and what gives one of its blocks the host's weights."""

@@ -238,9 +238,9 @@ _CACHED = {"weight_cache_bytes": 10**9}
 CASES: dict[str, Case] = {
     "lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES)),
     "full": Case("llama", "full", num_steps=2, microbatches=random_microbatches(MORE_SIZES)),
-    "dropout": Case("llama", "lora", _DROPOUT),
+    "dropout": Case("llama", "lora", {**_DROPOUT, "kernels": "auto"}),
     "dropout-full": Case("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}),
-    "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}),
+    "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True, "kernels": "auto"}),
     "packing": Case("llama", "full", microbatches=packed_rows()),
     "sequence-chunks": Case("llama", "full", chunks=2, microbatches=random_microbatches([(1, 9)]),
                             schedule=partial(roundpipe, sequence_chunks=2)),
