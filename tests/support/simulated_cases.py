@@ -16,7 +16,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model import counter_random, packed_weights
+from roundpipe_cli.model import attention_kernels, counter_random, packed_weights
 from roundpipe_cli.model.preference import Preference
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
@@ -195,8 +195,22 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
         with Simulation(cards, seed, **options) as simulation:
             yield simulation
     finally:
+        attention_kernels._least_capability = None
         counter_random._columns.cache_clear()
         packed_weights._dynamic_map.cache_clear()
+
+
+@contextmanager
+def attention_as_on(cards: Sequence[Card] = CARDS) -> Iterator[None]:
+    """Keys shared on the processor exactly where a run on these cards shares them: the same rounding of gradients."""
+    decide = attention_kernels.takes_shared_keys
+    attention_kernels.set_up_attention(min(card.capability for card in cards))
+    attention_kernels.takes_shared_keys = lambda key: decide(torch.empty(0, dtype=key.dtype, device="meta"))
+    try:
+        yield
+    finally:
+        attention_kernels.takes_shared_keys = decide
+        attention_kernels._least_capability = None
 
 
 @contextmanager
