@@ -113,8 +113,9 @@ def _unused_keys(column: str, value: object) -> Iterator[str]:
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             continue  # the reader names it
+        other_form = ("from", "value") if item.get("role") is not None else ("role", "content")
         for key, part in item.items():
-            if key in MESSAGE_KEYS or part is None:
+            if part is None or (key in MESSAGE_KEYS and key not in other_form):
                 continue
             rule = _find_rule(str(key), part, IN_MESSAGES)
             if rule is not None:

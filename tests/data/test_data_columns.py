@@ -227,6 +227,12 @@ def test_columns_that_are_not_used_are_listed(tmp_path: Path) -> None:
     assert len(build(write_rows(tmp_path / "y.jsonl", [{"messages": CHAT, "tools": None}])).notices) == 1
 
 
+def test_a_message_in_two_forms_names_the_one_that_is_not_read(tmp_path: Path) -> None:
+    """`value` beside `content` was neither read nor listed."""
+    row = {"messages": [{**USER, "value": "Other"}, YO]}
+    assert build(write_rows(tmp_path / "x.jsonl", [row])).notices[1].endswith("not used: messages[].value")
+
+
 def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
     """The first rows tell the type; any row can hold a column that changes its meaning."""
     rows = [{"messages": CHAT}] * 600 + [{"messages": CHAT, "label": False}]
