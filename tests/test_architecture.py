@@ -27,6 +27,7 @@ LEAVES = {
     "redact",
     "durable",
     "plain_files",
+    "library_names",
     "limited",
     "model_sizes",
     "model_packages",

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from transformers.integrations import sdpa_attention
 
+from roundpipe_cli.library_names import library_name
+
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 MAX_FLASH_WIDTH, MAX_CUDNN_WIDTH = 256, 128
 MIN_CAPABILITY = {"flash": (8, 0), "cudnn": (8, 0), "efficient": (5, 0)}
@@ -125,8 +127,9 @@ def set_up_attention(least_capability: tuple[int, int]) -> None:
     """
     global _least_capability
     _least_capability = least_capability
-    if not hasattr(sdpa_attention.use_gqa_in_sdpa, "__wrapped__"):
-        sdpa_attention.use_gqa_in_sdpa = _where_flash_takes_it(sdpa_attention.use_gqa_in_sdpa)
+    if not hasattr(getattr(sdpa_attention, "use_gqa_in_sdpa", None), "__wrapped__"):
+        shares_keys = library_name("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa")
+        sdpa_attention.use_gqa_in_sdpa = _where_flash_takes_it(shares_keys)
 
 
 def _where_flash_takes_it(shares_keys: Callable[..., bool]) -> Callable[..., bool]:

@@ -28,8 +28,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
+PEFT_LAYER = "peft.tuners.lora.layer"
 MAX_PADDING, MAX_ROWS = 8, 2**17
 """Rows of a batched product: for each (token, expert) pair, and in all. Above, experts are looped over."""
 MAX_WASTED_FLOPS = 2e7
@@ -43,14 +45,13 @@ def isolate_expert_adapters(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, ParamWrapper):
+            library_name(PEFT_LAYER, "ParamWrapper._activate_lora")  # PEFT calls what is put here, by this name
             module.__dict__["_activate_lora"] = types.MethodType(_activate, module)
 
 
 @contextmanager
 def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     """In place of `ParamWrapper._activate_lora`."""
-    from peft.tuners.lora.layer import UPCAST_DTYPES
-
     adapters = [name for name in active_adapters if name in wrapper.lora_A]
     if not adapters:
         yield
@@ -58,7 +59,7 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     assert len(adapters) == 1, "the trainer has one adapter"
     layer, name = wrapper.get_base_layer(), wrapper.parameter_name
     weights = layer._parameters[name]
-    low_precision = str(weights.dtype).removeprefix("torch.") in UPCAST_DTYPES
+    low_precision = str(weights.dtype).removeprefix("torch.") in library_name(PEFT_LAYER, "UPCAST_DTYPES")
     if wrapper.num_experts == 1 or low_precision or not _is_grouped(layer, weights, wrapper.r[adapters[0]]):
         with _added(wrapper, adapters[0], layer, name, low_precision):
             yield
@@ -80,14 +81,14 @@ def _is_grouped(layer: Any, weights: torch.Tensor, rank: int) -> bool:
 @contextmanager
 def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: bool) -> Iterator[None]:
     """PEFT's own way: adapted weights in the parameter's slot for the time of the call."""
-    from peft.tuners.lora.layer import _LoraFactorsProxy, _LoraParameterProxy
-
     weights = layer._parameters[name]
     proxy: nn.Module
     if wrapper.num_experts > 1 and not low_precision:
-        proxy = _LoraFactorsProxy(*wrapper.get_delta_factors(adapter))
+        library_name(PEFT_LAYER, "ParamWrapper.get_delta_factors")
+        proxy = library_name(PEFT_LAYER, "_LoraFactorsProxy")(*wrapper.get_delta_factors(adapter))
     else:
-        proxy = _LoraParameterProxy(wrapper.get_delta_weight(adapter))
+        library_name(PEFT_LAYER, "ParamWrapper.get_delta_weight")
+        proxy = library_name(PEFT_LAYER, "_LoraParameterProxy")(wrapper.get_delta_weight(adapter))
     layer._parameters[name] = proxy(weights)
     try:
         yield

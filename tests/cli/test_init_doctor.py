@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
 from roundpipe_cli.cli.init_choice import choose_settings
+from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
@@ -157,3 +159,31 @@ def test_links_are_measured_together() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         measure_links([CpuBackend(1, copy=True), Broken(1, copy=True)], 1 << 20)
+
+
+def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Story: `init`, `convert` and `recipes cp`, killed, left half a recipe, which they then refused to replace."""
+    path, content, codes = tmp_path / "new" / "recipe.yaml", b"model: m\n" * 1000, []
+    for nth in range(1, 9):
+        pid = os.fork()
+        if pid == 0:
+            count = 0
+
+            def dying(event: str, arguments: tuple[object, ...], last: int = nth) -> None:
+                nonlocal count
+                if event in ("open", "os.mkdir", "os.link", "os.remove"):
+                    count += 1
+                    if count == last:
+                        os._exit(9)
+
+            sys.addaudithook(dying)
+            write_new(path, content)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        assert not path.exists() or path.read_bytes() == content
+        path.unlink(missing_ok=True)
+    assert codes[0] == 9 and codes[-1] == 0
+    write_new(path, content)
+    with pytest.raises(RefusedError, match="is there already"):
+        write_new(path, b"other")
+    assert path.read_bytes() == content

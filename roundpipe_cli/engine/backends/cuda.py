@@ -18,6 +18,7 @@ import torch
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory
 from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention_kernels import set_up_attention
 
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
@@ -78,14 +79,15 @@ def set_up_process(indices: Collection[int]) -> None:
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    set_allocator = library_name("torch._C", "_accelerator_setAllocatorSettings")
+    set_allocator("expandable_segments:True")
     try:
         for index in indices:
             torch.empty(1, device=torch.device("cuda", index))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # "operation not supported"
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        set_allocator("expandable_segments:False")
 
 
 def release_workspaces() -> None:
