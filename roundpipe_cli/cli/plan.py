@@ -33,6 +33,7 @@ def plan(
 
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
+    from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
@@ -43,7 +44,7 @@ def plan(
     for notice in loaded.notices:
         say(f"notice: {notice}")
     with watching(loaded.recipe.watchdog_s):
-        answer = make_plan(loaded, hardware)
+        answer = make_plan(loaded, hardware, build_counts)
         solution = solve_recipe(answer) if solve else None
     if svg is not None:
         _write_picture(answer, svg)

@@ -17,6 +17,7 @@ from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.counting import Build
 from roundpipe_cli.planning.question import PlanRequest, ask, choose_tier
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.resident import resident_cut
@@ -113,14 +114,17 @@ def check_fits(loaded: LoadedRecipe) -> None:
     raise error
 
 
-def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Plan:
+def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None, build: Build | None = None) -> Plan:
     """Cut the layers, simulate a step, and judge whether it fits; without the GPUs of less memory than others where
     only that fits, or is faster.
+
+    Args:
+        hardware, build: as of `ask`.
 
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
-    question = ask(loaded, hardware)
+    question = ask(loaded, hardware, build=build)
     best = _plan(question)
     for fewer in without_small_cards(question):
         if best.verdict.fits and _least_s(fewer) >= best.step_s:

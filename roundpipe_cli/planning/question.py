@@ -14,7 +14,7 @@ from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, us
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_model
-from roundpipe_cli.planning.counting import counted
+from roundpipe_cli.planning.counting import Build, counted
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
@@ -66,12 +66,15 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     )
 
 
-def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> PlanRequest:
+def ask(
+    loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False, build: Build | None = None
+) -> PlanRequest:
     """Find the model's figures and the machine.
 
     Args:
         hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
         here: leave the recipe's `hardware` out.
+        build: counts models that are not counted exactly here.
 
     Raises:
         RefusedError: no such model or hardware.
@@ -79,7 +82,7 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
     recipe = loaded.recipe
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
     check_model(found, recipe)
-    architecture = counted(found)
+    architecture = counted(found, build)
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
     elif isinstance(hardware, str):
