@@ -26,6 +26,10 @@ def plan(
         typer.Option(help="Another machine: 8x4090,host_memory_gib=256 or 4x3090+2x4060ti."),
     ] = None,
     solve: Annotated[bool, typer.Option("--solve", help="Also say what would fit, and the cheapest changes.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="A row for each combination of values: hardware=1x4090,2x4090 lora.r=8,16."),
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of one step to this file.")] = None,
 ) -> None:
@@ -35,11 +39,16 @@ def plan(
     """
     from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.plan_compare import show_comparison
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.watchdog import watching
 
+    if compare:
+        _refuse_beside_compare(solve, svg)
+        show_comparison(recipe, overrides or (), hardware, as_json=json_)
+        return
     loaded = load_recipe(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
@@ -56,6 +65,14 @@ def plan(
         return
     for line in wrapped(plan_text(answer, solution), terminal_width()):
         say_data(line)
+
+
+def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:
+    from roundpipe_cli.errors import RefusedError
+
+    if solve or svg is not None:
+        other = "--solve" if solve else "--svg"
+        raise RefusedError(f"{other} is for one plan", where="--compare", hint="plan the combination alone")
 
 
 def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 `parse_config` reads any decoder-only Hugging Face configuration as plain JSON; nothing is imported from transformers.
 Types in `COUNTED_TYPES` are counted within 2 %, those of `counted_types.py` and the shipped models exactly, and a test
-holds both; any other type may be counted wrong by a multiple, and is said to be a guess. The figures of the shipped recipes' models come with the tool
-(models.json), so that planning them needs no network.
+holds both; any other type may be counted wrong by a multiple, and is said to be a guess. The figures of the shipped
+recipes' models come with the tool (models.json), so that planning them needs no network.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
@@ -64,6 +65,8 @@ class Plan:
     """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
+    needs_s: Mapping[str, float]
+    """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -161,6 +164,7 @@ def _plan(question: PlanRequest) -> Plan:
             kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     pairs_s = reference_s(question, cut)
+    needs_s = _needs_s(question, step, host_s)
     reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
@@ -176,10 +180,11 @@ def _plan(question: PlanRequest) -> Plan:
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),
-            _what_binds(question, step, host_s),
+            _what_binds(needs_s),
             *([reference] if pairs_s else []),
         ),
         assumptions=_assumptions(question, cut),
+        needs_s=needs_s,
     )
 
 
@@ -269,20 +274,20 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
     return min(fitting, key=lambda one: simulate_step(question, one).step_s, default=cut)
 
 
-def _what_binds(question: PlanRequest, step: SimulatedStep, host_s: float) -> str:
-    """Where the time of a step goes: workers' arithmetic, links, interpreter."""
+def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:
+    """Where the time of a step goes: workers' arithmetic, links, interpreter, optimizer."""
     workers, costs = question.num_workers, question.analytic.costs
-    compute_s = step.step_s * (1 - step.bubble_ratio)
-    up_s = step.links.up / workers / costs.link_bytes_per_s
-    update_s = sum(layer.optimizer_s for layer in costs.layers)
-    times = {
-        "arithmetic": compute_s,
-        "links to the workers": up_s,
+    return {
+        "arithmetic": step.step_s * (1 - step.bubble_ratio),
+        "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
         "interpreter": host_s,
-        "optimizer on the host": update_s,
+        "optimizer on the host": sum(layer.optimizer_s for layer in costs.layers),
     }
-    most = max(times, key=lambda name: times[name])
-    shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
+
+
+def _what_binds(needs_s: Mapping[str, float]) -> str:
+    most = max(needs_s, key=lambda name: needs_s[name])
+    shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in needs_s.items())
     return f"{most} binds; without waiting a step would need: {shown}"
 
 

@@ -33,6 +33,8 @@ class PlanRequest:
     settings: TrainingSettings
     hardware: Hardware
     analytic: AnalyticCosts
+    reads_disk: bool = False
+    """Weights are read anew from the disk in every round."""
 
     @property
     def num_workers(self) -> int:
@@ -104,9 +106,10 @@ def ask(
         keep_blocks=_kept_blocks(recipe, len(machine.devices)),
     )
     analytic = analytic_costs(architecture, settings, machine)
+    in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return PlanRequest(loaded, architecture, settings, machine, analytic)
+    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk=analytic is not in_memory)
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
