@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.machine import host_memory, num_machines
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
@@ -87,6 +87,8 @@ def check_fits(loaded: LoadedRecipe) -> None:
         return  # a guess is no reason to refuse a run
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
+    if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+        return  # nor is any other GPU
     memory = host_memory()
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)

@@ -18,10 +18,9 @@ from roundpipe_cli.planning.counting import Build, counted
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.units import format_bytes
+from roundpipe_cli.units import format_bytes, format_count
 
-ASSUMED_HARDWARE = "8x4090"
-"""Planned for without a GPU, where `finetune` would refuse a model of more than `MAX_PARAMETERS_ON_CPU`."""
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,14 @@ class PlanRequest:
     analytic: AnalyticCosts
     reads_disk: bool = False
     """Weights are read anew from the disk in every round."""
+    machine_source: str = ""
+    """Who named the machine, for the reader."""
+
+    @property
+    def is_for_lack_of_gpus(self) -> bool:
+        """The CPU is planned for because there is no GPU here and nobody named a machine."""
+        on_cpu = all(device.is_cpu for device in self.hardware.devices)
+        return self.machine_source == THIS_MACHINE and on_cpu and self.loaded.recipe.pipeline.devices == "auto"
 
     @property
     def num_workers(self) -> int:
@@ -85,8 +92,10 @@ def ask(
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
     check_model(found, recipe)
     architecture = counted(found, build)
+    source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
+        source = "the recipe's `hardware`"
     elif isinstance(hardware, str):
         hardware = parse_hardware(hardware)
     machine = hardware or hardware_of(recipe, architecture)
@@ -109,7 +118,7 @@ def ask(
     in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk=analytic is not in_memory)
+    return PlanRequest(loaded, architecture, settings, machine, analytic, analytic is not in_memory, source)
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
@@ -166,9 +175,11 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
     if isinstance(devices, str):
         if gpus and devices == "auto":
             return this_machine(gpus, "this machine", notes, output_dir)
-        if devices == "auto" and architecture.parameters <= MAX_PARAMETERS_ON_CPU:
-            return _cpu_machine(2, "no GPU here: two CPU workers, as `finetune` would take", output_dir)
-        return _assumed(ASSUMED_HARDWARE, "no GPU here")
+        why = "no GPU here: two CPU workers, as `finetune` would take"
+        if architecture.parameters > MAX_PARAMETERS_ON_CPU:
+            most = format_count(MAX_PARAMETERS_ON_CPU)
+            why = f"no GPU here: two CPU workers; above {most} parameters `finetune` needs pipeline.devices=[cpu,cpu]"
+        return _cpu_machine(2, why, output_dir)
     num_cpus = sum(name == "cpu" for name in devices)
     if num_cpus == len(devices):
         return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
 from roundpipe_cli.planning.predict import Plan
 
 WAITING_SHARE = 0.5
@@ -26,7 +27,11 @@ def summary_of(plan: Plan) -> Summary:
     if not plan.verdict.fits:
         return Summary("DOES NOT FIT", tuple(reason.partition(". Needed are")[0] for reason in plan.verdict.reasons))
     rate = f"{plan.tokens_per_s:,.0f} tokens/s"
-    if plan.question.reads_disk:
+    question = plan.question
+    on_cpu = all(device.is_cpu for device in question.hardware.devices)
+    if on_cpu and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+        return Summary("SLOW", (f"a model of this size on the CPU: {rate}",))
+    if question.reads_disk:
         return Summary("SLOW", (f"weights come from disk in every round: {rate}",))
     if plan.bubble_ratio > WAITING_SHARE:
         what = max(plan.needs_s, key=lambda name: plan.needs_s[name])

@@ -261,7 +261,7 @@ def test_a_guessed_count_is_said_in_the_verdict(folder: Path) -> None:
     put_config(folder, UNTAUGHT)
     answer = make_plan(load_recipe(folder / "recipe.yaml", STAGES), "1x4090")
     lines = plan_text(answer, None)
-    assert "(a guess: " in lines[0] and "the parameter count is a guess" in lines[1]
+    assert "(a guess: " in lines[0] and "the parameter count is a guess" in lines[2]
     assert any("is a guess" in line for line in plan_document(answer, None)["assumptions"])
     assert any("not known: whether `finetune` takes" in line for line in answer.assumptions)
     put_config(folder, "llama")
