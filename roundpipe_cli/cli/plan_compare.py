@@ -91,11 +91,12 @@ def table(rows: Sequence[Row]) -> list[str]:
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     num_left = len(rows[0].values) + 1
     lines = []
-    for line, row in zip(cells, [None, *rows], strict=True):
+    shown: list[Row | None] = [None, *rows]
+    for line, row_of in zip(cells, shown, strict=True):
         padded = (
             cell.ljust(width) if column < num_left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         lines.append("  ".join(padded).rstrip())
-        lines += [f"    {reason}" for reason in (row_document(row)["reasons"] if row is not None else ())]
+        lines += [f"    {reason}" for reason in (row_document(row_of)["reasons"] if row_of is not None else ())]
     return lines
