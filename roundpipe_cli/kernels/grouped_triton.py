@@ -23,6 +23,8 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies bfloat16 as integers and rounds to it towards zero: there, operands are cast to
 float32, which changes no product, and results are rounded by torch."""
+VARYING = ("num_rows", "num_groups", "rank")
+"""Arguments whose values no kernel is compiled for anew."""
 SMALLEST, LARGEST = 16, 128
 """Sides of a tile; tensor cores take no fewer than 16."""
 
@@ -75,8 +77,8 @@ def _multiply(left, right, total):
     return tl.dot(left, right, total, input_precision="ieee")
 
 
-@triton.jit
-def _rows_kernel(
+@triton.jit(do_not_specialize=VARYING)
+def _grouped_mm_kernel(
     x, w, low, b, out, ends, num_rows, num_groups, width, columns, rank, scale,
     x_row, x_column, w_group, w_row, w_column, low_row, low_column, b_group, b_row, b_column,
     M: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
@@ -116,7 +118,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _outer_kernel(
+def _grouped_outer_kernel(
     left, right, out, ends, height, columns, scale, left_row, left_column, right_row, right_column,
     M: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -160,11 +162,11 @@ def launch_rows(
     tiles = choose_tiles(-(-num_rows // num_groups), columns, x.dtype)
     rank = low.shape[1]
     grid = (num_rows // tiles.m + num_groups + 1) * triton.cdiv(columns, tiles.n)
-    _rows_kernel[(grid,)](
+    _grouped_mm_kernel[(grid,)](
         x, w, low, b, out, ends, num_rows, num_groups, width, columns, rank, scale,
         *x.stride(), *w.stride(), *low.stride(), *b.stride(),
         M=tiles.m, N=tiles.n, DEPTH=tiles.depth, RANK=min(32, max(SMALLEST, triton.next_power_of_2(rank))),
-        GROUPS=triton.next_power_of_2(num_groups), HAS_LOW=beside is not None,
+        GROUPS=max(SMALLEST, triton.next_power_of_2(num_groups)), HAS_LOW=beside is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out.to(x.dtype)
@@ -178,7 +180,7 @@ def launch_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, sc
         return out.to(left.dtype)
     tiles = choose_tiles(height, columns, left.dtype)
     grid = num_groups * triton.cdiv(height, tiles.m) * triton.cdiv(columns, tiles.n)
-    _outer_kernel[(grid,)](
+    _grouped_outer_kernel[(grid,)](
         left, right, out, ends, height, columns, scale, *left.stride(), *right.stride(),
         M=tiles.m, N=tiles.n, DEPTH=tiles.depth, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

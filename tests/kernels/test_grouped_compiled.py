@@ -53,7 +53,7 @@ def test_the_largest_tiles_compile_for_each_card(
     tiles = grouped_triton.choose_tiles(512, 1536, torch.bfloat16)
     sizes = {"M": tiles.m, "N": tiles.n, "DEPTH": tiles.depth}
     rows = {**sizes, "RANK": 32, "GROUPS": 128, "HAS_LOW": True}
-    for kernel, constants in ((grouped_triton._rows_kernel, rows), (grouped_triton._outer_kernel, sizes)):
+    for kernel, constants in ((grouped_triton._grouped_mm_kernel, rows), (grouped_triton._grouped_outer_kernel, sizes)):
         found = compiled(kernel, capability, constants, tiles)
         assert re.search(r"\b(mma\.sync|wgmma)", found.asm["ptx"]) and ".local" not in found.asm["ptx"]
         assert "cp.async" in found.asm["ptx"], "operands are not loaded ahead"
