@@ -51,7 +51,9 @@ def why_no_triton() -> str | None:
         return "triton is not installed (pip install triton)"
     if not any(map(shutil.which, [os.environ.get("CC") or "gcc", "clang"])):
         return "triton finds no C compiler (install gcc)"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)  # as triton has it
+    if not Path(headers, "Python.h").exists():
         return "triton finds no Python.h (install python3-dev)"
     return None
 

@@ -66,7 +66,9 @@ def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, scale: float 
 
 
 def _rows(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, beside: Beside | None) -> torch.Tensor:
-    assert x.dtype == w.dtype and x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
+    assert x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
+    assert ends.is_contiguous()
+    assert {one.dtype for one in (w, *(beside or ()))} == {x.dtype}, "one type for all"
     if _has_kernels(x):
         from roundpipe_cli.kernels.grouped_triton import launch_rows
 

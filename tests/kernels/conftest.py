@@ -5,15 +5,24 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
+
+from roundpipe_cli import kernels
 
 OURS = "roundpipe_cli.kernels.grouped_triton"
 
 
-def _drop(names: list[str]) -> None:
-    for name in names:
-        del sys.modules[name]
+def _is_tritons(name: str) -> bool:
+    return name == OURS or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+
+
+def _take_out() -> dict[str, ModuleType]:
+    """Modules that an import then makes anew, and not by way of the package that holds ours."""
+    taken = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_tritons(name)}
+    vars(kernels).pop(OURS.rpartition(".")[2], None)
+    return taken
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +35,9 @@ def interpreter() -> Iterator[None]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     monkeypatch = pytest.MonkeyPatch()
-    is_triton = lambda name: (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name == OURS  # noqa: E731
-    before = {name: module for name, module in sys.modules.items() if is_triton(name)}
-    _drop(list(before))
+    before = _take_out()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     yield
     monkeypatch.undo()
-    _drop([name for name in sys.modules if is_triton(name)])
+    _take_out()
     sys.modules.update(before)

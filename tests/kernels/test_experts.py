@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +13,12 @@ from roundpipe_cli.engine.backends.cuda import CudaBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.kernels.grouped_choice import describe_experts, takes_triton, why_no_triton
+from roundpipe_cli.model.expert_lora import isolate_expert_adapters
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
+from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize, whole_weights
 from tests.support.simulated_cases import Case, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import GAMING_CARD
+from tests.support.tiny import make_rig
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -37,6 +45,30 @@ def test_no_thread_waits_for_a_card_without_a_kernel_of_torchs(name: str) -> Non
     assert is_equal(found, expected, case.bound)
     waits = [count for (thread, *_), count in simulation.machine.host_waits.items() if thread != "MainThread"]
     assert max(waits, default=0) <= 1, simulation.machine.host_waits  # a constant table, uploaded once
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_graph_keeps_packed_experts_packed(method: str) -> None:
+    """4-bit experts are whole while their products run; until backward a graph holds what they are made of."""
+    pytest.importorskip("bitsandbytes")
+    rig = make_rig("qwen3_moe", method, dtype=BF16)
+    mlp: Any = copy.deepcopy(rig.plain.get_submodule(f"{rig.split.blocks_path}.0.mlp")).to(BF16)
+    isolate_expert_adapters(mlp)
+    use_grouped_kernel(mlp.modules(), lambda dtype, rank: True)
+    places = []
+    for name in ("gate_up_proj", "down_proj"):
+        experts = next(module for module in mlp.modules() if name in module._parameters)
+        values = experts._parameters[name].detach()
+        packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8)
+        quantize(values, packed)
+        places.append((experts, name, PackedParameter.of(packed, values.shape, BF16, 4)))
+    hidden = torch.randn(1, 9, 64, dtype=BF16, requires_grad=True)
+    with whole_weights(places):
+        whole = [weakref.ref(module._parameters[name]) for module, name, _ in places]
+        result = mlp(hidden)
+    assert [one() for one in whole] == [None, None], "the graph holds whole weights"
+    result.sum().backward()
+    assert hidden.grad is not None and hidden.grad.any()
 
 
 def test_torchs_own_kernel_is_left_where_it_is() -> None:

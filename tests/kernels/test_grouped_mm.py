@@ -22,6 +22,7 @@ def arguments(name: str) -> tuple[object, ...]:
     }[name]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("operator", [grouped_mm, grouped_mm_lora, grouped_outer], ids=lambda one: one._name)
 def test_operators_keep_torchs_rules(operator: torch.library.CustomOpDef) -> None:
     """Schema, no mutation, fake results like real ones, autograd registered."""

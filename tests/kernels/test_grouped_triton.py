@@ -21,11 +21,16 @@ def allowed(exact: torch.Tensor, dtype: torch.dtype) -> float:
     return 1.2 * error(exact.to(dtype), exact) + 1e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("width", "columns", "is_transposed"),
-    [(40, 33, True), (70, 150, False), (64, 128, True), (1, 16, False)],
-    ids=["tails", "two tiles and tails", "whole tiles", "one column"],
+    ("dtype", "width", "columns", "is_transposed"),
+    [
+        *((dtype, 40, 33, True) for dtype in DTYPES),
+        (torch.float32, 40, 90, False),
+        (torch.bfloat16, 70, 150, False),
+        (torch.float16, 64, 128, True),
+        (torch.bfloat16, 1, 16, False),
+    ],
+    ids=["tails, 32", "tails, bf16", "tails, 16", "two tiles, 32", "two tiles, bf16", "whole tiles", "one column"],
 )
 def test_product_and_both_gradients(dtype: torch.dtype, width: int, columns: int, is_transposed: bool) -> None:
     """Weights as transformers has them (transposed views) and the other way round; three rows belong to nobody."""
@@ -46,7 +51,7 @@ def test_product_and_both_gradients(dtype: torch.dtype, width: int, columns: int
 
 @pytest.mark.parametrize(
     ("dtype", "rank"),
-    [*((torch.bfloat16, rank) for rank in (1, 4, 12, 16, 33, 64)), (torch.float32, 3), (torch.float16, 40)],
+    [*((torch.bfloat16, rank) for rank in (1, 12, 33, 64)), (torch.float32, 3), (torch.float16, 40)],
 )
 def test_adapters_of_any_rank(dtype: torch.dtype, rank: int) -> None:
     """Base and adapters: the same sums as one product after the other, with fewer roundings."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.model.block_launches import block_launches
+from roundpipe_cli.kernels.grouped_choice import takes_triton
+from roundpipe_cli.model.block_launches import block_launches, worker_on_meta
 from roundpipe_cli.model.launches import LaunchCounter
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
@@ -127,6 +128,20 @@ def test_our_kernels_take_all_experts_at_once(method: str, capability: tuple[int
     assert all(one[0] <= other[0] for one, other in zip(passes(found), theirs, strict=True)), (found, theirs)
     products = found.forward.operators
     assert products["grouped_mm"] + products["grouped_mm_lora"] == ours and "baddbmm" not in products
+
+
+def test_a_feed_forward_part_of_128_experts_is_a_few_launches() -> None:
+    """Router and experts with adapters on sm86, 28 launches of the block's: six are products, a few sort and gather."""
+    figures = shipped(FAMILIES["qwen3_moe"], num_hidden_layers=2, vocab_size=64)
+    model = build_skeleton(configuration(figures), torch.bfloat16)
+    split = split_model(model)
+    add_lora(model, LoraSettings(r=4, alpha=16), dtype=torch.bfloat16, base_name="counted")
+    worker = worker_on_meta(model, split)
+    worker.use_grouped_kernel(lambda dtype, rank: takes_triton([(8, 6)], dtype, rank))
+    part: Any = worker.blocks[0].get_submodule("mlp")
+    with torch.no_grad(), LaunchCounter((8, 6)) as counter:
+        part(torch.empty(1, 64, figures["hidden_size"], dtype=torch.bfloat16, device="meta"))
+    assert (counter.launches.num_launches, counter.launches.num_products, counter.launches.num_host_waits) == (28, 6, 0)
 
 
 def test_the_script_prints_a_row_for_each_kind_of_block(capsys: pytest.CaptureFixture[str]) -> None:
