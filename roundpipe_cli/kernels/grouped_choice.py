@@ -65,7 +65,7 @@ def describe_experts(
 
     Args:
         dtypes: of the experts' weights; empty: the model has none that are multiplied by grouped products.
-        missing: from `why_no_triton`.
+        missing: why our kernels cannot or may not be used, from `why_no_triton`; None: they can.
     """
     known = [capability for capability in capabilities if capability is not None]
     if not known or not any(loops_over_groups(card, dtype) for card in known for dtype in dtypes):
@@ -73,8 +73,10 @@ def describe_experts(
     cards = ", ".join(f"sm{major}{minor}" for major, minor in sorted(set(known)))
     if all(takes_triton(capabilities, dtype, allowed=missing is None) for dtype in dtypes):
         return f"the experts of a layer are multiplied by one Triton kernel ({cards})"
-    if missing is None:
-        missing = f"kernels take bfloat16 and float16 on sm80 and newer, not {', '.join(sorted(map(_short, dtypes)))}"
+    if missing is None and (min(known) < MIN_CAPABILITY or len(known) < len(capabilities)):
+        missing = "our kernels need sm80 or newer on every GPU of a run"
+    elif missing is None:
+        missing = f"our kernels take bfloat16 and float16, not {', '.join(sorted(map(_short, dtypes)))}"
     return f"experts are multiplied one after the other, and the host waits for each layer ({cards}): {missing}"
 
 

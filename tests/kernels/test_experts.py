@@ -93,7 +93,8 @@ def test_a_loop_is_named_with_its_reason() -> None:
         "experts are multiplied one after the other, and the host waits for each layer (sm86, sm89): "
         "triton is not installed"
     )
-    assert "not float32" in str(describe_experts([(8, 6)], [F32], None))
+    assert str(describe_experts([(8, 6)], [F32], None)).endswith("our kernels take bfloat16 and float16, not float32")
+    assert str(describe_experts([(8, 6), (7, 5)], [F16], None)).endswith("sm80 or newer on every GPU of a run")
 
 
 def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
