@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-Beside = tuple[torch.Tensor, torch.Tensor]
+LowRank = tuple[torch.Tensor, torch.Tensor]
 """(low [S, R], B [E, R, N]) of a product of low rank that is added."""
 
 
@@ -65,7 +65,7 @@ def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, scale: float 
     return left.new_empty((ends.numel(), left.shape[1], right.shape[1]))
 
 
-def _rows(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, beside: Beside | None) -> torch.Tensor:
+def _rows(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, beside: LowRank | None) -> torch.Tensor:
     assert x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
     assert ends.is_contiguous()
     assert {one.dtype for one in (w, *(beside or ()))} == {x.dtype}, "one type for all"

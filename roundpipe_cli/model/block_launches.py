@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe_cli.kernels.grouped_choice import takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.gradient_taps import GradientTaps
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.launches import LaunchCounter, Launches
 from roundpipe_cli.model.split import ModelSplit
@@ -105,7 +107,7 @@ def block_launches(
         own_kernels: whether ours are counted where they would be used.
     """
     worker = worker_on_meta(model, split)
-    worker.use_grouped_kernel(lambda dtype, rank: takes_triton([capability], dtype, rank, allowed=own_kernels))
+    use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=own_kernels))
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
 

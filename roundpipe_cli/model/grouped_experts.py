@@ -98,14 +98,14 @@ class GroupedByKernel(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def use_grouped_kernel(modules: Iterable[nn.Module], takes: Takes) -> frozenset[torch.dtype]:
-    """Have the fused experts among `modules` (one worker's own) multiply by our kernels where `takes` says so.
+def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes) -> frozenset[torch.dtype]:
+    """Have the fused experts in `blocks` (one worker's own) multiply by our kernels where `takes` says so.
 
     Returns:
         types of their weights; empty: there are none.
     """
     found = set()
-    for module in modules:
+    for module in (module for block in blocks for module in block.modules()):
         if uses_grouped_products(module):
             module.__dict__[_MODE] = GroupedByKernel(takes)
             module.__dict__["forward"] = types.MethodType(_forward, module)

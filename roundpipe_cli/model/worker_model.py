@@ -21,7 +21,6 @@ from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.grouped_experts import Takes, use_grouped_kernel
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
@@ -118,10 +117,6 @@ class WorkerModel:
         self._left_out: dict[int, UnreadProducts] = {}
         self._blocks_draw = False
         self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
-
-    def use_grouped_kernel(self, takes: Takes) -> frozenset[torch.dtype]:
-        """Multiply fused experts by our kernels where `takes` says so; returns the types of their weights."""
-        return use_grouped_kernel((module for block in self.blocks for module in block.modules()), takes)
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
         found = {}

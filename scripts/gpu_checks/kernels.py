@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from roundpipe_cli.kernels.grouped_choice import takes_triton, why_no_triton
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
@@ -48,7 +49,7 @@ def one_block(place: CheckPlace, model_type: str, method: str) -> Figures:
         device = torch.device("cuda", place.first)
         worker = WorkerModel(model.skeleton, model.split, model.store.views, model.store.trainable_names, device)
         capability = torch.cuda.get_device_capability(device)
-        worker.use_grouped_kernel(partial(takes_triton, [capability], allowed=why_no_triton() is None))
+        use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=why_no_triton() is None))
         host = model.store.layouts[1]
         worker.bind(1, {
             one.name: nn.Parameter(model.store.views[one.name].to(device), one.name in model.store.trainable_names)

@@ -50,7 +50,7 @@ def run(mlp: nn.Module, hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], 
 def by_kernel(mlp: nn.Module) -> nn.Module:
     experts_of(mlp).config._experts_implementation = "grouped_mm"
     isolate_expert_adapters(mlp)
-    assert use_grouped_kernel(mlp.modules(), lambda dtype, rank: True)
+    assert use_grouped_kernel([mlp], lambda dtype, rank: True)
     return mlp
 
 

@@ -54,7 +54,7 @@ def test_a_graph_keeps_packed_experts_packed(method: str) -> None:
     rig = make_rig("qwen3_moe", method, dtype=BF16)
     mlp: Any = copy.deepcopy(rig.plain.get_submodule(f"{rig.split.blocks_path}.0.mlp")).to(BF16)
     isolate_expert_adapters(mlp)
-    use_grouped_kernel(mlp.modules(), lambda dtype, rank: True)
+    use_grouped_kernel([mlp], lambda dtype, rank: True)
     places = []
     for name in ("gate_up_proj", "down_proj"):
         experts = next(module for module in mlp.modules() if name in module._parameters)

@@ -13,6 +13,7 @@ import torch
 
 from roundpipe_cli.kernels.grouped_choice import takes_triton
 from roundpipe_cli.model.block_launches import block_launches, worker_on_meta
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.launches import LaunchCounter
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
@@ -137,7 +138,7 @@ def test_a_feed_forward_part_of_128_experts_is_a_few_launches() -> None:
     split = split_model(model)
     add_lora(model, LoraSettings(r=4, alpha=16), dtype=torch.bfloat16, base_name="counted")
     worker = worker_on_meta(model, split)
-    worker.use_grouped_kernel(lambda dtype, rank: takes_triton([(8, 6)], dtype, rank))
+    use_grouped_kernel(worker.blocks, lambda dtype, rank: takes_triton([(8, 6)], dtype, rank))
     part: Any = worker.blocks[0].get_submodule("mlp")
     with torch.no_grad(), LaunchCounter((8, 6)) as counter:
         part(torch.empty(1, 64, figures["hidden_size"], dtype=torch.bfloat16, device="meta"))
