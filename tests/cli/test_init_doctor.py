@@ -20,6 +20,7 @@ from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.kernels.grouped_choice import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import child_environment, command_line, run
@@ -147,6 +148,18 @@ def num_gpus_here() -> int:
     from roundpipe_cli.engine.backends import cuda
 
     return cuda.num_devices()
+
+
+def test_doctor_says_whether_triton_can_make_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs only; a missing compiler costs a mixture of experts most of its speed on most cards."""
+    pytest.importorskip("triton")
+    assert checks.triton_check(0) == []
+    (found,) = checks.triton_check(1)
+    assert found.state == ("good" if why_no_triton() is None else "note"), found
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    (found,) = checks.triton_check(1)
+    assert found.state == "note" and "no C compiler (install gcc)" in found.found
 
 
 def test_links_are_measured_together() -> None:

@@ -126,6 +126,8 @@ class CudaBackend(Backend):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.aliases_host = False
+        if torch.version.hip is None:
+            self.capability = torch.cuda.get_device_capability(self.device)
         with torch.cuda.device(self.device):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
