@@ -95,6 +95,7 @@ class Engine:
                 model, split, store.views, store.trainable_names, backend.device, options.mlp_chunk_tokens
             )
             worker_model.leave_out(options.unread or {})
+            worker_model.attends_in_rows = options.attends_in_rows
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )
