@@ -104,6 +104,7 @@ class Engine:
             worker_model.leave_out(options.unread or {})
             if backend.capability is not None:
                 expert_dtypes = use_grouped_kernel(worker_model.blocks, takes)
+            worker_model.attends_in_rows = options.attends_in_rows
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )

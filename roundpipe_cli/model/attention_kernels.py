@@ -142,7 +142,10 @@ def _where_flash_takes_it(shares_keys: Callable[..., bool]) -> Callable[..., boo
 
 def takes_shared_keys(key: torch.Tensor) -> bool:
     """Whether a fused kernel takes keys [batch, heads, tokens, width] that several query heads share."""
-    if key.device.type == "cpu" or _least_capability is None:
-        return True
-    is_half = key.dtype in (torch.float16, torch.bfloat16)
-    return is_half and _least_capability >= MIN_CAPABILITY["flash"]
+    return key.device.type == "cpu" or _least_capability is None or has_flash(key.dtype)
+
+
+def has_flash(dtype: torch.dtype) -> bool:
+    """Whether all cards of this process's run have flash attention in `dtype`."""
+    has_kernel = _least_capability is not None and _least_capability >= MIN_CAPABILITY["flash"]
+    return has_kernel and dtype in (torch.float16, torch.bfloat16)

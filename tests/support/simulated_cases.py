@@ -256,6 +256,7 @@ CASES: dict[str, Case] = {
     "dropout-full": Case("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}),
     "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}),
     "packing": Case("llama", "full", microbatches=packed_rows()),
+    "packing-by-rows": Case("gemma3_text", "lora", {"attends_in_rows": True}, microbatches=packed_rows()),
     "sequence-chunks": Case("llama", "full", chunks=2, microbatches=random_microbatches([(1, 9)]),
                             schedule=partial(roundpipe, sequence_chunks=2)),
     "mlp-chunks": Case("llama", "full", engine={"mlp_chunk_tokens": 5}),
