@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -255,7 +256,7 @@ def write_new(path: Path, content: bytes) -> None:
         try:
             with temporary.open("wb") as stream:
                 stream.write(content)
-            os.link(temporary, path)  # unlike a rename it replaces nothing
+            _put_in_place(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except FileExistsError:
@@ -264,3 +265,15 @@ def write_new(path: Path, content: bytes) -> None:
         ) from None
     except OSError as error:
         raise RefusedError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, which must be free."""
+    try:
+        os.link(temporary, path)  # unlike a rename it replaces nothing
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if path.exists():  # a file system without hard links: FAT, some network shares
+            raise FileExistsError(path) from None
+        temporary.rename(path)

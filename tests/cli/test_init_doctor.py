@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -200,3 +201,15 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="is there already"):
         write_new(path, b"other")
     assert path.read_bytes() == content
+
+
+def test_a_recipe_is_written_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    write_new(tmp_path / "recipe.yaml", b"model: m\n")
+    with pytest.raises(RefusedError, match="is there already"):
+        write_new(tmp_path / "recipe.yaml", b"other")
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
+    assert (tmp_path / "recipe.yaml").read_bytes() == b"model: m\n"
