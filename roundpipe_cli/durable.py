@@ -177,8 +177,8 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
         temporary.unlink(missing_ok=True)
 
 
-def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> None:
-    """Add one line to a log, durably. A kill may leave it torn; the reader cuts a line without its end off.
+def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> bytes:
+    """Add one line to a log, durably; returns its bytes. A kill may leave it torn; the reader then cuts it off.
 
     Raises:
         ResourceError: disk full or failing.
@@ -194,6 +194,7 @@ def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> None:
             os.close(descriptor)
     except OSError as error:
         raise disk_error(error, path, path.name, len(data)) from error
+    return data
 
 
 def remove_tree(path: Path) -> None:

@@ -68,6 +68,10 @@ class RecipeError(RefusedError):
         self.problems = tuple(problems)
 
 
+class ContradictionError(RecipeError):
+    """A recipe whose values are each as they should be, but not together. Exit code 2."""
+
+
 class OutputInUseError(RoundpipeError):
     """Another run holds the output directory. Exit code 3."""
 

@@ -6,7 +6,7 @@ The child has no open files of ours, `processor_s` of processor time and `memory
 
     soft limit   SIGVTALRM, raises in Python code      hard limit   SIGPROF, ends the child (it was in C code)
 
-A child that is stopped from outside is ended after `WALL_S`. Children are forked, so that they need not load anything;
+A child that is stopped from outside is ended after `wall_s`. Children are forked, so that they need not load anything;
 they end with their parent, whatever ends it.
 """
 
@@ -51,6 +51,8 @@ class Limits:
     processor_s: float = 2.0
     memory_bytes: int = 2 * 1024**3
     hint: str | None = None
+    wall_s: float = WALL_S
+    """Longest wait for the child, which may be stopped from outside."""
 
     def refusal(self, problem: str, found: str) -> RefusedError:
         return RefusedError(f"{self.what} {problem}", where=self.where, found=found, hint=self.hint)
@@ -74,8 +76,8 @@ def run_limited(work: Callable[[], T], limits: Limits) -> T:
         process.start()
     theirs.close()
     try:
-        if not ours.poll(WALL_S):
-            raise limits.refusal("does not end", f"no result within {WALL_S:g} s")
+        if not ours.poll(limits.wall_s):
+            raise limits.refusal("does not end", f"no result within {limits.wall_s:g} s")
         is_value, reply = ours.recv()
     except (EOFError, ConnectionError):
         process.join()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_checks import procedure, readme
+from scripts.gpu_checks import experts, procedure, readme
 from scripts.gpu_checks.kernels import kind_of
 from scripts.gpu_checks.part import PARTS, outcome_of, run_part
 from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, SkippedCheckError
@@ -147,6 +147,7 @@ def test_without_a_gpu_nothing_is_checked(
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "product"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "product"),
+        ("_grouped_outer_kernel", "product"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::silu>", "elementwise"),
         ("void at::native::reduce_kernel<512, 1, at::native::MeanOps>", "reduction"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
@@ -155,6 +156,13 @@ def test_without_a_gpu_nothing_is_checked(
 )
 def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
+
+
+def test_grouped_products_need_a_real_card() -> None:
+    """On simulated cards the processor computes; Triton's kernels run on a real one alone."""
+    found = [outcome_of(one) for one in experts.checks(CheckPlace(True, (0, 1), "tiny"))]
+    assert len(found) == 6
+    assert {(one["status"], one["reason"]) for one in found} == {("skipped", "a Triton kernel needs a real card")}
 
 
 def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
@@ -166,11 +174,18 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
             {"check": "lora, cached", "status": "failed", "reason": "no"},
         ],
         "links": [{"check": "one link", "status": "ok", "figures": {"up_gb_per_s": [25.0], "down_gb_per_s": [26.0]}}],
+        "experts": [
+            {"check": "parity", "status": "ok", "figures": {"errors": {}}},
+            {"check": "time, bfloat16", "status": "ok", "figures": {
+                "milliseconds": {"ours": 4.0, "torch": 9.0, "ours, both": 12.0, "torch, both": 30.0},
+                "first_s": 8.0, "torch_loops": True}},
+        ],
     }  # fmt: skip
     document = {"device": "GPU", "hardware": "1 x NVIDIA H200, torch 2.11.0", "seconds": {}, "parts": parts}
     page = readme.updated(readme.PAGE.read_text(encoding="utf-8"), document, "2026-12-01")
-    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 2 ok, 1 failed, 0 stopped, 0 skipped." in page
+    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 4 ok, 1 failed, 0 stopped, 0 skipped." in page
     assert "| lora, streamed | 1,234 | 2.000 s | 3.0 % | 5.00 GB |" in page and "| one link | 25.0 | 26.0 |" in page
+    assert "| time, bfloat16 | 4.00 ms | 9.00 ms | 12.00 ms | 30.00 ms | a loop |" in page
     assert readme.updated(page, document, "2026-12-01") == page
     path = tmp_path / "simulated.json"
     path.write_text(json.dumps({**document, "device": "simulated"}))

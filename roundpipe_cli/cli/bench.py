@@ -151,13 +151,14 @@ def _question(
 
 def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> SimulationCase:
     """The case that a recipe describes: costs, workers and microbatches."""
+    from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.planning.predict import stage_case
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.units import format_seconds
 
-    question = ask(load_recipe(recipe, overrides), hardware)
+    question = ask(load_recipe(recipe, overrides), hardware, build=build_counts)
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     if host_s:
         say(

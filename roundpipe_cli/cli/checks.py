@@ -66,7 +66,7 @@ def all_checks(*, offline: bool) -> list[Check]:
     checks += _gpus(rows)
     checks.append(_workers(num_gpus))
     if torch_check.state != "fails":
-        checks += _links(num_gpus)
+        checks += [*_links(num_gpus), *triton_check(num_gpus)]
     checks += [_locking(num_gpus), _memory(), *_disk(), *_hub(offline), *_optional()]
     return checks
 
@@ -258,6 +258,18 @@ def _hub(offline: bool) -> Iterator[Check]:
     has_token: bool = bool(get_token())  # the token itself is never shown
     login = None if has_token else "hf auth login, for models whose terms must be accepted"
     yield Check("hub token", "good" if has_token else "note", "there is one" if has_token else "none", login)
+
+
+def triton_check(num_gpus: int) -> list[Check]:
+    """Whether Triton's kernels can be made here; processors use none."""
+    if not num_gpus:
+        return []
+    from roundpipe_cli.kernels.grouped_choice import why_no_triton
+
+    missing = why_no_triton()
+    if missing is not None:
+        return [Check("kernels", "note", f"{missing}: experts are multiplied one after the other on most GPUs")]
+    return [Check("kernels", "good", f"triton {importlib.metadata.version('triton')} and a C compiler, for experts")]
 
 
 def _optional() -> Iterator[Check]:

@@ -26,6 +26,13 @@ def plan(
         typer.Option(help="Another machine: 8x4090,host_memory_gib=256 or 4x3090+2x4060ti."),
     ] = None,
     solve: Annotated[bool, typer.Option("--solve", help="Also say what would fit, and the cheapest changes.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="A row for each combination of values: hardware=1x4090,2x4090 lora.r=8,16."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also show stages, memory by part, links and assumptions.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of one step to this file.")] = None,
 ) -> None:
@@ -33,17 +40,23 @@ def plan(
 
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
+    from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.plan_compare import show_comparison
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.watchdog import watching
 
+    if compare:
+        _refuse_beside_compare(solve, svg)
+        show_comparison(recipe, overrides or (), hardware, as_json=json_)
+        return
     loaded = load_recipe(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
     with watching(loaded.recipe.watchdog_s):
-        answer = make_plan(loaded, hardware)
+        answer = make_plan(loaded, hardware, build_counts)
         solution = solve_recipe(answer) if solve else None
     if svg is not None:
         _write_picture(answer, svg)
@@ -53,8 +66,16 @@ def plan(
 
         say_data(json.dumps(plan_document(answer, solution), indent=1))
         return
-    for line in wrapped(plan_text(answer, solution), terminal_width()):
+    for line in wrapped(plan_text(answer, solution, details=verbose), terminal_width()):
         say_data(line)
+
+
+def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:
+    from roundpipe_cli.errors import RefusedError
+
+    if solve or svg is not None:
+        other = "--solve" if solve else "--svg"
+        raise RefusedError(f"{other} is for one plan", where="--compare", hint="plan the combination alone")
 
 
 def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
@@ -112,13 +133,16 @@ def _fitting_name(answer: Plan) -> str | None:
     return fitting.command_name if fitting is not None else None
 
 
-def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
+def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) -> list[str]:
     """The plan in words: the verdict first."""
+    from roundpipe_cli.cli.plan_verdict import verdict_lines
     from roundpipe_cli.planning.unequal import who_does_what
 
-    lines = [*_verdict_lines(answer), ""]
+    lines = [*verdict_lines(answer), ""]
     if solution is not None:
         lines += [*_solution_lines(answer, solution), ""]
+    if not details:
+        return [*lines, "`-v` shows stages, memory by part, links, and what this rests on"]
     lines += [*_stage_lines(answer), ""]
     unequal = who_does_what(answer.question, answer.timeline)
     lines += [*unequal, ""] if unequal else []
@@ -127,40 +151,6 @@ def plan_text(answer: Plan, solution: Solution | None) -> list[str]:
     if answer.explanation:
         lines += ["why this cut", *(f"  {line}" for line in answer.explanation), ""]
     return [*lines, "what this rests on", *(f"  {line}" for line in answer.assumptions)]
-
-
-def _verdict_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.planning.run_length import steps_of
-    from roundpipe_cli.units import counted, format_count, format_seconds
-
-    question, settings = answer.question, answer.question.settings
-    count = f"{format_count(question.architecture.parameters)} parameters"
-    if question.architecture.is_guess:
-        count = f"a guess: {count}"
-    what = f"{question.loaded.recipe.model} ({count})"
-    workers = counted(question.num_workers, "worker")
-    how = f"{settings.method}, {settings.dtype}, {workers} on {question.hardware.description}"
-    if answer.verdict.fits:
-        lines = [f"It fits: {what}, {how}."]
-    else:
-        lines = [f"It does not fit: {what}, {how}.", *(f"  {reason}" for reason in answer.verdict.reasons)]
-        fitting = _fitting_name(answer)
-        if fitting is not None:
-            lines.append(f"The nearest recipe of the tool that fits: {fitting}")
-    lines += [f"  {note}" for note in question.architecture.notes]
-    tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
-    would = "" if answer.verdict.fits else "If it did fit: "
-    lines.append(
-        f"{would}{format_seconds(answer.step_s)} a step of {tokens:,} tokens, {answer.tokens_per_s:,.0f} tokens/s, "
-        f"bubble {100 * answer.bubble_ratio:.1f} %"
-    )
-    steps, how_known = steps_of(question.loaded)
-    if steps is None:
-        lines.append(f"Time to finish: not known, {how_known}")
-    else:
-        total = format_seconds(steps * answer.step_s)
-        lines.append(f"Time to finish: {total} for {counted(steps, 'step')} ({how_known}), if every row is full")
-    return lines
 
 
 def _solution_lines(answer: Plan, solution: Solution) -> list[str]:

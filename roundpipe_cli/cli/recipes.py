@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -240,20 +242,38 @@ def table(found: list[ShippedRecipe], width: int | None = None) -> list[str]:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet; folders around it are made.
+    """Write a file that is not there yet, all of it or nothing; folders around it are made.
 
     Raises:
         RefusedError: it exists, or cannot be written.
     """
+    from roundpipe_cli.durable import TEMPORARY_PREFIX
     from roundpipe_cli.errors import RefusedError
 
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}"[:255])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as stream:
-            stream.write(content)
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(content)
+            _put_in_place(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except FileExistsError:
         raise RefusedError(
             f"{path} is there already and is not overwritten", hint="name another file, or remove it first"
         ) from None
     except OSError as error:
         raise RefusedError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, which must be free."""
+    try:
+        os.link(temporary, path)  # unlike a rename it replaces nothing
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if path.exists():  # a file system without hard links: FAT, some network shares
+            raise FileExistsError(path) from None
+        temporary.rename(path)

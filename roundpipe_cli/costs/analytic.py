@@ -108,7 +108,7 @@ def trainable_params(architecture: Architecture, settings: TrainingSettings) -> 
         return [0, *(lora_params(architecture, block, settings) for block in architecture.blocks), 0]
     shared = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
     return [
-        architecture.embed_params - shared,
+        architecture.embed_params - shared - architecture.unreached_params,
         *(block.params for block in architecture.blocks),
         architecture.head_params,
     ]

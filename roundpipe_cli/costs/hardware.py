@@ -86,6 +86,7 @@ class Hardware:
     """Lines for the reader: which figures were measured and which assumed."""
     is_here: bool = False
     """Read from the machine that this runs on, rather than given or assumed."""
+    host_memory_is_assumed: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -193,6 +194,7 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         disk_bytes_per_s=float(options.get("disk_gb_per_s", 0)) * 1e9 or None,
         accumulate="fp16" if options.get("accumulate") == "fp16" else "fp32",
         notes=tuple(notes),
+        host_memory_is_assumed=host_memory_gib is None,
     )
 
 

@@ -1,9 +1,9 @@
 """A model's architecture in numbers, from its config.json: enough to count parameters, bytes and operations.
 
 `parse_config` reads any decoder-only Hugging Face configuration as plain JSON; nothing is imported from transformers.
-Types in `COUNTED_TYPES` are counted within 2 %, the shipped models exactly, and a test holds both; any other type may
-be counted wrong by a multiple, and is said to be a guess. The figures of the shipped recipes' models come with the tool
-(models.json), so that planning them needs no network.
+Types in `COUNTED_TYPES` are counted within 2 %, those of `counted_types.py` and the shipped models exactly, and a test
+holds both; any other type may be counted wrong by a multiple, and is said to be a guess. The figures of the shipped
+recipes' models come with the tool (models.json), so that planning them needs no network.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from roundpipe_cli.costs.counted_types import TIED_BY_DEFAULT
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.units import format_count
@@ -131,6 +132,10 @@ class Architecture:
     """Nothing says that the parameters are counted right."""
     notes: tuple[str, ...] = ()
     """On the count, for the reader."""
+    tail_params: int | None = None
+    """What the head layer has beside the LM head's matrix; None: a norm of one weight a channel."""
+    unreached_params: int = 0
+    """Of `embed_params`: towers for pictures and sound, which stay on the host and are not trained."""
 
     @property
     def four_norms(self) -> bool:
@@ -160,7 +165,8 @@ class Architecture:
     @property
     def head_params(self) -> int:
         """The LM head's matrix and the final norm, shared matrix included."""
-        return self.vocab_size * self.hidden_size + self.hidden_size
+        tail = self.hidden_size if self.tail_params is None else self.tail_params
+        return self.vocab_size * self.hidden_size + tail
 
     @property
     def parameters(self) -> int:
@@ -271,7 +277,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         gated_mlp=shape.gated,
         qk_norm=model_type in _QK_NORM,
         vocab_size=vocab,
-        tied=bool(config.get("tie_word_embeddings", model_type in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
+        tied=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
         max_position_embeddings=reader.number("max_position_embeddings") or None,
         embed_params=vocab * hidden + learned * hidden,
         blocks=blocks,

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe_cli.data.messages import Conversation, Exchange, Message
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.library_names import library_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -298,12 +299,12 @@ class ChatTemplate:
 
     def _check_syntax(self) -> None:
         from jinja2 import TemplateSyntaxError
-        from transformers.utils import chat_template_utils
 
         if self.writes_date:
             with contextlib.suppress(TemplateSyntaxError):
                 # transformers keeps compiled templates; this is the one that it will render.
-                compiled: Any = chat_template_utils._compile_jinja_template(self.text)
+                compile_template = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")
+                compiled: Any = compile_template(self.text)
                 compiled.environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
         try:
             self.render([{"role": "user", "content": "x"}])

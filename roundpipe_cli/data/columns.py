@@ -1,241 +1,39 @@
 """Columns, and keys of messages, that nothing reads: named to the user, or refused where they change what a row means.
 
-A value that says nothing (null, an empty text or list) changes nothing, whatever the column is called.
+`column_rules.py` says which do.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from roundpipe_cli.data.column_rules import (
+    CHOSEN,
+    IN_MESSAGES,
+    LAYOUTS,
+    MEDIA,
+    MESSAGE_RULES,
+    PROMPT_PART,
+    REJECTED,
+    RULES,
+    SAME_PROMPT,
+    ColumnRule,
+    is_decoded_media,
+    says_something,
+)
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages
 from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
 from roundpipe_cli.errors import RefusedError
 
-ANSWER_TYPES = ("chat", "sharegpt", "alpaca", "prompt_completion")
-"""Types of rows with an answer to train."""
-PROMPT_TYPES = (*ANSWER_TYPES, "preference")
-"""Types of rows with a prompt."""
-IN_MESSAGES = "messages"
-"""In place of a type of rows: the rules for keys of messages."""
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
 MEDIA_ENDINGS = (
     *(".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff"),
     *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".wav", ".mp3", ".flac", ".ogg", ".m4a"),
 )
 MEDIA_WORD = re.compile(r"image|img|video|audio|picture|photo|pixel|frame|media|speech|sound|figure", re.IGNORECASE)
-
-
-def says_something(value: object) -> bool:
-    """Whether a value holds anything: not null, nor empty, nor a list of such values, nor the text of one."""
-    if isinstance(value, str):
-        return value.strip() not in ("", "[]", "{}", "null", "None")
-    if isinstance(value, Mapping):
-        return any(says_something(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(map(says_something, value))
-    if isinstance(value, bytes):
-        return bool(value)
-    return value is not None and value is not False and not (isinstance(value, float) and math.isnan(value))
-
-
-def is_verdict(value: object) -> bool:
-    """Yes or no, in any of the forms that files have for it."""
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "false", "0", "1", "desirable", "undesirable")
-    return isinstance(value, (bool, int, float)) and value in (0, 1)
-
-
-def is_weight(value: object) -> bool:
-    """A number other than 1, also as text."""
-    try:
-        return says_something(value) and float(value) != 1  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return True
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and says_something(value)
-
-
-def _is_list_of_numbers(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (bool, int)) for item in value)
-
-
-@dataclass(frozen=True)
-class ColumnRule:
-    """Columns that mean something which nothing here reads."""
-
-    names: re.Pattern[str]
-    """Pattern for the whole name of the column, in lower case."""
-    what: str
-    """Description of the column, behind its name."""
-    hint: str
-    types: tuple[str, ...] | None = None
-    """Types of rows in which it does so; None: all."""
-    matters: Callable[[object], bool] = says_something
-
-
-def _rule(names: str, what: str, hint: str, types: tuple[str, ...] | None = None, **options: object) -> ColumnRule:
-    return ColumnRule(re.compile(names), what, hint, types, **options)  # type: ignore[arg-type]
-
-
-REJECTED = re.compile(r"rejected(_messages|_response|_conversations)?")
-CHOSEN = re.compile(r"chosen(_messages|_response|_conversations)?")
-PAIR_HINT = "write `objective: dpo`"
-KTO_HINT = "keep the rows whose answers are wanted and delete the column, or make pairs of them for `objective: dpo`"
-TOKENS_HINT = "give the texts or messages that the tokens were made of"
-SEGMENTS_HINT = "write them as `prompt` and `completion`, or as `messages` with `train: false`"
-STEPS_HINT = "write one answer as `completion`"
-
-MEDIA = _rule(
-    r"(image|img|video|audio|picture|photo|pixel)s?"
-    r"(_?(path|url|uri|file|byte|value|data|list|name|filename|base64|feature|input|grid_thw)s?)?"
-    r"|input_features",
-    "holds images, video or sound, and only text is trained",
-    "train the rows that are text alone: delete the others, or `on_bad_row=skip`",
-)
-
-PROMPT_PART = _rule(
-    r"instruction|input|context|passage|article|documents?|choices|options|suffix",
-    "holds a part of the prompt that is not read",
-    "`type: alpaca`, `columns: {instruction: COLUMN, input: COLUMN, output: COLUMN}`, or write it into the prompt",
-    ("prompt_completion", "preference"),
-)
-"""Harmless where the text is in a column that is read."""
-
-RULES = (
-    _rule(
-        r"label|kto_tag|kto_label|(is_)?desirable",
-        "marks answers as wanted or unwanted (KTO), which is not offered",
-        KTO_HINT,
-        ANSWER_TYPES,
-        matters=is_verdict,
-    ),
-    _rule(
-        f"{CHOSEN.pattern}|{REJECTED.pattern}",
-        "belongs to a preference pair, which objective sft does not train",
-        PAIR_HINT,
-        (*ANSWER_TYPES, "text"),
-    ),
-    MEDIA,
-    _rule(
-        r"(loss|sample|example|row|token)?_?weights?|loss_scale",
-        "says how much the row counts, which is not offered",
-        "weigh whole datasets against each other with `weight` in the recipe, and delete the column",
-        matters=is_weight,
-    ),
-    _rule(
-        r"(prompt_|completion_|chosen_|rejected_)?input_ids|(prompt|completion|chosen|rejected|token)_ids|tokens"
-        r"|(completion|assistant|loss|label|labels)_masks?|assistant_tokens_mask",
-        "holds tokens or masks that are made already, which is not offered",
-        TOKENS_HINT,
-        matters=_is_list_of_numbers,
-    ),
-    _rule(
-        r"segments",
-        "holds pieces of text with a label each (axolotl's input_output), which is not offered",
-        SEGMENTS_HINT,
-        matters=holds_messages,
-    ),
-    _rule(
-        r"completions",
-        "holds steps or several answers to judge (process supervision), which is not offered",
-        STEPS_HINT,
-        ANSWER_TYPES,
-        matters=_is_list,
-    ),
-    _rule(
-        r"tools|functions|tool_definitions",
-        "holds tools that this type of rows does not read",
-        "use `messages` (type chat) with a column `tools`",
-    ),
-    _rule(
-        r"system(_prompt|_message)?",
-        "holds a system prompt that is not read",
-        "name the column: `columns: {system: COLUMN}`",
-        PROMPT_TYPES,
-    ),
-    _rule(r"history", "holds earlier turns that are not read", "write all turns as `messages`", PROMPT_TYPES),
-    PROMPT_PART,
-    _rule(
-        r"chat_template_kwargs|documents",
-        "holds settings of the chat template, which are not offered in rows",
-        "give a template that has them as `chat_template: FILE`",
-        PROMPT_TYPES,
-    ),
-    _rule(
-        r"reasoning_content|reasoning|thinking",
-        "holds thoughts that are not read",
-        "write them into the messages of a chat, as `reasoning_content`",
-        ("alpaca", "prompt_completion", "preference"),
-    ),
-)
-
-MESSAGE_RULES = (
-    MEDIA,
-    _rule(
-        r"function_call",
-        "holds a call in a form that is not read",
-        "write it as `tool_calls`: [{function: {name, arguments}}]",
-    ),
-    _rule(r"refusal", "holds words of the assistant that are not read", "write them as the message's `content`"),
-    _rule(
-        r"(reasoning_)?(training|train)_detail|masks?|loss_mask|weights|train_on_.*",
-        "says which part of the turn is trained, which is not offered",
-        "split the turn, or give whole messages `train: false`",
-    ),
-    _rule(r"label", "says which turns are wanted, which is not offered", "write `train: false`", matters=is_verdict),
-    _rule(r"chosen|rejected", "belongs to a preference pair", PAIR_HINT),
-)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Columns that only a kind of training not offered has; told where the columns fit no type."""
-
-    columns: frozenset[str]
-    what: str
-    hint: str
-
-
-LAYOUTS = (
-    Layout(frozenset({"input_ids"}), "the rows are tokenised already", TOKENS_HINT),
-    Layout(
-        frozenset({"segments"}),
-        "rows of segments with a label each (axolotl's input_output) are not offered",
-        SEGMENTS_HINT,
-    ),
-    *(
-        Layout(frozenset(pair), "the rows are preference pairs, and objective sft trains single answers", PAIR_HINT)
-        for pair in (
-            ("chosen", "rejected"),
-            ("chosen_messages", "rejected_messages"),
-            ("chosen_response", "rejected_response"),
-            ("chosen_conversations", "rejected_conversations"),
-        )
-    ),
-    Layout(
-        frozenset({"completions", "labels"}), "rows of steps to judge (process supervision) are not offered", STEPS_HINT
-    ),
-    *(
-        Layout(
-            frozenset({"completion", tag}),
-            "rows of answers marked as wanted or unwanted (KTO) are not offered",
-            KTO_HINT,
-        )
-        for tag in ("label", "kto_tag")
-    ),
-    Layout(
-        frozenset({"prompt"}),
-        "the rows are prompts without an answer to train on",
-        "training on rewards (GRPO, PPO) is not offered",
-    ),
-)
 
 
 def refuse_layout(layouts: Sequence[Sequence[str]], where: str) -> None:
@@ -276,14 +74,15 @@ def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: s
 def _is_harmless(rule: ColumnRule, name: str, row: Mapping[str, object], used: Collection[str]) -> bool:
     """Whether a column that has a rule is left out on purpose, or repeats what is read."""
     if rule is PROMPT_PART:
-        text = row[name]
-        read = (row.get(column) for column in used)
-        return isinstance(text, str) and any(isinstance(other, str) and text.strip() in other for other in read)
+        text, around = row[name], name.lower() in SAME_PROMPT
+        read = [other.strip() for other in map(row.get, used) if isinstance(other, str) and other.strip()]
+        return isinstance(text, str) and any(text.strip() in other or (around and other in text) for other in read)
     return REJECTED.fullmatch(name.lower()) is not None and any(CHOSEN.fullmatch(column) for column in used)
 
 
 def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
-    return next((rule for rule in _rules_named(name, row_type) if rule.matters(value)), None)
+    named = next((rule for rule in _rules_named(name, row_type) if rule.matters(value)), None)
+    return named or (MEDIA if is_decoded_media(value) else None)
 
 
 @lru_cache(maxsize=4096)
@@ -314,8 +113,9 @@ def _unused_keys(column: str, value: object) -> Iterator[str]:
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             continue  # the reader names it
+        other_form = ("from", "value") if item.get("role") is not None else ("role", "content")
         for key, part in item.items():
-            if key in MESSAGE_KEYS or part is None:
+            if part is None or (key in MESSAGE_KEYS and key not in other_form):
                 continue
             rule = _find_rule(str(key), part, IN_MESSAGES)
             if rule is not None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, AnyStr, cast
 
 from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
 from roundpipe_cli.errors import RefusedError
@@ -108,8 +108,8 @@ def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
     progress.known_share = 1.0
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The lines of a file, each of limited length.
+def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """The lines of a file, each of limited length in its own units (bytes or characters).
 
     Raises:
         RefusedError: a longer one.
@@ -268,7 +268,7 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
         io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file,
     ):
         _refuse_utf16(cast("io.BufferedReader", binary).peek(4)[:4], path)
-        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
         try:
             header = next(reader, None)
         except csv.Error as error:
@@ -290,15 +290,6 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
                 if values:  # an empty line is no row
                     yield _csv_row(header, values, number)
             number = reader.line_num + 1
-
-
-def _text_lines(file: io.TextIOWrapper, path: Path) -> Iterator[str]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES:
-            raise _too_long(path, number, "line")
-        yield line
 
 
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from roundpipe_cli.data.column_rules import ANSWER_COLUMNS
 from roundpipe_cli.data.messages import (
     Conversation,
     Exchange,
@@ -31,13 +32,6 @@ from roundpipe_cli.data.settings import Answer, DatasetSpec
 from roundpipe_cli.errors import RefusedError
 
 ANSWERS: tuple[Answer, Answer] = ("chosen", "rejected")
-ANSWER_COLUMNS = (
-    ("chosen", "rejected"),
-    ("chosen_messages", "rejected_messages"),
-    ("chosen_response", "rejected_response"),
-    ("chosen_conversations", "rejected_conversations"),
-)
-"""Names under which both answers are found."""
 PROMPT_COLUMNS = ("prompt", "instruction", "question", "query", "input")
 HISTORY_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")

@@ -9,12 +9,14 @@ the schedule or the timing. The threads live as long as the `with` block.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState
@@ -40,6 +42,8 @@ from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
+from roundpipe_cli.kernels.grouped_choice import describe_experts, takes_triton, why_no_triton
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.preference import Rewards
 from roundpipe_cli.model.split import ModelSplit
@@ -90,17 +94,25 @@ class Engine:
         self._told: set[str] = set()
         """Notices of devices that a result has had."""
         transfers = options.transfers or TransferOptions()
+        capabilities, missing = [backend.capability for backend in backends], why_no_triton()
+        takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
+        expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
         how = WorkerOptions(options.mlp_chunk_tokens, options.fused)
         for index, backend in enumerate(backends):
             worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device, how)
             worker_model.leave_out(options.unread or {})
+            if backend.capability is not None:
+                expert_dtypes = use_grouped_kernel(worker_model.blocks, takes)
+            worker_model.attends_in_rows = options.attends_in_rows
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )
             slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
             runner = StageRunner(layers)
             self._workers.append(Worker(runner, store, slots, split.layer_names(), transfers.chunk_bytes))
+        self._notice = describe_experts(capabilities, expert_dtypes, missing)
+        """What the first result tells of the kernels; None: nothing."""
         self._programs = ProgramStore(store, self._trained, options, copies=not backends[0].aliases_host)
         self._pool = Pool(
             self._workers,
@@ -336,8 +348,8 @@ class Engine:
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error
 
     def _take_notices(self) -> tuple[str, ...]:
-        """What devices have to say, each text once in a run."""
-        found = filter(None, (worker.backend.take_notice() for worker in self._workers))
+        """What there is to say of devices and kernels, each text once in a run."""
+        found = filter(None, (self._notice, *(worker.backend.take_notice() for worker in self._workers)))
         new = tuple(text for text in dict.fromkeys(found) if text not in self._told)
         self._told.update(new)
         return new

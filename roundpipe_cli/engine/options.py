@@ -40,6 +40,8 @@ class EngineOptions:
     """`stage` (activations of one stage and microbatch at a time) or `layer` (of one layer)."""
     unread: Mapping[int, Sequence[str]] | None = None
     """Per block, modules whose products a recompute leaves out, from `find_unread`."""
+    attends_in_rows: bool = False
+    """Packed rows are attended to one by one rather than under a mask, from `can_attend_in_rows`."""
     keep_inputs: bool = False
     """Keep the input of every layer after such a block on the host, so that its product can be left out within a stage
     too, not only at its end."""

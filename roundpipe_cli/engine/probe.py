@@ -10,6 +10,7 @@ from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.fused import FusedOps
+from roundpipe_cli.model.last_projection import by_kind
 from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
@@ -17,6 +18,10 @@ from roundpipe_cli.model.worker_options import WorkerOptions
 
 NUM_CHUNKS = 3
 """Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""
+PROBE_ROWS = (2, 1, 5, 8)
+"""Tokens of packed rows that blocks are tried with."""
+MAX_ROW_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative, of a block's output, by what it computes in: 4 roundings in 16 bit."""
 
 
 def find_unread_products(
@@ -38,6 +43,35 @@ def find_unread_products(
     return worker.find_unread(bind, dropout_seed=0)
 
 
+def can_attend_in_rows(model: nn.Module, split: ModelSplit, store: WeightStore) -> bool:
+    """Whether all blocks can be told where packed rows lie, and compute what they compute from a mask.
+
+    Runs one block of each kind, with its own weights, both ways.
+    """
+    worker, bind = worker_on_host(model, split, store, WorkerOptions())
+    worker.set_mode(training=False, adapters=True)
+    ids = worker.probe_ids(1, sum(PROBE_ROWS))
+    positions = torch.cat([torch.arange(tokens) for tokens in PROBE_ROWS])[None]
+    by_mask = worker.prologue(ids, None, positions)
+    worker.attends_in_rows = True
+    by_rows = worker.prologue(ids, None, positions)
+    if not all(call.holds_rows for call in by_rows.calls):
+        return False
+
+    def is_same(index: int) -> bool:
+        bind(index)
+        hidden = by_mask.calls[index].input_like(by_mask.hidden)
+        expected, found = (worker.run_block(index, way.calls[index], hidden).float() for way in (by_mask, by_rows))
+        limit = MAX_ROW_ERROR[hidden.dtype] * float(expected.norm())
+        return float((found - expected).norm()) <= limit
+
+    try:
+        with torch.no_grad():
+            return all(by_kind(worker.blocks, by_mask.calls, is_same))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # attention that reads the mask itself
+        return False
+
+
 def find_saved_bytes(
     model: nn.Module,
     split: ModelSplit,
@@ -47,6 +81,7 @@ def find_saved_bytes(
     fused: FusedOps | None = None,
     longest: int = 2 * PROBE_TOKENS,
     packed: bool = False,
+    in_rows: bool = False,
 ) -> list[SavedBytes] | None:
     """Per block, what autograd keeps of it for its backward; None where this processor cannot run the blocks.
 
@@ -57,10 +92,12 @@ def find_saved_bytes(
         in_chunks: feed-forward parts are computed in chunks of tokens.
         fused: modules that compute by fused operators.
         packed: several rows to a sequence.
+        in_rows: blocks are told where packed rows lie, not by a mask.
     """
     tokens = max(1, min(PROBE_TOKENS, longest // 2))
     options = WorkerOptions(max(1, tokens // NUM_CHUNKS) if in_chunks else None, fused)
     worker, bind = worker_on_host(model, split, store, options)
+    worker.attends_in_rows = in_rows
     try:
         return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
     except RuntimeError:

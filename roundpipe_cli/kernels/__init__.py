@@ -1,1 +1,2 @@
-"""Fused operators: autograd functions that launch less than the modules they stand for. They know no model."""
+"""Kernels and fused operators of our own for what libraries launch in many pieces. They know no model, and everything
+computes without them."""

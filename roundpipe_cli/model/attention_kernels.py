@@ -7,10 +7,15 @@ meet are here; nested tensors, quantised types and complex numbers are not.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from transformers.integrations import sdpa_attention
+
+from roundpipe_cli.library_names import library_name
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 MAX_FLASH_WIDTH, MAX_CUDNN_WIDTH = 256, 128
@@ -21,6 +26,9 @@ NO_WIDE_BACKWARD = ((8, 6), (8, 9), (12, 0), (12, 1))
 WIDE = 224
 ALIGNMENT = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}
 """Elements; widths that are no multiple go to no fused kernel of the efficient kind."""
+
+_least_capability: tuple[int, int] | None = None
+"""Of the cards of this process's run; None: it runs on none."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,39 @@ def reasons_against(kernel: AttentionKernel, arguments: AttentionArguments, capa
     if kernel != "math" and one.is_causal and one.has_mask:
         found.append("a mask beside is_causal")
     return found
+
+
+def set_up_attention(least_capability: tuple[int, int]) -> None:
+    """Give each query head its own copy of keys and values where no fused kernel takes shared ones.
+
+    transformers shares them wherever there is no mask. Flash attention takes that, the efficient kernel does not, and
+    the math kernel, which is left, keeps scores of all pairs of tokens: in float32, and before sm80. One choice for all
+    cards of a run, or workers would round gradients of keys differently; what runs on the processor stays as it was.
+
+    Args:
+        least_capability: the smallest of the cards that the run uses, e.g. (8, 6).
+    """
+    global _least_capability
+    _least_capability = least_capability
+    if not hasattr(getattr(sdpa_attention, "use_gqa_in_sdpa", None), "__wrapped__"):
+        shares_keys = library_name("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa")
+        sdpa_attention.use_gqa_in_sdpa = _where_flash_takes_it(shares_keys)
+
+
+def _where_flash_takes_it(shares_keys: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(shares_keys)
+    def decide(attention_mask: torch.Tensor | None, key: torch.Tensor, *rest: Any) -> bool:
+        return shares_keys(attention_mask, key, *rest) and takes_shared_keys(key)
+
+    return decide
+
+
+def takes_shared_keys(key: torch.Tensor) -> bool:
+    """Whether a fused kernel takes keys [batch, heads, tokens, width] that several query heads share."""
+    return key.device.type == "cpu" or _least_capability is None or has_flash(key.dtype)
+
+
+def has_flash(dtype: torch.dtype) -> bool:
+    """Whether all cards of this process's run have flash attention in `dtype`."""
+    has_kernel = _least_capability is not None and _least_capability >= MIN_CAPABILITY["flash"]
+    return has_kernel and dtype in (torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.stored.conversions import Conversion, Conversions, find_conversions
+from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, find_conversions
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.names import base_name, is_adapter, own_shapes, tied_names
 from roundpipe_cli.model.stored.quantized import find_stored
@@ -33,7 +33,7 @@ class WeightGroup:
     """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
     stored: Mapping[str, StoredTensor]
     """What they are made of; empty for a GGUF file."""
-    conversion: Conversion | None = None
+    conversion: WeightConversion | None = None
 
 
 class BaseWeights(Mapping[str, torch.Tensor]):
@@ -78,7 +78,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         self.conversions = find_conversions(self._model, shapes, own)
         return [self._group(conversion) for conversion in self.conversions.found]
 
-    def _group(self, conversion: Conversion) -> WeightGroup:
+    def _group(self, conversion: WeightConversion) -> WeightGroup:
         def read(files: OpenFiles, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
             def tensor(name: str) -> torch.Tensor:
                 values = self.stored[name].read(files)

@@ -12,6 +12,7 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.boundary_layout import CarriedMark, Carry
+from roundpipe_cli.model.packed_attention import PackedRows
 
 
 class SplitRefusedError(RefusedError):
@@ -64,6 +65,11 @@ class BlockCall:
         """This call with `function` applied to every tensor among its arguments."""
         return map_values(self, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether it says where packed rows lie rather than giving a mask."""
+        return any(isinstance(value, PackedRows) for value in (*self.args, *self.kwargs.values()))
+
     def run(self, block: nn.Module, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:
         """Call `block` on `hidden` [batch, tokens, ...]; returns hidden states of the same shape.
 
@@ -114,6 +120,8 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         return type(value)(_map(item, function) for item in value)
     if type(value) is dict and value:
         return {key: _map(item, function) for key, item in value.items()}
+    if isinstance(value, PackedRows):
+        return value.map_tensors(function)
     return function(value)
 
 

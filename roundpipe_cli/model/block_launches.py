@@ -10,15 +10,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli.kernels.grouped_choice import takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.gradient_taps import GradientTaps
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.launches import LaunchCounter, Launches
 from roundpipe_cli.model.split import ModelSplit
@@ -146,6 +149,7 @@ def block_launches(
     capability: tuple[int, int] = (9, 0),
     tries: int = 2,
     fused: FusedOps | None = None,
+    own_kernels: bool = True,
 ) -> list[BlockLaunches]:
     """Launches of one block of each kind, for a sequence of `tokens`.
 
@@ -154,8 +158,10 @@ def block_launches(
         capability: of the GPU that is counted for.
         tries: passes that are timed.
         fused: modules that compute by fused operators.
+        own_kernels: whether ours for experts are counted where they would be used.
     """
     worker = worker_on_meta(model, split, fused)
+    use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=own_kernels))
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
 

@@ -12,6 +12,8 @@ would cost more stays a loop:
 
     x [S, in] --> [E, C, in] --bmm--> [E, C, out] --> y [S, out]        C: most tokens of an expert
 
+On GPUs where torch has no kernel for grouped products, ours takes them (`grouped_experts.py`).
+
 S: (token, expert) pairs, E: experts, r: rank, s: scaling.
 """
 
@@ -28,8 +30,18 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli.library_names import library_name
+from roundpipe_cli.model.grouped_experts import (
+    ExpertAdapter,
+    ends_in,
+    is_grouped_product,
+    kernel_of,
+    place_of,
+    uses_grouped_products,
+)
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
+PEFT_LAYER = "peft.tuners.lora.layer"
 MAX_PADDING, MAX_ROWS = 8, 2**17
 """Rows of a batched product: for each (token, expert) pair, and in all. Above, experts are looped over."""
 MAX_WASTED_FLOPS = 2e7
@@ -43,14 +55,13 @@ def isolate_expert_adapters(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, ParamWrapper):
+            library_name(PEFT_LAYER, "ParamWrapper._activate_lora")  # PEFT calls what is put here, by this name
             module.__dict__["_activate_lora"] = types.MethodType(_activate, module)
 
 
 @contextmanager
 def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     """In place of `ParamWrapper._activate_lora`."""
-    from peft.tuners.lora.layer import UPCAST_DTYPES
-
     adapters = [name for name in active_adapters if name in wrapper.lora_A]
     if not adapters:
         yield
@@ -58,20 +69,34 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     assert len(adapters) == 1, "the trainer has one adapter"
     layer, name = wrapper.get_base_layer(), wrapper.parameter_name
     weights = layer._parameters[name]
-    low_precision = str(weights.dtype).removeprefix("torch.") in UPCAST_DTYPES
-    if wrapper.num_experts == 1 or low_precision or not _is_grouped(layer, weights, wrapper.r[adapters[0]]):
+    low_precision = str(weights.dtype).removeprefix("torch.") in library_name(PEFT_LAYER, "UPCAST_DTYPES")
+    is_one_matrix = wrapper.num_experts == 1 or low_precision
+    kernel, rank = kernel_of(layer), wrapper.r[adapters[0]]
+    if kernel is not None and not is_one_matrix and kernel.takes(weights.dtype, rank):
+        with kernel.adapted(weights, _adapter(wrapper, adapters[0])):
+            yield
+        return
+    if is_one_matrix or not _is_grouped(layer, weights, rank):
         with _added(wrapper, adapters[0], layer, name, low_precision):
             yield
         return
-    mode = _Beside(weights, wrapper, adapters[0])
+    mode = _Beside(weights, _adapter(wrapper, adapters[0]))
     with mode:
         yield
     assert mode.num_products, f"{type(layer).__name__} does not multiply {name} by a grouped product"
 
 
+def _adapter(wrapper: Any, adapter: str) -> ExpertAdapter:
+    """PEFT's parameters, an expert at a time."""
+    experts, rank = wrapper.num_experts, wrapper.r[adapter]
+    lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    b = lora_b.view(-1, rank, experts).permute(2, 0, 1).contiguous()
+    return ExpertAdapter(lora_a.view(experts, rank, -1), b, float(wrapper.scaling[adapter]))
+
+
 def _is_grouped(layer: Any, weights: torch.Tensor, rank: int) -> bool:
-    """Whether the model multiplies these experts by grouped products, and a grouped product takes such a rank."""
-    grouped = getattr(getattr(layer, "config", None), "_experts_implementation", None) == "grouped_mm"
+    """Whether the model multiplies these experts by grouped products, and torch's own takes such a rank."""
+    grouped = uses_grouped_products(layer)
     if weights.device.type == "cpu":
         return grouped
     return grouped and weights.dtype == torch.bfloat16 and rank % 8 == 0  # rows of 16 bytes, as the kernel wants
@@ -80,14 +105,14 @@ def _is_grouped(layer: Any, weights: torch.Tensor, rank: int) -> bool:
 @contextmanager
 def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: bool) -> Iterator[None]:
     """PEFT's own way: adapted weights in the parameter's slot for the time of the call."""
-    from peft.tuners.lora.layer import _LoraFactorsProxy, _LoraParameterProxy
-
     weights = layer._parameters[name]
     proxy: nn.Module
     if wrapper.num_experts > 1 and not low_precision:
-        proxy = _LoraFactorsProxy(*wrapper.get_delta_factors(adapter))
+        library_name(PEFT_LAYER, "ParamWrapper.get_delta_factors")
+        proxy = library_name(PEFT_LAYER, "_LoraFactorsProxy")(*wrapper.get_delta_factors(adapter))
     else:
-        proxy = _LoraParameterProxy(wrapper.get_delta_weight(adapter))
+        library_name(PEFT_LAYER, "ParamWrapper.get_delta_weight")
+        proxy = library_name(PEFT_LAYER, "_LoraParameterProxy")(wrapper.get_delta_weight(adapter))
     layer._parameters[name] = proxy(weights)
     try:
         yield
@@ -95,39 +120,27 @@ def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: boo
         layer._parameters[name] = weights
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins, equal for its transpose; on the meta device all addresses are 0."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-
-
 class _Beside(TorchFunctionMode):
     """While active in a thread, grouped products with one weight get its adapter's product added."""
 
-    def __init__(self, weights: torch.Tensor, wrapper: Any, adapter: str) -> None:
+    def __init__(self, weights: torch.Tensor, adapter: ExpertAdapter) -> None:
         super().__init__()
-        self._place = _place(weights)
-        experts, rank = wrapper.num_experts, wrapper.r[adapter]
-        lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-        self._a = lora_a.view(experts, rank, -1)
-        self._b = lora_b.view(-1, rank, experts).permute(2, 0, 1).contiguous()
-        self._scaling = float(wrapper.scaling[adapter])
+        self._place, self._adapter = place_of(weights), adapter
         self.num_products = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if len(args) < 2 or "grouped_mm" not in getattr(func, "__name__", str(func)):
-            return func(*args, **kwargs)
-        tokens, weights, *rest = args
-        if _place(weights) != self._place:
+        if not is_grouped_product(func, args) or place_of(args[1]) != self._place:
             return func(*args, **kwargs)
         self.num_products += 1
-        ends = kwargs["offs"] if "offs" in kwargs else rest[0]
+        tokens, weights = args[:2]
+        ends, one = ends_in(args, kwargs), self._adapter
         groups = _groups(ends, tokens.shape[0]) if tokens.device.type == "cpu" else None
         if groups is None:
-            low = functional.grouped_mm(tokens, self._a.transpose(1, 2), offs=ends)
-            beside = functional.grouped_mm(low, self._b.transpose(1, 2), offs=ends)
-            return torch.add(func(*args, **kwargs), beside, alpha=self._scaling)
-        return _Batched.apply(tokens, weights, self._a, self._b, _ScaledGroups(groups, self._scaling))  # type: ignore[no-untyped-call]
+            low = functional.grouped_mm(tokens, one.a.transpose(1, 2), offs=ends)
+            beside = functional.grouped_mm(low, one.b.transpose(1, 2), offs=ends)
+            return torch.add(func(*args, **kwargs), beside, alpha=one.scaling)
+        return _Batched.apply(tokens, weights, one.a, one.b, _ScaledGroups(groups, one.scaling))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_cli.kernels.grouped_choice import loops_over_groups
+
 PRODUCTS = frozenset(
     {"mm", "bmm", "addmm", "addmm_", "baddbmm", "linear", "_grouped_mm", "attention", "attention_backward"}
-    | {"_scaled_mm"}
+    | {"_scaled_mm", "grouped_mm", "grouped_mm_lora", "grouped_outer"}
     | {f"_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn", "fused")
        for end in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
 )  # fmt: skip
@@ -35,9 +37,6 @@ _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 _VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "_has_same_storage_numel"})
 KERNELS_OF_CUSTOM: dict[str, int] = {}
 """Custom operator, as `namespace::name` -> kernels that it launches."""
-GROUPED_KERNEL_CAPABILITIES = (9, 10)
-"""Major capabilities on which torch's grouped product is one kernel (aten/src/ATen/native/cuda/GroupedBlas.cpp);
-elsewhere it reads the offsets on the host and makes one product per group."""
 
 
 @dataclass
@@ -82,7 +81,7 @@ class LaunchCounter(TorchDispatchMode):
         waits, count = int(name in HOST_WAITS), 1
         if namespace != "aten":
             count = KERNELS_OF_CUSTOM.get(func._schema.name, 1)
-        if name == "_grouped_mm" and self._capability[0] not in GROUPED_KERNEL_CAPABILITIES:
+        if name == "_grouped_mm" and loops_over_groups(self._capability, tensors[0].dtype):
             groups = max(one.shape[0] for one in tensors if one.dim() in (1, 3))
             waits, count = waits + 1, groups
         if not made and not waits and not any(one.alias_info for one in func._schema.arguments):

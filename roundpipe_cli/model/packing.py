@@ -1,7 +1,7 @@
 """Whether a model keeps packed rows apart, proved on how it calls its blocks; refused where it does not.
 
 Packed rows are told apart by position ids that restart, with no mask and no cache. From that, the model's own code
-makes masks like this one for rows of 3 and 2 tokens (1: may see):
+makes masks like this one for rows of 3 and 2 tokens (1: may see), which `packed_attention.py` does without:
 
     1 . . . .      A mask of ones, or a cache, would let the second row see the first. So would a block that carries
     1 1 . . .      state from token to token without a mask: recurrent (Mamba, linear attention, RWKV) and
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from roundpipe_cli.model.architectures import check_mask_bytes, packing_refusal, scaled_by_length
 from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
+from roundpipe_cli.model.packed_attention import in_rows
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
@@ -37,13 +39,14 @@ def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, m
     Raises:
         RefusedError: it does not, or its masks would be too large.
     """
-    check_mask_bytes(max_seq_length=max_seq_length, micro_batch_size=micro_batch_size)
     for where, kind in stateful_modules(model, split):
         raise packing_refusal(where, f"{kind}, which carries state from token to token")
     for where, found in scaled_positions(model, max_seq_length):
         raise packing_refusal(where, found)
     for index, call in enumerate(_probe_calls(model, split)):
         _check_masks(index, call)
+    if not all(call.holds_rows for call in _probe_calls(model, split, in_rows)):
+        check_mask_bytes(max_seq_length=max_seq_length, micro_batch_size=micro_batch_size)
 
 
 def stateful_modules(model: nn.Module, split: ModelSplit) -> Iterator[tuple[str, str]]:
@@ -65,8 +68,10 @@ def scaled_positions(model: nn.Module, max_seq_length: int) -> Iterator[tuple[st
             yield name, found
 
 
-def _probe_calls(model: nn.Module, split: ModelSplit) -> list[BlockCall]:
-    """How the blocks are called for two equal packed sequences."""
+def _probe_calls(
+    model: nn.Module, split: ModelSplit, masks: Callable[[torch.Tensor], Any] = lambda positions: nullcontext()
+) -> list[BlockCall]:
+    """How the blocks are called for two equal packed sequences, within what `masks` makes of their position ids."""
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
@@ -74,7 +79,7 @@ def _probe_calls(model: nn.Module, split: ModelSplit) -> list[BlockCall]:
     recorder = CallRecorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
-    with torch.no_grad():
+    with torch.no_grad(), masks(positions):
         backbone(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
     return recorder.calls
 

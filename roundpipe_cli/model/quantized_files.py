@@ -30,7 +30,7 @@ from roundpipe_cli.model.packed_weights import (
 )
 from roundpipe_cli.model.quantization import WHAT_WORKS, is_stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.stored.tensors import OpenFiles, Piece, StoredTensor
+from roundpipe_cli.model.stored.tensors import FileTensor, OpenFiles, StoredTensor
 from roundpipe_cli.model.untrusted import read_config
 
 STATE = "quant_state.bitsandbytes__nf4"
@@ -113,7 +113,9 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
     return PackedWeight(flat, scales.float(), shape, dtype)
 
 
-def find_nf4(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredTensor]:
+def find_nf4(
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
     """The weights in bitsandbytes' 4 bit."""
     found = {}
     with OpenFiles() as files:

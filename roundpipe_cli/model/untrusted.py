@@ -298,12 +298,6 @@ def check_header(path: Path) -> None:
     _sound_headers.add(known)
 
 
-def file_tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors in a safetensors file that was checked."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
 def num_elements(path: Path, *, without: str | None = None) -> int:
     """Of all tensors in a safetensors file that was checked.
 

@@ -26,6 +26,7 @@ from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_un
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
 from roundpipe_cli.model.module_state import ModuleState
+from roundpipe_cli.model.packed_attention import in_rows
 from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import ModelSplit
@@ -119,6 +120,8 @@ class WorkerModel:
         self._state = ModuleState(self._backbone)
         self._left_out, self._blocks_draw = dict[int, UnreadProducts](), False
         self._mlp_chunks = self._cut_mlps(options.mlp_chunk_tokens) if options.mlp_chunk_tokens else {}
+        self.attends_in_rows = False
+        """Blocks are told where packed rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
         found = {}
@@ -230,7 +233,8 @@ class WorkerModel:
         """Everything before the first block, on the host, for `input_ids` [B, T].
 
         `position_ids` [B, T] of packed rows restart with each row. With them, no mask and no cache, the model's own
-        code makes the masks that keep the rows apart (`model/packing.py` has checked that it does).
+        code makes the masks that keep the rows apart (`model/packing.py` has checked that it does), or says where they
+        lie (`attends_in_rows`).
 
         `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own.
         """
@@ -245,7 +249,8 @@ class WorkerModel:
             more = {"past_key_values": self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
-        with torch.set_grad_enabled(trainable), seeded(dropout_seed):
+        rows = in_rows(position_ids) if position_ids is not None and self.attends_in_rows else nullcontext()
+        with torch.set_grad_enabled(trainable), seeded(dropout_seed), rows:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden
         assert hidden is not None
@@ -258,7 +263,7 @@ class WorkerModel:
         boundary, calls = carry_along(hidden, self._recorder.calls, self.split.shared)
         return Prologue(boundary, calls, tuple(leaves))
 
-    def _probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
+    def probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
         """A few tokens to try blocks with, [rows, tokens]."""
         config: Any = self._causal.config
         vocab_size: int = config.get_text_config().vocab_size
@@ -266,7 +271,7 @@ class WorkerModel:
 
     def find_unread(self, bind: Callable[[int], None], dropout_seed: int | None) -> dict[int, tuple[str, ...]]:
         """Per block, the modules whose products a recompute may leave out; `bind` gives a block its weights."""
-        prologue = self.prologue(self._probe_ids(), dropout_seed)
+        prologue = self.prologue(self.probe_ids(), dropout_seed)
         bound = 0
 
         def bind_block(index: int) -> None:
@@ -292,7 +297,7 @@ class WorkerModel:
         prologues = []
         for length in (tokens, 2 * tokens):
             positions = (torch.arange(length) % -(-length // 2))[None] if packed else None
-            prologues.append(self.prologue(self._probe_ids(1, length), dropout_seed, positions))
+            prologues.append(self.prologue(self.probe_ids(1, length), dropout_seed, positions))
 
         def find(index: int) -> SavedBytes:
             bind(index)
@@ -319,7 +324,7 @@ class WorkerModel:
         """
         training, adapters = self._mode
         self.set_mode(training=False, adapters=True)
-        prologue = self.prologue(self._probe_ids())
+        prologue = self.prologue(self.probe_ids())
 
         def check(index: int) -> None:
             bind(index)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.model.architectures import check_architecture, check_mask_bytes
+from roundpipe_cli.model.architectures import check_architecture
 from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
 from roundpipe_cli.model.type_refusals import PROVEN, check_type
 from roundpipe_cli.model.untrusted import PICKLES, check_model_folder
@@ -31,8 +31,6 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
         check_architecture(found.config, name=found.name, where=where)
         if is_stored_in_4bit(found.config, where):
             check_stored_in_4bit(found.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
-    if recipe.packing:
-        check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
     check_type(
         found.config,
         packing=recipe.packing,

@@ -21,6 +21,7 @@ from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.single_worker import single_cut
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, forward_ranges, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
@@ -151,7 +152,7 @@ def choose(name: ScheduleName, case: SimulationCase, keeps: Keeps | None = None,
         return _bound_cut(name, case, allowed, effort)
     if case.sequence_chunks > 1:
         return chunk_cut(case, allowed)
-    planned = _planned(case, effort)
+    planned = _alone(case, allowed, effort) or _planned(case, effort)
     if case.options != Options():
         # The planner knows the published dispatch only; for another one even stages may be better than its own.
         return dealt_cut(planned, case, allowed)
@@ -170,6 +171,12 @@ def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
         return within and (keeps is None or keeps(cut))
 
     return allowed
+
+
+def _alone(case: SimulationCase, keeps: Keeps, effort: Effort) -> StageCut | None:
+    """Stages for one worker under limits of stages, which needs no search; None where it is not that."""
+    is_open = case.limits is not None and effort == "quick" and len(case.costs.layers) > 2
+    return single_cut(case, keeps) if is_open and case.num_workers == 1 else None
 
 
 def _planned(case: SimulationCase, effort: Effort) -> StageCut:

@@ -1,42 +1,80 @@
-"""How many parameters a model has: what its files say, where they are here, before what `plan` counts. No torch."""
+"""How many parameters a model has: as `plan` counts them, as the model itself says, or its files. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.costs.built_counts import built_architecture
+from roundpipe_cli.costs.counted_types import is_counted_exactly
 from roundpipe_cli.costs.find_model import FoundConfig
-from roundpipe_cli.costs.models import Architecture, with_stored_count
+from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.quantization import quantization_settings
 from roundpipe_cli.model.untrusted import INDEX_NAME, find_shards, num_elements, read_json
+from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.planning.admission import has_weights
+from roundpipe_cli.units import format_count
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def counted(found: FoundConfig) -> Architecture:
-    """The model's architecture, with as many parameters as its files hold.
+Build = Callable[[FoundConfig], Mapping[str, Any] | None]
+"""Counts a model by building it without weights (`model/meta_counts.py`); None: that could not be done."""
+
+
+def counted(found: FoundConfig, build: Build | None = None) -> Architecture:
+    """The model's architecture, with as many parameters as the model has, or as its files hold.
+
+    Args:
+        build: for a configuration that is not counted exactly here.
 
     Raises:
-        RefusedError: a needed figure is missing or impossible.
+        RefusedError: a needed figure is missing or impossible, or `build` refuses the model.
     """
+    if build is not None and found.is_config and not is_counted_exactly(found.config):
+        check_sizes(found.config, f"{found.name} ({found.source})")
+        counts = build(found)
+        if counts is not None:
+            return _as_built(found, counts)
     architecture = found.architecture()
     in_header = found.config.get("stored_parameters")
     if isinstance(in_header, int):
         return with_stored_count(architecture, in_header, found.source)
-    if found.folder is None or quantization_settings(found.config):
-        return with_stored_count(architecture)
-    if has_weights(found.folder):
-        twice = "lm_head.weight" if architecture.tied else None  # some files hold a shared matrix under both names
-        count = sum(num_elements(path, without=twice) for path in find_shards(found.folder))
-        return with_stored_count(architecture, count, "the headers of its weights")
-    architecture = with_stored_count(architecture, _count_of_index(found.folder, found.config), INDEX_NAME)
-    if not found.is_local:
+    count, source = _stored_count(found, architecture.tied)
+    return _noting_no_weights(found, with_stored_count(architecture, count, source))
+
+
+def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
+    """By the model itself; files that hold something else are noticed."""
+    how = f"{found.source}; parameters counted on the model itself, built without weights"
+    architecture = built_architecture(counts, name=found.name, source=how)
+    count, source = _stored_count(found, architecture.tied)
+    if count is not None and abs(architecture.parameters / count - 1) > MAX_COUNT_ERROR:
+        held, own = format_count(count), format_count(architecture.parameters)
+        note = f"note: {held} parameters by {source}, {own} in the model that transformers builds, which is planned for"
+        architecture = replace(architecture, notes=(note,))
+    return _noting_no_weights(found, architecture)
+
+
+def _noting_no_weights(found: FoundConfig, architecture: Architecture) -> Architecture:
+    if not found.is_local or found.folder is None or quantization_settings(found.config) or has_weights(found.folder):
         return architecture
     note = f"note: {found.folder} holds no weights; `finetune` needs *.safetensors there"
     return replace(architecture, notes=(*architecture.notes, note))
+
+
+def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
+    """Parameters in the model's files, or None, and what says so."""
+    if found.folder is None or quantization_settings(found.config):
+        return None, ""
+    if has_weights(found.folder):
+        twice = "lm_head.weight" if tied else None  # some files hold a shared matrix under both names
+        count = sum(num_elements(path, without=twice) for path in find_shards(found.folder))
+        return count, "the headers of its weights"
+    return _count_of_index(found.folder, found.config), INDEX_NAME
 
 
 def _count_of_index(folder: Path, config: dict[str, Any]) -> int | None:

@@ -17,7 +17,7 @@ def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool) -> 
     `holds_all`: the schedule is for GPUs that hold all weights.
     """
     try:
-        question = ask(loaded)
+        question = ask(loaded, here=True)
     except RefusedError:
         return {}
     if not question.hardware.is_here:

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.machine import host_memory, num_machines
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.counting import Build
 from roundpipe_cli.planning.question import PlanRequest, ask, choose_tier
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.resident import resident_cut
@@ -63,6 +65,8 @@ class Plan:
     """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
+    needs_s: Mapping[str, float]
+    """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -83,6 +87,8 @@ def check_fits(loaded: LoadedRecipe) -> None:
         return  # a guess is no reason to refuse a run
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
+    if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+        return  # nor is any other GPU
     memory = host_memory()
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
@@ -113,14 +119,17 @@ def check_fits(loaded: LoadedRecipe) -> None:
     raise error
 
 
-def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None) -> Plan:
+def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None, build: Build | None = None) -> Plan:
     """Cut the layers, simulate a step, and judge whether it fits; without the GPUs of less memory than others where
     only that fits, or is faster.
+
+    Args:
+        hardware, build: as of `ask`.
 
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
-    question = ask(loaded, hardware)
+    question = ask(loaded, hardware, build=build)
     best = _plan(question)
     for fewer in without_small_cards(question):
         if best.verdict.fits and _least_s(fewer) >= best.step_s:
@@ -157,6 +166,7 @@ def _plan(question: PlanRequest) -> Plan:
             kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     pairs_s = reference_s(question, cut)
+    needs_s = _needs_s(question, step, host_s)
     reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
@@ -172,10 +182,11 @@ def _plan(question: PlanRequest) -> Plan:
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),
-            _what_binds(question, step, host_s),
+            _what_binds(needs_s),
             *([reference] if pairs_s else []),
         ),
         assumptions=_assumptions(question, cut),
+        needs_s=needs_s,
     )
 
 
@@ -265,20 +276,20 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
     return min(fitting, key=lambda one: simulate_step(question, one).step_s, default=cut)
 
 
-def _what_binds(question: PlanRequest, step: SimulatedStep, host_s: float) -> str:
-    """Where the time of a step goes: workers' arithmetic, links, interpreter."""
+def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:
+    """Where the time of a step goes: workers' arithmetic, links, interpreter, optimizer."""
     workers, costs = question.num_workers, question.analytic.costs
-    compute_s = step.step_s * (1 - step.bubble_ratio)
-    up_s = step.links.up / workers / costs.link_bytes_per_s
-    update_s = sum(layer.optimizer_s for layer in costs.layers)
-    times = {
-        "arithmetic": compute_s,
-        "links to the workers": up_s,
+    return {
+        "arithmetic": step.step_s * (1 - step.bubble_ratio),
+        "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
         "interpreter": host_s,
-        "optimizer on the host": update_s,
+        "optimizer on the host": sum(layer.optimizer_s for layer in costs.layers),
     }
-    most = max(times, key=lambda name: times[name])
-    shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
+
+
+def _what_binds(needs_s: Mapping[str, float]) -> str:
+    most = max(needs_s, key=lambda name: needs_s[name])
+    shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in needs_s.items())
     return f"{most} binds; without waiting a step would need: {shown}"
 
 

@@ -14,14 +14,13 @@ from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, us
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_model
-from roundpipe_cli.planning.counting import counted
+from roundpipe_cli.planning.counting import Build, counted
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.units import format_bytes
+from roundpipe_cli.units import format_bytes, format_count
 
-ASSUMED_HARDWARE = "8x4090"
-"""Planned for without a GPU, where `finetune` would refuse a model of more than `MAX_PARAMETERS_ON_CPU`."""
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,16 @@ class PlanRequest:
     settings: TrainingSettings
     hardware: Hardware
     analytic: AnalyticCosts
+    reads_disk: bool = False
+    """Weights are read anew from the disk in every round."""
+    machine_source: str = ""
+    """Who named the machine, for the reader."""
+
+    @property
+    def is_for_lack_of_gpus(self) -> bool:
+        """The CPU is planned for because there is no GPU here and nobody named a machine."""
+        on_cpu = all(device.is_cpu for device in self.hardware.devices)
+        return self.machine_source == THIS_MACHINE and on_cpu and self.loaded.recipe.pipeline.devices == "auto"
 
     @property
     def num_workers(self) -> int:
@@ -66,12 +75,15 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     )
 
 
-def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False) -> PlanRequest:
+def ask(
+    loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False, build: Build | None = None
+) -> PlanRequest:
     """Find the model's figures and the machine.
 
     Args:
         hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
         here: leave the recipe's `hardware` out.
+        build: counts models that are not counted exactly here.
 
     Raises:
         RefusedError: no such model or hardware.
@@ -79,9 +91,11 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
     recipe = loaded.recipe
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
     check_model(found, recipe)
-    architecture = counted(found)
+    architecture = counted(found, build)
+    source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")
+        source = "the recipe's `hardware`"
     elif isinstance(hardware, str):
         hardware = parse_hardware(hardware)
     machine = hardware or hardware_of(recipe, architecture)
@@ -101,9 +115,10 @@ def ask(loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: b
         keep_blocks=_kept_blocks(recipe, len(machine.devices)),
     )
     analytic = analytic_costs(architecture, settings, machine)
+    in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return PlanRequest(loaded, architecture, settings, machine, analytic)
+    return PlanRequest(loaded, architecture, settings, machine, analytic, analytic is not in_memory, source)
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
@@ -160,9 +175,11 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
     if isinstance(devices, str):
         if gpus and devices == "auto":
             return this_machine(gpus, "this machine", notes, output_dir)
-        if devices == "auto" and architecture.parameters <= MAX_PARAMETERS_ON_CPU:
-            return _cpu_machine(2, "no GPU here: two CPU workers, as `finetune` would take", output_dir)
-        return _assumed(ASSUMED_HARDWARE, "no GPU here")
+        why = "no GPU here: two CPU workers, as `finetune` would take"
+        if architecture.parameters > MAX_PARAMETERS_ON_CPU:
+            most = format_count(MAX_PARAMETERS_ON_CPU)
+            why = f"no GPU here: two CPU workers; above {most} parameters `finetune` needs pipeline.devices=[cpu,cpu]"
+        return _cpu_machine(2, why, output_dir)
     num_cpus = sum(name == "cpu" for name in devices)
     if num_cpus == len(devices):
         return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)

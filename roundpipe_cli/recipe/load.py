@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references
@@ -73,10 +73,11 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     _fill_defaults(data, file.stem)
     data = resolve_references(data, findings)
     recipe = check(data, Recipe, (), findings)
+    kind = RecipeError if findings.problems else ContradictionError
     if isinstance(recipe, Recipe):
         find_contradictions(recipe, findings)
     if findings.problems:
-        raise RecipeError(findings.problems)
+        raise kind(findings.problems)
     assert isinstance(recipe, Recipe)
     notices += _unused(recipe)
     return LoadedRecipe(recipe, file, file.parent, tuple(notices))

@@ -333,8 +333,9 @@ class Recipe:
     """Trackers that get the metrics too, each through its own package: `pip install 'roundpipe-cli[wandb]'`. What they
     need to know (projects, servers, secrets) they read from their own variables."""
     resume_from_checkpoint: Words | None = None
-    """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder there; later ones are then set aside
-    (renamed to set-aside-step-*). null starts afresh."""
+    """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. One in `output_dir`: later ones are
+    set aside (renamed to set-aside-step-*). One of another run: it continues in `output_dir`, which must hold no run,
+    with a copy of its metrics. null starts afresh."""
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
     (same rows, same loss), compute the step again and say what to write here."""

@@ -38,6 +38,7 @@ from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
 from roundpipe_cli.train.checkpoint.reading import peek
+from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
@@ -97,6 +98,7 @@ class Evaluator:
     def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, tell: Tell) -> None:
         self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
         self._num_steps = num_steps
+        self.rows = RowDigest(output_dir / EVAL_NAME)
         self.agree: Callable[[float], float] = float
         """The loss on which all machines of the run go on; each computes its own, equal to the last bits."""
         self.best_step: int | None = None
@@ -163,7 +165,7 @@ class Evaluator:
             self._num_worse += 1
         seconds = time.monotonic() - started_s
         event = EvaluationFinished(done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples)
-        append_line(self._output_dir / EVAL_NAME, json.dumps(eval_row(event)))
+        self.rows.add(append_line(self._output_dir / EVAL_NAME, json.dumps(eval_row(event))))
         self._tell(event)
         if self.exhausted and done < self._num_steps:
             self._tell(Notice(f"stopping early: the best evaluation was that of step {self.best_step}"))

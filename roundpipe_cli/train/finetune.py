@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from roundpipe_cli.costs.processes import was_restarted
@@ -12,7 +13,7 @@ from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import Notice
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
-from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState
+from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, is_of_other_run, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
@@ -20,7 +21,6 @@ from roundpipe_cli.train.checkpoint.resume import (
     check_unchanged,
     is_complete,
     may_ask_for_more,
-    named_checkpoint,
     shared_facts,
 )
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
@@ -47,19 +47,19 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
     with nodes_of(recipe) as nodes, ExitStack() as stack:
         output_dir = Path(recipe.output_dir).expanduser()
         resume = start.resume or recipe.resume_from_checkpoint is not None
-        if was_restarted():
-            resume = resume or bool(list_checkpoints(output_dir))
+        if was_restarted() and list_checkpoints(output_dir):  # its own ones, wherever it began
+            recipe, resume = replace(recipe, resume_from_checkpoint="auto"), True
         if not nodes.is_first:  # what it writes, nobody reads
             output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
-        held = stack.enter_context(OutputDir(output_dir, resume))
+        is_other = resume and is_of_other_run(recipe, output_dir)
+        held = stack.enter_context(OutputDir(output_dir, resume and not is_other))
         finished = nodes.from_first(held.state is RunState.FINISHED)
         if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return
         checkpoint = None
         if resume:
-            folder = named_checkpoint(recipe, output_dir)
-            checkpoint = load_newest(output_dir, folder, lambda text: tell(Notice(text)))
+            checkpoint = load_newest(output_dir, named_checkpoint(recipe), lambda text: tell(Notice(text)))
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
         with watching(recipe.watchdog_s):

@@ -16,7 +16,7 @@ FLOORS = {
     "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
 }
 OTHER_FLOORS = {"peft": "0.21", "huggingface_hub": "1.0"}
-"""The oldest versions of libraries that are known to work, where older ones are not unsafe."""
+"""The oldest versions of libraries that are known to work, where older ones are not known to be unsafe."""
 
 
 def check_floors() -> None:
@@ -25,15 +25,17 @@ def check_floors() -> None:
     Raises:
         RecipeError: (exit code 2) each of them with the reason.
     """
+    floors = {name: (floor, f"too old to be safe ({reason})") for name, (floor, reason) in FLOORS.items()}
+    floors |= {name: (floor, "too old for this release of roundpipe") for name, floor in OTHER_FLOORS.items()}
     problems = []
-    for name, (floor, reason) in FLOORS.items():
+    for name, (floor, reason) in floors.items():
         found = _installed(name)
         if found is None or found < Version(floor):
             problems.append(
                 Problem(
-                    f"{name} is too old to be safe",
+                    f"{name} is {'missing' if found is None else reason}",
                     found="not installed" if found is None else str(found),
-                    expected=f"{floor} or later ({reason})",
+                    expected=f"{floor} or later",
                     hint=f"pip install -U '{name}>={floor}'",
                 )
             )

@@ -24,11 +24,11 @@ from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.border import Border
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
-from roundpipe_cli.train.checkpoint.output_dir import METRICS_NAME
+from roundpipe_cli.train.checkpoint.other_run import copy_records
+from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.checkpoint.resume import (
-    run_state,
-)
+from roundpipe_cli.train.checkpoint.records import RECORDS_KEY, RowDigest
+from roundpipe_cli.train.checkpoint.resume import run_state
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
@@ -116,6 +116,8 @@ class Trainer:
         metrics_path = self.output_dir / METRICS_NAME
         if self._machines.is_first:
             say = partial(_say, self._tell)
+            if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
+                copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
         told = self.recipe if self._machines.is_first else replace(self.recipe, report_to=())
         with (
@@ -138,6 +140,7 @@ class Trainer:
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
         evaluator.agree = self._machines.from_first
         evaluator.start(evaluation)
+        self._rows = RowDigest(metrics_path)
         self._log.start()
         saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
         self._updater.before_layer = saver.before_layer
@@ -322,7 +325,7 @@ class Trainer:
             row["segment"] = segment  # the curve goes on with other microbatches from here
         if self._guard.num_in_a_row:
             row["skipped"] = True
-        append_row(metrics, self.output_dir / METRICS_NAME, row)
+        self._rows.add(append_row(metrics, self.output_dir / METRICS_NAME, row))
 
     def _update(self, step: int, gradient_norm: float, learning_rate: float) -> None:
         if self._updates_early:
@@ -351,6 +354,7 @@ class Trainer:
             "evaluation": self.evaluator.state(),
             "fit": self._fit.to_json(self.recipe),
             "skipped_steps": self._guard.num_skipped,
+            RECORDS_KEY: {METRICS_NAME: self._rows.state(), EVAL_NAME: self.evaluator.rows.state()},
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
         state_of = partial(layer_state, self.setup.store, self.optimizer, step)

@@ -10,7 +10,7 @@ from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.model.source import check_model_name
 from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.train.checkpoint.output_dir import check_start
+from roundpipe_cli.train.checkpoint.output_dir import check_start, is_of_other_run
 from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.monitor.trackers import require_trackers
 
@@ -23,7 +23,9 @@ def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:
         NoCheckpointError: nothing to resume from.
     """
     recipe = loaded.recipe
-    check_start(Path(recipe.output_dir).expanduser(), resume or recipe.resume_from_checkpoint is not None)
+    output_dir = Path(recipe.output_dir).expanduser()
+    resume = resume or recipe.resume_from_checkpoint is not None
+    check_start(output_dir, resume and not is_of_other_run(recipe, output_dir))
     require_trackers(recipe.report_to)
     check_sources(loaded, offline=offline)
 

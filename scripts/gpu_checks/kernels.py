@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from roundpipe_cli.kernels.grouped_choice import takes_triton, why_no_triton
+from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
@@ -17,7 +20,7 @@ from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
 TOKENS = {"tiny": 16, "full": 2048}
 KINDS = (
     ("attention", ("flash", "fmha", "attention", "cutlassF", "cutlassB", "cudnn_generated_fort_native_sdpa")),
-    ("product", ("gemm", "nvjet", "xmma", "cutlass", "::mm", "::bmm", "::addmm", "grouped_mm")),
+    ("product", ("gemm", "nvjet", "xmma", "cutlass", "::mm", "::bmm", "::addmm", "grouped_")),
     ("copy", ("memcpy", "memset", "copy", "CatArray", "::cat", "contiguous")),
     ("reduction", ("reduce", "softmax", "norm", "::sum", "::mean", "sort", "scan", "topk")),
     ("elementwise", ("elementwise", "vectorized", "::mul", "::add", "::silu", "::neg", "triton")),
@@ -45,6 +48,8 @@ def one_block(place: CheckPlace, model_type: str, method: str) -> Figures:
     with place.devices():
         device = torch.device("cuda", place.first)
         worker = WorkerModel(model.skeleton, model.split, model.store.views, model.store.trainable_names, device)
+        capability = torch.cuda.get_device_capability(device)
+        use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=why_no_triton() is None))
         host = model.store.layouts[1]
         worker.bind(1, {
             one.name: nn.Parameter(model.store.views[one.name].to(device), one.name in model.store.trainable_names)

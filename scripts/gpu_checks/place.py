@@ -53,6 +53,17 @@ class CheckPlace:
         with simulated(seed, lazy=lazy) as simulation:
             yield simulation
 
+    @contextmanager
+    def processor(self) -> Iterator[None]:
+        """Around what the processor computes to compare with: simulated cards are to give the same bits."""
+        if not self.is_simulated:
+            yield
+            return
+        from tests.support.simulated_cases import attention_as_on
+
+        with attention_as_on():
+            yield
+
 
 @dataclass(frozen=True)
 class Check:

@@ -25,7 +25,7 @@ def tables(document: Document, day: str) -> str:
     outcomes = [one["status"] for own in document["parts"].values() for one in own]
     counts = ", ".join(f"{outcomes.count(word)} {word}" for word in ("ok", "failed", "stopped", "skipped"))
     blocks = [f"{document['hardware']}, {day}: {counts}.", _throughput(document), _memory(document)]
-    blocks += [_prediction(document), _links(document), _kernels(document)]
+    blocks += [_prediction(document), _links(document), _kernels(document), _experts(document)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -83,6 +83,16 @@ def _kernels(document: Document) -> str:
         shares = [f"{100 * one['microseconds'].get(kind, 0) / total:.0f} %" for kind in ("product", "attention")]
         rows.append([name, str(sum(one["launches"].values())), f"{total / 1e3:.2f} ms", *shares])
     return table("block, forward and backward | launches | time | products | attention", rows)
+
+
+def _experts(document: Document) -> str:
+    rows = []
+    for name, one in figures(document, "experts").items():
+        if "milliseconds" in one:
+            own = {key: f"{value:.2f} ms" for key, value in one["milliseconds"].items()}
+            kind = "a loop" if one["torch_loops"] else "one kernel"
+            rows.append([name, own["ours"], own["torch"], own["ours, both"], own["torch, both"], kind])
+    return table("experts | ours: forward | torch's | ours: both passes | torch's | torch's is", rows)
 
 
 def updated(page: str, document: Document, day: str) -> str:

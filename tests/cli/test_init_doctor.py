@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
 import select
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,9 +17,11 @@ import pytest
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
 from roundpipe_cli.cli.init_choice import choose_settings
+from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.kernels.grouped_choice import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import child_environment, command_line, run
@@ -147,6 +151,18 @@ def num_gpus_here() -> int:
     return cuda.num_devices()
 
 
+def test_doctor_says_whether_triton_can_make_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs only; a missing compiler costs a mixture of experts most of its speed on most cards."""
+    pytest.importorskip("triton")
+    assert checks.triton_check(0) == []
+    (found,) = checks.triton_check(1)
+    assert found.state == ("good" if why_no_triton() is None else "note"), found
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    (found,) = checks.triton_check(1)
+    assert found.state == "note" and "no C compiler (install gcc)" in found.found
+
+
 def test_links_are_measured_together() -> None:
     speeds = measure_links([CpuBackend(1, copy=True), CpuBackend(1, copy=True)], 1 << 20)
     assert len(speeds) == 2 and all(speed.up_bytes_per_s > 0 and speed.down_bytes_per_s > 0 for speed in speeds)
@@ -157,3 +173,43 @@ def test_links_are_measured_together() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         measure_links([CpuBackend(1, copy=True), Broken(1, copy=True)], 1 << 20)
+
+
+def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Story: `init`, `convert` and `recipes cp`, killed, left half a recipe, which they then refused to replace."""
+    path, content, codes = tmp_path / "new" / "recipe.yaml", b"model: m\n" * 1000, []
+    for nth in range(1, 9):
+        pid = os.fork()
+        if pid == 0:
+            count = 0
+
+            def dying(event: str, arguments: tuple[object, ...], last: int = nth) -> None:
+                nonlocal count
+                if event in ("open", "os.mkdir", "os.link", "os.remove"):
+                    count += 1
+                    if count == last:
+                        os._exit(9)
+
+            sys.addaudithook(dying)
+            write_new(path, content)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        assert not path.exists() or path.read_bytes() == content
+        path.unlink(missing_ok=True)
+    assert codes[0] == 9 and codes[-1] == 0
+    write_new(path, content)
+    with pytest.raises(RefusedError, match="is there already"):
+        write_new(path, b"other")
+    assert path.read_bytes() == content
+
+
+def test_a_recipe_is_written_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    write_new(tmp_path / "recipe.yaml", b"model: m\n")
+    with pytest.raises(RefusedError, match="is there already"):
+        write_new(tmp_path / "recipe.yaml", b"other")
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
+    assert (tmp_path / "recipe.yaml").read_bytes() == b"model: m\n"

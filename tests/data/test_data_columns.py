@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.data.columns import says_something
+from roundpipe_cli.data.column_rules import says_something
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.pairs import build_pairs
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
@@ -61,6 +61,10 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
         "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI),
     "trl language modelling with tools": ({"messages": CHAT, "tools": [TOOL]},
         '[{"type": "function", "function": {"name": "add"}}]' + HI),
+    "a prompt around the question": ({"prompt": "Q: Hi A:", "question": "Hi", "answer": "Yo"}, HI),
+    "alpaca with its whole text": ({"instruction": "Hi", "output": "Yo", "prompt": "### Hi\n### Yo", "text": "x"}, HI),
+    "counts of media": ({"messages": CHAT, "images": 0, "image": False}, HI),
+    "ms-swift query, response and history": ({"query": "Hi", "response": "Yo", "history": [], "system": None}, HI),
     "a part of the prompt that is in it": ({"context": "Hi", "prompt": "Hi", "completion": "Yo"}, HI),
     "weights of one": ({"prompt": "Hi", "completion": "Yo", "weight": 1.0, "loss_weight": "1"}, HI),
 }  # fmt: skip
@@ -132,6 +136,44 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "deepseek reasoning_content": (
         {"messages": [USER, {**YO, "reasoning_content": "Hm."}]}, "reasoning_content", "thoughts out",
     ),
+    "an answer judged in words": ({"prompt": "Hi", "completion": "No", "label": "rejected"}, "label", KTO),
+    "an answer with thumbs": ({"prompt": "Hi", "response": "No", "thumbs_up": False}, "thumbs_up", KTO),
+    "alpaca with a context": ({"instruction": "Hi", "context": "There.", "output": "Yo"}, "context", "of the prompt"),
+    "alpaca with options": ({"instruction": "Hi", "output": "A", "options": ["a", "b"]}, "options", "of the prompt"),
+    "llamafactory's prompt, query and response": (
+        {"prompt": "In French.", "query": "Hi", "response": "Yo"}, "query", "part of the prompt",
+    ),
+    "a question beside the prompt": ({"prompt": "Brief.", "question": "Hi", "completion": "Yo"}, "question", "prompt"),
+    "fill in the middle": ({"prompt": "a", "suffix": "b", "completion": "c"}, "suffix", "part of the prompt"),
+    "a prefix of the answer": ({"prompt": "a", "prefix": "b", "completion": "c"}, "prefix", "part of the prompt"),
+    "axolotl alpaca_reflect": (
+        {"instruction": "Hi", "output": "No", "reflection": "Hm.", "corrected": "Yo"}, "corrected", "corrected answer",
+    ),
+    "template settings that are false": (
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "chat template",
+    ),
+    "one template setting": ({"messages": CHAT, "enable_thinking": False}, "enable_thinking", "chat template"),
+    "reasoning effort": ({"messages": CHAT, "reasoning_effort": "high"}, "reasoning_effort", "chat template"),
+    "tools in the system message": (
+        {"messages": [{"role": "system", "content": "Hi", "tools": [TOOL]}, *CHAT]}, "messages[0].tools", "holds tools",
+    ),
+    "files of a message": (
+        {"messages": [{**USER, "attachments": [{"url": "a.png"}]}, YO]}, "messages[0].attachments", MEDIA,
+    ),
+    "thoughts of a message under another name": (
+        {"messages": [USER, {**YO, "thought": "Hm."}]}, "messages[1].thought", "name that is not read",
+    ),
+    "thoughts by another name": ({"question": "Hi", "thoughts": "Hm.", "answer": "Yo"}, "thoughts", "holds thoughts"),
+    "thoughts of one model": ({"instruction": "Hi", "output": "Yo", "r1_reasoning": "Hm."}, "r1_reasoning", "thoughts"),
+    "an image of a stored data set": (
+        {"prompt": "Hi", "completion": "Yo", "scan": {"bytes": None, "path": "a.png"}}, "scan", MEDIA,
+    ),
+    "sound of a stored data set": ({"text": "Yo", "clip": {"array": [0.5], "sampling_rate": 16000}}, "clip", MEDIA),
+    "the first image": ({"prompt": "Hi", "completion": "Yo", "image_1": "a.png"}, "image_1", MEDIA),
+    "an image as input": ({"prompt": "Hi", "completion": "Yo", "input_image": "a.png"}, "input_image", MEDIA),
+    "a rejected answer": ({"prompt": "Hi", "completion": "Yo", "rejected_answer": "No"}, "rejected_answer", PAIR),
+    "a mask of no name": ({"prompt": "Hi", "completion": "Yo", "mask": [0, 1]}, "mask", TOKENS),
+    "a row not to train": ({"messages": CHAT, "train": False}, "train", "not trained"),
     "reasoning beside an answer": ({"question": "Hi", "thinking": "Hm.", "answer": "Yo"}, "thinking", "thoughts"),
 }  # fmt: skip
 
@@ -183,6 +225,12 @@ def test_columns_that_are_not_used_are_listed(tmp_path: Path) -> None:
         assert dataset.num_cached == num_cached and dataset.notices[1:] == (expected,)
         assert dataset.report.sources[0].unused_columns == {"id": 3, "source": 2, "messages[].id": 1, "label": 1}
     assert len(build(write_rows(tmp_path / "y.jsonl", [{"messages": CHAT, "tools": None}])).notices) == 1
+
+
+def test_a_message_in_two_forms_names_the_one_that_is_not_read(tmp_path: Path) -> None:
+    """`value` beside `content` was neither read nor listed."""
+    row = {"messages": [{**USER, "value": "Other"}, YO]}
+    assert build(write_rows(tmp_path / "x.jsonl", [row])).notices[1].endswith("not used: messages[].value")
 
 
 def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
@@ -270,6 +318,8 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
     "chosen_messages": ({"chosen_messages": CHAT, "rejected_messages": [USER, NO]}, HI),
     "chosen_messages with a prompt": ({"prompt": "Hi", "chosen_messages": [YO], "rejected_messages": [NO]}, HI),
     "chosen_response": ({"prompt": "Hi", "chosen_response": "Yo", "rejected_response": "No", "margin": 1}, HI),
+    "chosen_answer": ({"prompt": "Hi", "chosen_answer": "Yo", "rejected_answer": "No"}, HI),
+    "chosen-response": ({"prompt": "Hi", "chosen-response": "Yo", "rejected-response": "No"}, HI),
     "llamafactory alpaca": ({"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"}, HI),
     "llamafactory alpaca with input": (
         {"instruction": "Hi", "input": "you", "chosen": "Yo", "rejected": "No"},
@@ -320,6 +370,7 @@ def test_pairs_in_every_common_shape(tmp_path: Path, name: str) -> None:
         ({"messages": CHAT, "chosen": YO, "rejected": NO}, "does not follow on the prompt"),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "images": ["a.jpg"]}, MEDIA),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "context": "There."}, "part of the prompt"),
+        ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "query": "There."}, "part of the prompt"),
         ({"prompt": [USER], "chosen": [{**YO, "weight": 0.5}], "rejected": [NO]}, "how much this turn counts"),
     ],
 )

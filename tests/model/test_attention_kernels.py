@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations import sdpa_attention
 
 from roundpipe_cli.costs.models import shipped_figures
-from roundpipe_cli.model.attention_kernels import AttentionArguments, choose_attention_kernel, reasons_against
+from roundpipe_cli.model import attention_kernels
+from roundpipe_cli.model.attention_kernels import (
+    AttentionArguments,
+    choose_attention_kernel,
+    reasons_against,
+    set_up_attention,
+    takes_shared_keys,
+)
 from roundpipe_cli.model.block_launches import META, FusedFunctions, worker_on_meta
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
@@ -25,8 +33,6 @@ MASKED = {
     "gpt_oss": "sinks are a key beside the mask, which the kernel for whole rows has no place for",
 }
 """Model types that attend with a dense mask today though rows are not packed, and why."""
-TURING = "the efficient kernel takes no grouped queries, and before sm80 there is no flash kernel: scores are kept"
-"""Known, on sm75 alone: models that share keys between heads attend by the math kernel where there is no mask."""
 MODELS = (
     *FAMILIES.values(),
     "mistralai/Mistral-7B-v0.3",
@@ -51,8 +57,9 @@ class Noted(TorchFunctionMode):
 
 
 @functools.cache
-def attention_of(hub_id: str, packed: bool) -> tuple[AttentionArguments, ...]:
+def attention_of(hub_id: str, packed: bool, shared: bool) -> tuple[AttentionArguments, ...]:
     """Calls of one block of each kind, forward on meta tensors, at the model's own heads and widths."""
+    set_up_attention((8, 0) if shared else (7, 5))
     layers = 6 if "gemma" in hub_id else 2
     figures = shipped(hub_id, num_hidden_layers=layers, vocab_size=64)
     if figures["model_type"] in MASKED:
@@ -69,29 +76,52 @@ def attention_of(hub_id: str, packed: bool) -> tuple[AttentionArguments, ...]:
     return tuple(dict.fromkeys(noted.calls))
 
 
-def dtype_on(card: tuple[int, int]) -> torch.dtype:
-    """What a run takes: cards before sm80 have no bfloat16."""
-    return torch.bfloat16 if card >= (8, 0) else torch.float16
+ON_CARDS = [
+    (card, dtype) for card in CARDS for dtype in (torch.bfloat16 if card >= (8, 0) else torch.float16, torch.float32)
+]
+"""What runs take: cards before sm80 have no bfloat16."""
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("hub_id", MODELS)
-def test_no_shipped_model_attends_by_the_math_kernel(hub_id: str, packed: bool) -> None:
-    """It keeps scores of all pairs; `TURING` alone is known to. A dense mask only where `MASKED` says why."""
+def test_no_shipped_model_attends_by_the_math_kernel(
+    hub_id: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps scores of all pairs. A dense mask only where `MASKED` says why; the flash kernel where it can be had."""
     model_type = shipped(hub_id)["model_type"]
-    for card in CARDS:
-        calls = attention_of(hub_id, packed)
+    for card, dtype in ON_CARDS:
+        monkeypatch.setattr(attention_kernels, "_least_capability", card)
+        calls = attention_of(hub_id, packed, takes_shared_keys(torch.empty(1, dtype=dtype, device=META)))
         assert calls
-        for one in (replace(call, dtype=dtype_on(card)) for call in calls):
-            kernel = choose_attention_kernel(one, card)
+        for one in (replace(call, dtype=dtype) for call in calls):
             if one.has_mask:
                 assert packed or model_type in MASKED, MASKED_PACKED
-                assert kernel == "efficient", reasons_against("efficient", one, card)
-            elif card >= (8, 0):
-                assert one.is_causal and kernel == "flash", reasons_against("flash", one, card)
             else:
-                grouped = one.heads != one.key_value_heads
-                assert kernel == ("math" if grouped else "efficient"), TURING
+                assert one.is_causal
+            fused = "flash" if dtype == torch.bfloat16 and not one.has_mask else "efficient"
+            assert choose_attention_kernel(one, card) == fused, reasons_against(fused, one, card)
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "shared"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((8, 6), torch.float16, True),
+        ((7, 5), torch.float16, False),
+        ((9, 0), torch.float32, False),
+    ],
+)
+def test_keys_are_shared_where_a_fused_kernel_takes_it(
+    card: tuple[int, int], dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the processor, and before a run has taken cards, as transformers decides."""
+    monkeypatch.setattr(attention_kernels, "_least_capability", None)
+    on_card, on_cpu = torch.empty(1, 2, 4, 8, dtype=dtype, device=META), torch.empty(1, 2, 4, 8, dtype=dtype)
+    assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card)
+    set_up_attention(card)
+    assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card) is shared
+    assert sdpa_attention.use_gqa_in_sdpa(None, on_cpu, on_cpu)
+    assert not sdpa_attention.use_gqa_in_sdpa(torch.empty(1), on_card, on_card)
 
 
 def test_every_family_of_the_shipped_recipes_is_tried() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.cli.wrap import wrapped
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.predict import check_fits, make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
@@ -172,18 +173,23 @@ def test_what_cannot_be_answered_is_refused(recipe: Path, arguments: list[str], 
 def test_words_begin_with_the_verdict(recipe: Path) -> None:
     answer = make_plan(load(recipe), "2x4090")
     lines = plan_text(answer, None)
-    assert lines[0].startswith("It fits: HuggingFaceTB/SmolLM2-135M-Instruct (135M parameters), lora")
-    assert "tokens/s, bubble " in lines[1]
-    assert lines[2].endswith("for 3 steps (10 rows), if every row is full")
+    assert lines[0].startswith("FITS: HuggingFaceTB/SmolLM2-135M-Instruct (135M parameters), lora")
+    assert lines[1] == "  on 2x4090: as --hardware says"
+    assert lines[2].startswith("  GPU memory ") and "of 24 GiB each" in lines[2]
+    assert lines[3].startswith("  host memory ") and "ASSUMED" in lines[3]
+    assert lines[4].startswith("  a step ") and lines[5].startswith("  tokens/s ")
+    assert lines[6].endswith("for 3 steps (10 rows), if every row is full")
     text = "\n".join(lines)
     for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
         assert heading in text
     full = load(recipe, "model=Qwen/Qwen3-32B", "method=full", *AUTO)  # frozen weights could stay on the disk
     no = plan_text(make_plan(full, "2x4090,host_memory_gib=32"), None)
-    assert no[0].startswith("It does not fit")
-    assert no[1].startswith("  host memory: needs ")
-    assert no[2].startswith("The nearest recipe of the tool that fits: ")
-    assert any(line.startswith("If it did fit: ") for line in no)
+    assert no[0].startswith("DOES NOT FIT: ")
+    assert no[1].startswith("  host memory: needs ") and no[1].endswith("too little")
+    assert any(line.startswith("The nearest recipe of the tool that fits: ") for line in no)
+    assert any(line.endswith("if it did fit") for line in no) and any("(given)" in line for line in no)
+    for short in (plan_text(answer, None, details=False), plan_text(make_plan(full), None, details=False)):
+        assert len(list(wrapped(short, 80))) < 24 and "`-v` shows" in short[-1]
 
 
 def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
@@ -197,17 +203,20 @@ def test_picture_of_a_step(recipe: Path, tmp_path: Path) -> None:
     done = command(recipe, "--hardware", "2x4090", "--svg", tmp_path / "step.svg")
     picture = (tmp_path / "step.svg").read_text()
     assert picture.startswith("<svg") and "worker 1" in picture
-    assert "wrote" in done.stderr and "It fits" in done.stdout
+    assert "wrote" in done.stderr and "FITS" in done.stdout
 
 
 def test_without_gpus_the_machine_is_said(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models are planned for the two CPU workers that `finetune` would take, large ones for an assumed box."""
+    """A plan is for the two CPU workers that `finetune` would take; large models were planned for eight cards once."""
     monkeypatch.setenv("PATH", "")
     small, large = ask(load(recipe)), ask(load(recipe, "model=Qwen/Qwen3-8B"))
     assert [device.name for device in small.hardware.devices] == ["cpu", "cpu"]
     assert any("no GPU here: two CPU workers" in note for note in small.hardware.notes)
-    assert [device.name for device in large.hardware.devices] == ["rtx-4090"] * 8
-    assert any("planned for 8x4090" in note for note in large.hardware.notes)
+    assert [device.name for device in large.hardware.devices] == ["cpu", "cpu"]
+    assert any("`finetune` needs pipeline.devices=[cpu,cpu]" in note for note in large.hardware.notes)
+    slow = plan_text(make_plan(load(recipe, "model=Qwen/Qwen3-8B", *AUTO)), None, details=False)
+    assert slow[0].startswith(("SLOW: ", "DOES NOT FIT: ")) and any("--hardware 1x4090" in line for line in slow)
+    check_fits(load(recipe, "model=Qwen/Qwen3-235B-A22B"))  # that there is no GPU is another refusal
     three = ask(load(recipe, "pipeline.devices=[cpu, cpu, cpu]"))
     assert len(three.hardware.devices) == 3
     assert all(layer.param_bytes == 0 for layer in three.analytic.costs.layers), "CPU workers alias the weights"

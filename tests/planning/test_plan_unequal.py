@@ -71,7 +71,7 @@ def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
     check_limits(answer)
     assert [device.name for device in answer.question.hardware.devices] == ["rtx-3090"] * 2
     text = "\n".join(plan_text(answer, None))
-    assert text.startswith("It fits")
+    assert text.startswith("FITS")
     assert "2 x custom left out: no stage fits its memory; write pipeline.devices: [cuda:0, cuda:3]" in text
     assert answer.step_s == pytest.approx(make_plan(loaded, "2x3090").step_s)
 

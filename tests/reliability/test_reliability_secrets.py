@@ -109,9 +109,21 @@ def test_libraries_with_known_holes_are_refused(monkeypatch: pytest.MonkeyPatch)
     assert "CVE-2025-32434" in str(caught.value) and "pip install -U 'torch>=2.10'" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["peft", "huggingface_hub"])
+def test_libraries_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Story: an older PEFT ended the run by an ImportError, and only `doctor` knew why."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(floors, "version", lambda asked: "0.20.1" if asked == name else real(asked))
+    with pytest.raises(RecipeError, match=rf"(?s){name} is too old for.*0\.20\.1.*pip install -U '{name}>=") as caught:
+        floors.check_floors()
+    assert caught.value.exit_code == 2 and len(caught.value.problems) == 1
+
+
 def test_the_floors_are_those_of_the_package() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     for name, (floor, _) in floors.FLOORS.items():
+        assert f'"{name}>={floor}"' in text
+    for name, floor in floors.OTHER_FLOORS.items():
         assert f'"{name}>={floor}"' in text
 
 

@@ -34,9 +34,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"method": "full", "learning_rate": 1.0e-3, **PLANNED},
     "accumulate": {"micro_batch_size": 1, "gradient_accumulation_steps": 4},
     "stale": {"pipeline__optimizer_staleness": 1},
+    "4bit": {"load_in_4bit": True, **PLANNED},
+    "8bit": {"load_in_8bit": True, **PLANNED},
 }
 RESULTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
-CLOCK_KEYS = ("training_s",)
+CLOCK_KEYS = ("training_s", "records")
 """Of a checkpoint's state: what depends on the clock. Of the recipe in it, what is free to change is left out too."""
 PIPELINE_KEYS = ("upload_bytes", "device_peak_bytes")
 """Of a row of metrics.jsonl: what depends on the devices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tests.torture import chains, damage, fuzz_readers, holders, hostile, kills, stops, syscalls, workers
 from tests.torture.arena import Arena, Seen
@@ -32,6 +33,13 @@ PROMISES = (
         kills.random_kills,
         9,
         200,
+    ),
+    Promise(
+        "kills-packed",
+        "the same at staleness 1, and with weights in 4 and 8 bit",
+        partial(kills.random_kills, variants=("stale", "4bit", "8bit")),
+        3,
+        36,
     ),
     Promise(
         "chains",

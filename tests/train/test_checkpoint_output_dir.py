@@ -25,9 +25,9 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     check_start,
     read_state,
     refuse_if_held,
-    truncate_metrics,
 )
 from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.checkpoint.records import truncate_metrics
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
 from roundpipe_cli.train.monitor.metrics import append_row
 

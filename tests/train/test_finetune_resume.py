@@ -302,6 +302,20 @@ def test_a_named_checkpoint(folder: Path, whole: Path) -> None:
     assert_same_run(folder, whole)
 
 
+def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
+    """It continues in a free folder with the metrics so far; a killed one begins again, a second run is refused."""
+    other = Path(shutil.copytree(whole / "out", folder / "other"))
+    named = "resume_from_checkpoint=other/" + min(path.name for path in other.glob("step-*"))
+    died = finetune(folder, "--resume", named, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=8"})
+    assert died.code < 0 and not list((folder / "out").glob("step-*"))
+    before = contents(other)
+    done = finetune(folder, named).expect(0)
+    assert "other stays as it is" in done.err and contents(other) == before
+    assert_same_run(folder, whole)
+    done = finetune(folder, "--resume", named).expect(2)
+    assert "of another run" in done.err and "resume_from_checkpoint=auto" in done.err
+
+
 def test_killed_after_going_back(folder: Path, whole: Path) -> None:
     """Story: resumed from step 4 of 8 and killed before the next save; `--resume` took step 8, and the metrics had
     rows 1, 2, 3, 4, 9."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli.durable import append_line
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.checkpoint import store as store
-from roundpipe_cli.train.checkpoint.output_dir import RunState, read_state
+from roundpipe_cli.train.checkpoint.other_run import copy_records
+from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run, named_checkpoint, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
+from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_unchanged,
     is_complete,
     may_ask_for_more,
-    named_checkpoint,
 )
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.step_folders import list_best
@@ -244,17 +247,115 @@ def test_what_is_left_after_a_checkpoint() -> None:
         check_not_past_end(checkpoint(9, 0), 8)
 
 
-def test_a_checkpoint_of_another_folder_is_refused(tmp_path: Path) -> None:
-    """Its metrics are elsewhere: those of this folder are another run's."""
+def test_a_checkpoint_of_another_run_needs_a_free_folder(tmp_path: Path) -> None:
+    """Story: it was refused everywhere, though the key's page said "a checkpoint folder". Only a folder that holds a
+    run already has metrics of its own."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         save(tmp_path / name, 4)
     named: Any = SimpleNamespace(resume_from_checkpoint=str(tmp_path / "a" / "step-00000004"))
-    assert named_checkpoint(named, tmp_path / "a") == tmp_path / "a" / "step-00000004"
-    with pytest.raises(RefusedError, match=r"(?s)of another run.*output_dir="):
-        named_checkpoint(named, tmp_path / "b")
+    assert not is_of_other_run(named, tmp_path / "a")
+    assert is_of_other_run(named, tmp_path / "free")
+    with pytest.raises(RefusedError, match=r"(?s)of another run.*output_dir=.*resume_from_checkpoint=auto"):
+        is_of_other_run(named, tmp_path / "b")
     for newest in (None, "auto"):
-        assert named_checkpoint(SimpleNamespace(resume_from_checkpoint=newest), tmp_path) is None  # type: ignore[arg-type]
+        recipe: Any = SimpleNamespace(resume_from_checkpoint=newest)
+        assert named_checkpoint(recipe) is None and not is_of_other_run(recipe, tmp_path / "b")
+
+
+# --- rows that somebody edited ---------------------------------------------------------------------------------------
+
+
+def make_recorded_run(folder: Path) -> Path:
+    """Twelve steps with a checkpoint every fourth; each holds the digest of its rows."""
+    folder.mkdir()
+    digests = {"metrics.jsonl": RowDigest(folder / "metrics.jsonl"), "eval.jsonl": RowDigest(folder / "eval.jsonl")}
+    for step in range(1, 13):
+        for name in digests if step % 4 == 0 else ("metrics.jsonl",):
+            digests[name].add(append_line(folder / name, json.dumps({"step": step, "loss": 1 / step})))
+        if step % 4 == 0:
+            records = {name: digest.state() for name, digest in digests.items()}
+            save_checkpoint(folder, step, {"masters": {"w": torch.ones(1)}}, {"recipe": {}, "records": records}, 5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_recorded_run(tmp_path_factory.mktemp("recorded") / "out")
+
+
+EDITS: dict[str, Callable[[bytes], bytes]] = {
+    "another loss": lambda data: data.replace(b"0.5", b"0.4"),
+    "a row less": lambda data: data[data.index(b"\n") + 1 :],
+    "a note between the rows": lambda data: data.replace(b"\n", b"\n# my note\n", 1),
+    "a note at the end": lambda data: data + b"# my note\n",
+    "other line breaks": lambda data: data.replace(b"\n", b"\r\n"),
+    "a row of its own": lambda data: data + b'{"step": 2, "loss": 9}\n',
+}
+
+
+@pytest.mark.parametrize("step", [4, 12])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_rows_are_reported_and_nothing_is_lost(tmp_path: Path, recorded: Path, edit: str, step: int) -> None:
+    """Story: a row changed by hand was continued from in silence, and notes were cut out of the file."""
+    folder = Path(shutil.copytree(recorded, tmp_path / "out"))
+    edited = EDITS[edit]((folder / "metrics.jsonl").read_bytes())
+    (folder / "metrics.jsonl").write_bytes(edited)
+    said: list[str] = []
+    rewind(folder, step, num_steps=20, say=said.append)
+    (copy,) = folder.glob("*-edited-*")
+    assert copy.read_bytes() == edited
+    assert "metrics.jsonl was changed" in said[0] and copy.name in said[0] and "step 12 was saved" in said[0]
+    assert steps_in(folder / "metrics.jsonl") == list(range(2 if edit == "a row less" else 1, step + 1))
+
+
+def test_rows_as_the_run_wrote_them_are_not_reported(tmp_path: Path, recorded: Path) -> None:
+    """Neither rows behind the newest checkpoint nor a line that a kill has torn are anybody's edit."""
+    folder = Path(shutil.copytree(recorded, tmp_path / "out"))
+    for tail in (b"", b'{"step": 13, "loss": 1}\n{"step": 14', b""):
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            (folder / name).write_bytes((folder / name).read_bytes() + tail)
+        said: list[str] = []
+        rewind(folder, 12, num_steps=20, say=said.append)
+        assert said == []
+    rewind(folder, 4, num_steps=20, say=said.append)
+    rewind(folder, 4, num_steps=20, say=said.append)
+    assert not list(folder.glob("*-edited-*")) and not any("changed" in text for text in said)
+
+
+def test_edited_evaluations_are_kept_at_every_kill(tmp_path: Path, recorded: Path) -> None:
+    """Killed anywhere on the way, the next resume still has the file as the user left it, once."""
+    nth, got_there = 0, True
+    while got_there:
+        nth += 1
+        folder = Path(shutil.copytree(recorded, tmp_path / str(nth)))
+        edited = (folder / "eval.jsonl").read_bytes() + b"# the second one counts\n"
+        (folder / "eval.jsonl").write_bytes(edited)
+        got_there = killed_at(nth, folder, 4, 12)
+        rewind(folder, load_newest(folder, folder / "step-00000004").step, num_steps=12, say=lambda text: None)
+        copies = [path for path in folder.glob("*-edited-*") if not path.name.startswith(".tmp")]
+        assert [path.read_bytes() for path in copies] == [edited], nth
+        assert steps_in(folder / "eval.jsonl") == [4]
+    assert nth > 10
+
+
+def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
+    """Rows and best weights come along, whatever kill came before; the other run's folder is as it was."""
+    other = Path(shutil.copytree(recorded, tmp_path / "other"))
+    (other / "best-00000004").mkdir()
+    (other / "best-00000004" / "best.json").write_text("{}")
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    target = tmp_path / "new"
+    target.mkdir()
+    (target / "metrics.jsonl").write_text(rows(1, 2))  # of a try that was killed
+    said: list[str] = []
+    for _ in range(2):
+        copy_records(other / "step-00000008", {"evaluation": {"best_step": 4}}, target, said.append)
+        rewind(target, 8, num_steps=12, say=said.append)
+        assert steps_in(target / "metrics.jsonl") == list(range(1, 9)) and steps_in(target / "eval.jsonl") == [4, 8]
+    assert (target / "best-00000004" / "best.json").is_file() and not list(target.glob(".tmp-*"))
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    assert "stays as it is" in said[0]
 
 
 def test_epochs_may_give_way_to_as_many_steps() -> None:

@@ -36,6 +36,8 @@ class Backend(ABC):
     device: torch.device
     aliases_host: bool
     """True: the device reads host memory where it lies, so nothing is moved."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of an NVIDIA GPU, e.g. (8, 6); None: another device."""
 
     def take_notice(self) -> str | None:
         """What the user should know of this device and has not been told yet; once."""

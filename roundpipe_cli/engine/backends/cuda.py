@@ -18,6 +18,8 @@ import torch
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory
 from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.library_names import library_name
+from roundpipe_cli.model.attention_kernels import set_up_attention
 
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """How often a lane asks whether what it waits for has happened: at first, and after a while."""
@@ -71,19 +73,21 @@ def set_up_process(indices: Collection[int]) -> None:
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
     which builds a plan of about half a second for every new shape in every thread, and is torch's first choice on sm90
-    and sm100.
+    and sm100; nor by the math kernel where copies of shared keys avoid it.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    set_allocator = library_name("torch._C", "_accelerator_setAllocatorSettings")
+    set_allocator("expandable_segments:True")
     try:
         for index in indices:
             torch.empty(1, device=torch.device("cuda", index))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # "operation not supported"
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        set_allocator("expandable_segments:False")
 
 
 def release_workspaces() -> None:
@@ -122,6 +126,8 @@ class CudaBackend(Backend):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.aliases_host = False
+        if torch.version.hip is None:
+            self.capability = torch.cuda.get_device_capability(self.device)
         with torch.cuda.device(self.device):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)

@@ -22,13 +22,13 @@ import torch
 from roundpipe_cli.model.stored.fp4 import mxfp4_rows, nvfp4
 from roundpipe_cli.model.stored.fp8 import FLOATS, in_8bit
 from roundpipe_cli.model.stored.scales import as_float, row_ranges, unpack_bits
-from roundpipe_cli.model.stored.tensors import OpenFiles, Piece, StoredTensor
+from roundpipe_cli.model.stored.tensors import FileTensor, OpenFiles, StoredTensor
 
 WORD_BITS = 32
 
 
 def find_compressed(
-    pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
     """The weights in any of its formats."""
     bits = sorted({int(weights["num_bits"]) for weights in _weight_settings(settings) if "num_bits" in weights})
@@ -57,7 +57,7 @@ def _weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in weights if isinstance(one, dict)]
 
 
-def _packed(piece: Piece, beside: Mapping[str, Piece], bits: list[int], dtype: torch.dtype) -> StoredTensor:
+def _packed(piece: FileTensor, beside: Mapping[str, FileTensor], bits: list[int], dtype: torch.dtype) -> StoredTensor:
     if "weight_global_scale" in beside:
         return nvfp4(piece, beside["weight_scale"], beside["weight_global_scale"], dtype, divides=True)
     if piece.dtype == "U8":
@@ -68,7 +68,7 @@ def _packed(piece: Piece, beside: Mapping[str, Piece], bits: list[int], dtype: t
     return StoredTensor({"codes": piece, **beside}, shape, dtype, partial(_unpack, shape=shape, bits=num_bits))
 
 
-def _shape_of(piece: Piece) -> torch.Size:
+def _shape_of(piece: FileTensor) -> torch.Size:
     with OpenFiles() as files:
         return torch.Size(int(size) for size in files.tensor(piece))
 

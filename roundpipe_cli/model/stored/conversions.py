@@ -26,7 +26,7 @@ Shapes = Mapping[str, torch.Size]
 
 
 @dataclass(frozen=True)
-class Conversion:
+class WeightConversion:
     """Tensors of the checkpoint that become weights of the model together."""
 
     sources: tuple[str, ...]
@@ -66,14 +66,14 @@ class Conversion:
 class Conversions:
     """All of a model's weights that a checkpoint has."""
 
-    found: tuple[Conversion, ...]
+    found: tuple[WeightConversion, ...]
     unused: tuple[str, ...]
     """Tensors of the checkpoint that the model has no place for."""
     rules: tuple[Any, ...] | None
     """transformers' rules for this model; None where it has them in another form than is known here."""
 
     def revert(
-        self, conversion: Conversion, weights: Mapping[str, torch.Tensor], model: nn.Module
+        self, conversion: WeightConversion, weights: Mapping[str, torch.Tensor], model: nn.Module
     ) -> dict[str, torch.Tensor] | None:
         """The checkpoint's tensors from the model's weights; None where transformers' rules do not lead back.
 
@@ -124,17 +124,17 @@ def _conversion(
     model: nn.Module,
     stored: Shapes,
     own: Shapes,
-) -> Conversion:
+) -> WeightConversion:
     names = tuple(name for name, _ in members)
     patterns = tuple(pattern for _, pattern in members if pattern is not None)
     if not patterns:
-        return Conversion(names[:1], {target: own[target]})
+        return WeightConversion(names[:1], {target: own[target]})
     converters = [rule for rule in rules or () if hasattr(rule, "operations")]
     rule = next(rule for rule in reversed(converters) if patterns[0] in rule.source_patterns)
-    first = Conversion(names, {target: own[target]}, rule, patterns)
+    first = WeightConversion(names, {target: own[target]}, rule, patterns)
     shapes = {name: torch.empty(stored[name], device="meta") for name in names}
     made = first.apply(shapes.__getitem__, model)
-    return Conversion(names, {name: part.shape for name, part in made.items()}, rule, patterns)
+    return WeightConversion(names, {name: part.shape for name, part in made.items()}, rule, patterns)
 
 
 def _rules(model: nn.Module) -> list[Any] | None:
@@ -184,7 +184,7 @@ def _with_prefix(name: str, model: nn.Module, own: Shapes) -> str:
 
 
 def _convert(
-    conversion: Conversion,
+    conversion: WeightConversion,
     sources: Sequence[str],
     patterns: Sequence[str],
     read: Callable[[str], torch.Tensor],
@@ -212,7 +212,7 @@ def _stacks(rule: Any, patterns: Sequence[str]) -> bool:
 
 
 def _by_expert(
-    conversion: Conversion, read: Callable[[str], torch.Tensor], model: nn.Module
+    conversion: WeightConversion, read: Callable[[str], torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
     """The same as `_convert`, one expert after the other: memory holds the result and one expert."""
     kinds = conversion.rule.source_patterns

@@ -16,10 +16,12 @@ import torch
 
 from roundpipe_cli.model.stored.fp8 import find_fp8
 from roundpipe_cli.model.stored.scales import as_float, fp4_values, row_ranges, scaled_rows
-from roundpipe_cli.model.stored.tensors import Piece, StoredTensor
+from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 
 
-def find_mxfp4(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredTensor]:
+def find_mxfp4(
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
     """Fused experts as GPT-OSS has them."""
     found = {}
     for key, blocks in pieces.items():
@@ -44,7 +46,7 @@ def _scaled(packed: torch.Tensor, scale: torch.Tensor, shape: torch.Size, dtype:
 
 
 def find_modelopt(
-    pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
     """NVFP4 and FP8 as ModelOpt writes them, in one checkpoint or in two."""
     found = find_fp8(pieces, settings, dtype)
@@ -55,7 +57,9 @@ def find_modelopt(
     return found
 
 
-def nvfp4(codes: Piece, scale: Piece, second: Piece, dtype: torch.dtype, *, divides: bool) -> StoredTensor:
+def nvfp4(
+    codes: FileTensor, scale: FileTensor, second: FileTensor, dtype: torch.dtype, *, divides: bool
+) -> StoredTensor:
     """A weight, or experts' weights, in NVFP4.
 
     Args:
@@ -85,7 +89,7 @@ def _unpack_nvfp4(
     return whole
 
 
-def mxfp4_rows(codes: Piece, scale: Piece, dtype: torch.dtype) -> StoredTensor:
+def mxfp4_rows(codes: FileTensor, scale: FileTensor, dtype: torch.dtype) -> StoredTensor:
     """A linear layer's weight in MXFP4: codes [out, in / 2], exponents [out, in / 32]."""
     shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
     return StoredTensor({"codes": codes, "scale": scale}, shape, dtype, partial(_unpack_rows, shape=shape))

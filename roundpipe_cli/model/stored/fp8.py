@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from roundpipe_cli.model.stored.scales import fp4_values, scaled_rows
-from roundpipe_cli.model.stored.tensors import Piece, StoredTensor
+from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 
 FLOATS = ("F8_E4M3", "F8_E5M2", "F4", "I8")
 """Types of codes; transformers writes two E2M1 codes as an I8."""
 Block = tuple[int, int] | None
 
 
-def find_fp8(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredTensor]:
+def find_fp8(
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
     """The weights in 8 bit that have a scale."""
     size = settings.get("weight_block_size")
     block = (int(size[0]), int(size[1])) if isinstance(size, (list, tuple)) and len(size) == 2 else None
@@ -35,7 +37,7 @@ def find_fp8(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: to
     return found
 
 
-def scale_of(name: str, pieces: Mapping[str, Piece]) -> Piece | None:
+def scale_of(name: str, pieces: Mapping[str, FileTensor]) -> FileTensor | None:
     """The scale beside a weight's codes, under any of its names."""
     module = name.removesuffix("weight") if name.endswith(".weight") else None
     others = [] if module is None else [f"{module}scale", f"{module}qscale_weight"]
@@ -43,7 +45,12 @@ def scale_of(name: str, pieces: Mapping[str, Piece]) -> Piece | None:
 
 
 def in_8bit(
-    codes: Piece, scale: Piece, dtype: torch.dtype, block: Block, zero_point: Piece | None = None, is_int: bool = False
+    codes: FileTensor,
+    scale: FileTensor,
+    dtype: torch.dtype,
+    block: Block,
+    zero_point: FileTensor | None = None,
+    is_int: bool = False,
 ) -> StoredTensor:
     """A weight of codes and scales; [experts, rows, columns] or [rows, columns]."""
     two_a_byte = codes.dtype == "I8" and not is_int

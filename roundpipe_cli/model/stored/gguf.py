@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.conversions import find_conversions, gguf_rules
 from roundpipe_cli.model.stored.names import base_name, is_adapter, own_shapes
+
+GGUF_TABLES = "transformers.modeling_gguf_pytorch_utils"
 
 ROWS_AT_ONCE = 4096
 BACKBONE_DEPTH = 2
@@ -51,14 +54,9 @@ def gguf_weights(source: ModelSource, model: nn.Module) -> list[tuple[Mapping[st
 def _by_tables(
     tensors: list[Any], architecture: str, model: nn.Module
 ) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
-
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_settings(model.config))
-    table = get_gguf_hf_weights_map(_BaseNames(model), processor)
+    processors, usual = (library_name(GGUF_TABLES, name) for name in ("TENSOR_PROCESSORS", "TensorProcessor"))
+    processor = processors.get(architecture, usual)(config=_settings(model.config))
+    table = library_name(GGUF_TABLES, "get_gguf_hf_weights_map")(_BaseNames(model), processor)
     own = own_shapes(model)
     parts: dict[str, list[Any]] = {}
     for tensor in tensors:

@@ -21,14 +21,16 @@ from typing import Any
 import torch
 
 from roundpipe_cli.model.stored.scales import row_ranges, unpack_bits
-from roundpipe_cli.model.stored.tensors import Piece, StoredTensor
+from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output that each of a word's numbers belongs to."""
 AWQ_BITS = 4
 
 
-def find_gptq(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredTensor]:
+def find_gptq(
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
     """The weights in GPTQ."""
     bits, group_size = int(settings["bits"]), int(settings.get("group_size") or -1)
     offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
@@ -43,7 +45,9 @@ def find_gptq(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: t
     return found
 
 
-def find_awq(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredTensor]:
+def find_awq(
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
     """The weights in AWQ."""
     found, group_size = {}, int(settings.get("group_size") or settings.get("q_group_size") or -1)
     for name, parts in _modules(pieces, ("qweight", "qzeros", "scales")).items():
@@ -52,7 +56,7 @@ def find_awq(pieces: Mapping[str, Piece], settings: Mapping[str, Any], dtype: to
     return found
 
 
-def _modules(pieces: Mapping[str, Piece], roles: tuple[str, ...]) -> dict[str, dict[str, Piece]]:
+def _modules(pieces: Mapping[str, FileTensor], roles: tuple[str, ...]) -> dict[str, dict[str, FileTensor]]:
     """Name of a weight -> its tensors by role."""
     modules = [key.removesuffix(".qweight") for key in pieces if key.endswith(".qweight")]
     return {

@@ -17,10 +17,10 @@ from roundpipe_cli.model.stored.compressed import find_compressed
 from roundpipe_cli.model.stored.fp4 import find_modelopt, find_mxfp4
 from roundpipe_cli.model.stored.fp8 import find_fp8
 from roundpipe_cli.model.stored.gptq import find_awq, find_gptq
-from roundpipe_cli.model.stored.tensors import Piece, StoredTensor, find_pieces, plain
+from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor, find_file_tensors, plain
 from roundpipe_cli.model.untrusted import read_config
 
-Find = Callable[[Mapping[str, Piece], Mapping[str, Any], torch.dtype], dict[str, StoredTensor]]
+Find = Callable[[Mapping[str, FileTensor], Mapping[str, Any], torch.dtype], dict[str, StoredTensor]]
 FORMATS: dict[str, Find] = {
     "fp8": find_fp8,
     "fbgemm_fp8": find_fp8,
@@ -51,7 +51,7 @@ def find_stored(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
         RefusedError: the files are quantised in a form that cannot be read, or cannot be read at all.
     """
     config = read_config(folder)
-    pieces = find_pieces(folder)
+    pieces = find_file_tensors(folder)
     form = stored_form(config, str(folder / "config.json"))
     if form is None:
         return {name: plain(piece) for name, piece in pieces.items()}

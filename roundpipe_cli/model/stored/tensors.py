@@ -31,7 +31,7 @@ Unpack = Callable[[Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileTensor:
     """One tensor of the files."""
 
     path: Path
@@ -60,7 +60,7 @@ class Piece:
 class StoredTensor:
     """A weight of the checkpoint."""
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, FileTensor]
     """Role -> tensor of the files; one piece with the role "" is the weight itself."""
     shape: torch.Size
     dtype: torch.dtype
@@ -99,7 +99,7 @@ class StoredTensor:
         return weight
 
 
-def plain(piece: Piece) -> StoredTensor:
+def plain(piece: FileTensor) -> StoredTensor:
     """A weight that is one tensor of the files."""
     return StoredTensor({"": piece}, piece.shape, piece.torch_dtype)
 
@@ -110,7 +110,7 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
     def __init__(self) -> None:
         self._stack, self._files = ExitStack(), dict[Path, Any]()
 
-    def tensor(self, piece: Piece) -> torch.Tensor:
+    def tensor(self, piece: FileTensor) -> torch.Tensor:
         """A tensor, on the bytes of its mapped file; gone when the files are closed."""
         if piece.path not in self._files:
             self._files[piece.path] = self._stack.enter_context(open_shard(piece.path))
@@ -134,7 +134,7 @@ def open_shard(path: Path) -> Any:
         raise RefusedError("a file of the weights cannot be read", where=str(path), found=str(error)) from error
 
 
-def find_pieces(folder: Path) -> dict[str, Piece]:
+def find_file_tensors(folder: Path) -> dict[str, FileTensor]:
     """Name -> tensor of a model folder's safetensors files.
 
     Raises:
@@ -147,8 +147,8 @@ def find_pieces(folder: Path) -> dict[str, Piece]:
     return {piece.key: piece for path in shards for piece in _pieces_of(path)}
 
 
-def _pieces_of(path: Path) -> Iterable[Piece]:
+def _pieces_of(path: Path) -> Iterable[FileTensor]:
     with open_shard(path) as file:
         for key in file.keys():  # noqa: SIM118 - the handle is no mapping
             view = file.get_slice(key)
-            yield Piece(path, key, torch.Size(view.get_shape()), view.get_dtype())
+            yield FileTensor(path, key, torch.Size(view.get_shape()), view.get_dtype())

@@ -32,6 +32,7 @@ from roundpipe_cli.durable import (
 )
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.plain_files import kind_of_file, open_regular, read_regular
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 
 MARKER_NAME = ".roundpipe"
@@ -65,6 +66,32 @@ def read_state(folder: Path) -> RunState:
     if list_checkpoints(folder):
         return RunState.HAS_CHECKPOINT
     return RunState.FRESH
+
+
+def named_checkpoint(recipe: Recipe) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; None for the newest one, and where it is not set."""
+    named = recipe.resume_from_checkpoint
+    return None if named in (None, "auto") else Path(str(named)).expanduser()
+
+
+def is_of_other_run(recipe: Recipe, folder: Path) -> bool:
+    """Whether `resume_from_checkpoint` names a checkpoint outside of `folder`, the output directory.
+
+    Raises:
+        RefusedError: it does, and `folder` holds a run already, whose metrics are not those of the named one.
+    """
+    named = named_checkpoint(recipe)
+    if named is None or named.parent.resolve() == folder.resolve():
+        return False
+    if read_state(folder) is not RunState.FRESH:
+        raise RefusedError(
+            "the checkpoint to resume from is of another run than the one in the output directory",
+            where="resume_from_checkpoint",
+            found=str(named),
+            expected=f"a checkpoint in {folder}, or an output_dir= that holds no run",
+            hint="resume_from_checkpoint=auto continues the run that is there",
+        )
+    return True
 
 
 def check_start(folder: Path, resume: bool) -> RunState:
@@ -290,40 +317,6 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def truncate_metrics(path: Path, step: int) -> int:
-    """Cut `metrics.jsonl` back to the rows of steps before `step`, the next to run. Returns the number of rows kept.
-
-    A torn last line goes too, and so does any row that repeats a step: one row per step, always. Atomic.
-
-    Raises:
-        ResourceError: disk full or failing; the file is as it was.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return 0
-    kept: list[bytes] = []
-    seen: set[int] = set()
-    for line in data.split(b"\n")[:-1]:  # what follows the last line break is torn, or empty
-        row_step = _row_step(line)
-        if row_step is not None and row_step < step and row_step not in seen:
-            seen.add(row_step)
-            kept.append(line + b"\n")
-    rest = b"".join(kept)
-    if rest != data:
-        write_atomically(path, rest)
-    return len(kept)
-
-
-def _row_step(line: bytes) -> int | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if type(step) is int else None
 
 
 def _read_spared(marker: Path) -> frozenset[str]:

@@ -91,27 +91,6 @@ def shared_facts(setup: Setup) -> dict[str, Any]:
     return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
 
 
-def named_checkpoint(recipe: Recipe, output_dir: Path) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; None for the newest one.
-
-    Raises:
-        RefusedError: it belongs to another output directory, whose metrics and results are not in this one.
-    """
-    named = recipe.resume_from_checkpoint
-    if named in (None, "auto"):
-        return None
-    folder = Path(str(named)).expanduser()
-    if folder.exists() and not folder.parent.samefile(output_dir):
-        raise RefusedError(
-            "the checkpoint to resume from is of another run",
-            where="resume_from_checkpoint",
-            found=str(folder),
-            expected=f"a checkpoint in the output directory, {output_dir}",
-            hint=f"output_dir={folder.parent}, or copy that whole folder and name a checkpoint in the copy",
-        )
-    return folder
-
-
 def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
     """Whether the recipe may have more steps than the finished run in `output_dir`; a look at small files only."""
     metas = [peek(folder) for _, folder in list_checkpoints(output_dir)]

@@ -1,5 +1,6 @@
 """Before a run continues from a checkpoint: what it did after that one is set aside, then cut out of its records.
 
+    metrics.jsonl, eval.jsonl       -> a copy beside them, if they were changed by another program
     report.json, adapter or model   -> result-00000012/          if steps are left to train
     step-00000012, best-00000010    -> set-aside-step-00000012   one rename each, newest first
     fsync of the folder
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from roundpipe_cli.durable import disk_error, sync_folder
 from roundpipe_cli.events import Say
-from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME, REPORT_NAME, truncate_metrics
+from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME, REPORT_NAME
+from roundpipe_cli.train.checkpoint.records import keep_edited_rows, truncate_metrics
 from roundpipe_cli.train.checkpoint.step_folders import (
     SET_ASIDE_PREFIX,
     free_name,
@@ -41,6 +43,7 @@ def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:
         ResourceError: disk full or failing; what counts as a checkpoint still has all its rows.
     """
     if step:
+        keep_edited_rows(output_dir, output_dir, say)
         try:
             if step < num_steps:
                 _set_result_aside(output_dir, say)

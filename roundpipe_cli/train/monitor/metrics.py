@@ -36,8 +36,8 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
     }
 
 
-def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> None:
-    """One more row.
+def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> bytes:
+    """Write one more row; returns its line.
 
     Raises:
         ResourceError: the disk is full or does not take it, or the file is no longer where it was.
@@ -49,6 +49,7 @@ def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise disk_error(error, path, f"the metrics of step {row['step']}") from error
+    return line
 
 
 def _check_place(file: FileIO, path: Path) -> None:

@@ -57,6 +57,7 @@ class Card:
 
 
 SMALL_CARD = Card("Simulated 75", 4 * GIB, 24, (7, 5))
+GAMING_CARD = Card("Simulated 86", 8 * GIB, 82, (8, 6))
 
 
 class _Actors:
@@ -105,6 +106,7 @@ class Simulation:
         streams.lock = _thread.RLock()
         self.machine = machine = Machine(streams, lazy=lazy)
         machine.devices = [CachingAllocator(f"cuda:{index}", _whole_blocks, streams) for index in range(len(cards))]
+        machine.capabilities = [card.capability for card in cards]
         machine.pinned = PageLocked("page-locked memory", _power_of_two, streams)
         for allocator in (*machine.devices, machine.pinned):
             allocator.on_return = machine.on_return

@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_cli.kernels.grouped_choice import loops_over_groups
 from tests.support.simulated_cuda.clocks import Access, Actor, History, Unordered, short_stack
 from tests.support.simulated_cuda.memory import Block, CachingAllocator
 from tests.support.simulated_cuda.operations import SUBSTITUTES, Operation, byte_range, operation_of, tensors_in
@@ -47,6 +48,8 @@ class Machine:
         self.lock = streams.lock
         self.memories: dict[int, Memory] = {}
         self.devices: list[CachingAllocator] = []
+        self.capabilities: list[tuple[int, int]] = []
+        """Of the devices."""
         self.pinned: CachingAllocator | None = None
         self.registered: list[tuple[int, int]] = []
         """(first address, address behind the last) of page-locked ranges."""
@@ -230,7 +233,9 @@ class CardMode(TorchDispatchMode):
             machine.inside.real = False
         own = {tensor.untyped_storage()._cdata for tensor, _, _ in uses}
         outputs = self._settle(outputs, own, PINNED if target is PINNED else on, line, access)
-        if line is not None and (operation.host_waits or self._indexes_by_mask(operation, uses)):
+        if line is not None and (
+            operation.host_waits or self._indexes_by_mask(operation, uses) or self._loops_over_groups(operation, uses)
+        ):
             with machine.lock:
                 machine.wait_for(line, operation.name)
         return outputs
@@ -241,6 +246,14 @@ class CardMode(TorchDispatchMode):
             return False
         indices = uses[1:] if operation.name == "aten::index" else uses[1:-1]
         return any(tensor.dtype == torch.bool or memory.device is None for tensor, memory, _ in indices)
+
+    def _loops_over_groups(self, operation: Operation, uses: Sequence[Use]) -> bool:
+        """Whether torch reads a grouped product's offsets on the host, to multiply group by group."""
+        if operation.name != "aten::_grouped_mm":
+            return False
+        (tensor, memory, _), *_ = uses
+        assert memory.device is not None
+        return loops_over_groups(self.machine.capabilities[memory.device], tensor.dtype)
 
     @staticmethod
     def _common_device(operation: Operation, uses: Sequence[Use]) -> int | None:

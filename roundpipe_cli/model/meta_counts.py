@@ -1,0 +1,217 @@
+"""How many parameters each layer of a model has, counted on the model itself, built without weights.
+
+Done in a child process with limits, since the configuration decides how much is built; the process that asks loads no
+torch. What was counted once is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.durable import write_atomically
+from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.plain_files import read_regular
+
+FORMAT = 1
+"""Goes up when a document means something else than before."""
+MAX_BYTES = 16 * 1024**2
+PROCESSOR_S = 120.0
+WALL_S = 300.0
+MEMORY_BYTES = 128 * 1024**3
+"""Address space: most of it is zero pages that stand for embeddings."""
+
+_FIGURES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+    "sliding_window": ("sliding_window",),
+}
+"""What `plan` wants to know beside the counts, and the names that configurations have for it."""
+_IN_EXPERTS = re.compile(r"(^|\.)experts\.")
+_IN_MLP = re.compile(r"mlp|feed_forward|ffn|moe|expert|router|(^|\.)(fc\d|gate|dense_h_to_4h|dense_4h_to_h)\.")
+
+
+class NotBuiltError(RefusedError):
+    """A model that could not be built within the limits; `finetune` might."""
+
+
+def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = None) -> dict[str, Any]:
+    """Counts of the model that a config.json describes, which lies in `folder`, if anywhere.
+
+    Returns:
+        `blocks`: a list of (count of such blocks in a row, weights of attention's matrices, of the others, of those
+        that one token passes through, of all the rest, number of experts); `parameters`: of the whole model;
+        `unreached`: of what text never reaches; `tail`: of the head layer beside the LM head's matrix; `shared`: of
+        this matrix, if it is the embedding's too; and figures of the configuration under the names of `_FIGURES`.
+
+    Raises:
+        RefusedError: `finetune` would refuse the model with these words.
+        NotBuiltError: it takes too long or too much memory.
+    """
+    path = _remembered(config)
+    with suppress(OSError, ValueError, RecursionError, RefusedError):
+        found = json.loads(read_regular(path, MAX_BYTES))
+        if isinstance(found, dict) and "parameters" in found:
+            return found
+    limits = Limits("building the model without weights", name, PROCESSOR_S, MEMORY_BYTES, wall_s=WALL_S)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            if folder is None:
+                folder = Path(scratch)
+                (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            answer = run_limited(functools.partial(_answer, folder, name), limits)
+    except RoundpipeError as error:
+        problem = error.problems[0]
+        raise NotBuiltError(problem.what, where=problem.where, found=problem.found) from None
+    if isinstance(answer, RefusedError):
+        raise answer
+    with suppress(OSError, ResourceError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(answer).encode())
+    return answer
+
+
+def is_remembered(config: Mapping[str, Any]) -> bool:
+    """Whether `count_on_meta` answers at once."""
+    return _remembered(config).is_file()
+
+
+def _remembered(config: Mapping[str, Any]) -> Path:
+    versions = []
+    for package in ("transformers", "torch"):
+        with suppress(PackageNotFoundError):
+            versions.append(version(package))
+    text = json.dumps([FORMAT, versions, config], sort_keys=True, default=str)
+    return cache_folder("parameter_counts") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _answer(folder: Path, name: str) -> dict[str, Any] | RefusedError:
+    """The counts, or what `finetune` refuses."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return counts_of(folder, name)
+    except RefusedError as error:
+        return error
+
+
+def counts_of(folder: Path, name: str) -> dict[str, Any]:
+    """The document of `count_on_meta` for the folder's config.json, made here and now. Loads torch and transformers.
+
+    Raises:
+        RefusedError: as `finetune` raises it.
+    """
+    import torch
+    from transformers import logging
+
+    from roundpipe_cli.model.layer_parameters import layer_parameters
+    from roundpipe_cli.model.load import build_skeleton, load_config
+    from roundpipe_cli.model.source import ModelSource
+    from roundpipe_cli.model.split import split_model
+
+    logging.set_verbosity_error()
+    config = load_config(ModelSource(name, folder))
+    model = build_skeleton(config, torch.bfloat16)
+    split = split_model(model)
+    embed, *blocks, head = layer_parameters(model, split)
+    figures = _figures_of(config.get_text_config(), model, split.blocks_path)
+    module: Any = model
+    first, last = (_weight(get()) for get in (module.get_input_embeddings, module.get_output_embeddings))
+    unreached = sum(parameter.numel() for name, parameter in embed if name in split.unreached)
+    return {
+        **figures,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "unreached": unreached,
+        "tail": sum(parameter.numel() for _, parameter in head if parameter is not last),
+        "shared": last.numel() if last is not None and last is first else 0,
+        "blocks": _runs(_kinds(block, figures, f"{split.blocks_path}.{i}.") for i, block in enumerate(blocks)),
+    }
+
+
+def _weight(module: Any) -> Any:
+    return getattr(module, "weight", None)
+
+
+def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix: str) -> tuple[int, ...]:
+    """Attention's matrices, all others, what of these a token passes through, the rest, and the number of experts."""
+    attention = mlp = routed = rest = num_experts = 0
+    for name, parameter in block:
+        inside, count = name.removeprefix(prefix), parameter.numel()
+        listed = re.search(r"(^|\.)experts\.(\d+)\.", inside)
+        if _IN_EXPERTS.search(inside):
+            routed += count
+            num_experts = max(num_experts, int(listed[2]) + 1 if listed else parameter.shape[0])
+        elif parameter.dim() < 2:
+            rest += count
+        elif _IN_MLP.search(inside):
+            mlp += count
+        else:
+            attention += count
+    chosen = min(num_experts, figures.get("num_experts_per_tok") or num_experts)
+    active = mlp + (routed * chosen // num_experts if num_experts else 0)
+    return attention, mlp + routed, active, rest, num_experts
+
+
+def _runs(blocks: Iterable[tuple[int, ...]]) -> list[list[int]]:
+    """Blocks alike in a row, counted."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and tuple(runs[-1][1:]) == block:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, *block])
+    return runs
+
+
+def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
+    """Whole numbers of the language model's configuration; the largest of a list."""
+    figures: dict[str, Any] = {"model_type": str(getattr(text, "model_type", "") or model.config.model_type)}
+    for key, names in _FIGURES.items():
+        for name in names:
+            value = _whole(_attribute(text, name))
+            if value:
+                figures[key] = value
+                break
+    embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
+    figures.setdefault("hidden_size", int(embedding.shape[-1]))
+    figures.setdefault("num_attention_heads", 1)
+    figures["vocab_size"] = int((embedding if head is None else head).shape[0])
+    figures["num_hidden_layers"] = len(model.get_submodule(blocks_path))
+    kinds = _attribute(text, "layer_types")
+    if isinstance(kinds, list) and len(kinds) == figures["num_hidden_layers"]:
+        figures["layer_types"] = [str(kind) for kind in kinds]
+    return figures
+
+
+def _attribute(config: Any, name: str) -> Any:
+    """None where there is none, or it differs by layer, which configurations say by an error of their own."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
+def _whole(value: Any) -> int:
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    return max((one for one in numbers if isinstance(one, int) and not isinstance(one, bool)), default=0)

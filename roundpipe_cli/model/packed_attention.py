@@ -1,0 +1,252 @@
+"""Attention of packed rows without a mask for all pairs of tokens: each row by itself, by torch's causal kernels.
+
+transformers keeps rows apart by a mask [B, 1, T, T]: a byte a pair on the host, made for every microbatch and uploaded
+to every worker, and no fused kernel skips what it leaves out. Where rows lie is all that it says, so within `in_rows`
+the mask that "sdpa" is given is a `PackedRows` instead, and attention of "sdpa" reads it:
+
+    [1 . . . .]      rows end at 2, 5         tokens 0-1: causal attention
+    [1 1 . . .]  ->  window: none         ->  tokens 2-4: causal attention
+    [. . 1 . .]
+    [. . 1 1 .]      one call for all rows on GPUs with variable-length flash attention, else a call a row; a row
+    [. . 1 1 1]      longer than its window in blocks of queries, each with the keys that it can see
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_cli.model import attention_kernels
+
+NAME = "sdpa"
+"""The implementation in transformers' registries that is taught to read `PackedRows`."""
+BLOCK_TOKENS = 256
+"""Queries of a block, at least, of a row that is longer than its window."""
+_now = threading.local()
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Stands for a mask [B, 1, T, T] that shows a token its own row's tokens up to itself, at most `window` of them."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of the rows of each sequence; each sums to T."""
+    window: int | None
+    ends: torch.Tensor
+    """Of all rows of all sequences laid end to end, with a 0 before them: int32 [rows + 1]."""
+
+    def __repr__(self) -> str:
+        return f"PackedRows(window={self.window})"  # equal for all blocks that compute the same
+
+    def map_tensors(self, function: Callable[[Any], Any]) -> PackedRows:
+        """The same with `function` applied to `ends`, e.g. to move it to a device."""
+        return replace(self, ends=function(self.ends))
+
+    def mask(self) -> torch.Tensor:
+        """The mask itself, bool [B, 1, T, T]."""
+        device = self.ends.device
+        rows = torch.stack([_row_numbers(lengths) for lengths in self.lengths]).to(device)
+        places = torch.arange(rows.shape[1], device=device)
+        behind = places[:, None] - places
+        near: torch.Tensor = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+        visible: torch.Tensor = ((rows[:, :, None] == rows[:, None]) & near)[:, None]
+        return visible
+
+
+def _row_numbers(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.repeat_interleave(torch.tensor(lengths))
+
+
+@contextmanager
+def in_rows(position_ids: torch.Tensor) -> Iterator[None]:
+    """Within, in this thread, masks of "sdpa" for `position_ids` [B, T], which restart with each row, are `PackedRows`.
+
+    A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was.
+    """
+    _register()
+    _now.lengths = _row_lengths(position_ids)
+    try:
+        yield
+    finally:
+        _now.lengths = None
+
+
+def _row_lengths(position_ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for sequence in position_ids.cpu():
+        starts = [0, *(torch.nonzero(sequence.diff() != 1).flatten() + 1).tolist(), len(sequence)]
+        found.append(tuple(end - start for start, end in itertools.pairwise(starts)))
+    return tuple(found)
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    @functools.wraps(sdpa_attention_forward)
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
+        if not isinstance(attention_mask, PackedRows):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+        return attend_rows(functools.partial(sdpa_attention_forward, module), query, key, value, attention_mask, more)
+
+    AttentionMaskInterface.register(NAME, functools.wraps(sdpa_mask)(functools.partial(rows_or_mask, sdpa_mask)))
+    AttentionInterface.register(NAME, attend)
+
+
+def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
+    """`PackedRows` where this thread is within `in_rows` and they say the same as the mask; else `make_mask`'s."""
+    lengths = getattr(_now, "lengths", None)
+    if lengths is None or args:
+        return make_mask(*args, **kwargs)
+    ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    rows = PackedRows(lengths, kwargs.get("local_size"), ends)
+    return rows if _is_same(rows, kwargs) else make_mask(**kwargs)
+
+
+def _is_same(rows: PackedRows, asked: dict[str, Any]) -> bool:
+    """Whether the mask that is asked for shows each token its first key and its own, and none before or after those.
+
+    Asked of transformers' own function of (sequence, head, query, key), at 7 keys of each query.
+    """
+    shape = len(rows.lengths), sum(rows.lengths[0])
+    sizes = asked["batch_size"], asked["q_length"], asked["kv_length"]
+    if sizes != (*shape, shape[1]) or asked.get("attention_mask") is not None or asked.get("use_vmap"):
+        return False
+    if asked.get("q_offset", 0) or asked.get("kv_offset", 0):
+        return False
+    sequence, query = torch.arange(shape[0])[:, None], torch.arange(shape[1])[None].expand(shape)
+    first = torch.stack([_first_of_row(lengths) for lengths in rows.lengths])
+    if rows.window is not None:
+        first = torch.maximum(first, query - rows.window + 1)
+
+    def shows(key: torch.Tensor) -> torch.Tensor:
+        inside = (key >= 0) & (key < shape[1])
+        found = asked["mask_function"](sequence, torch.zeros_like(sequence), query, key.clamp(0, shape[1] - 1))
+        visible: torch.Tensor = found.expand(shape) & inside
+        return visible
+
+    start, end = torch.zeros_like(query), torch.full_like(query, shape[1] - 1)
+    visible = shows(first) & shows((first + query) // 2) & shows(query)
+    hidden = ~shows(first - 1) & ~shows(query + 1) & (shows(start) == (first == 0)) & (shows(end) == (query == end))
+    return bool((visible & hidden).all())
+
+
+def _first_of_row(lengths: tuple[int, ...]) -> torch.Tensor:
+    starts = [0, *itertools.accumulate(lengths[:-1])]
+    return torch.tensor(starts).repeat_interleave(torch.tensor(lengths))
+
+
+def attend_rows(
+    attend: Callable[..., tuple[torch.Tensor, None]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PackedRows,
+    more: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer.
+
+    Args:
+        attend: attention of (query, key, value, mask or None for a causal one), as transformers calls it, for a row.
+        query: [B, heads, T, D].
+        key: [B, key-value heads, T, D].
+        value: the same shape, of another width where the model has one.
+        more: the caller's other arguments.
+
+    Returns:
+        [B, T, heads, D], and no scores.
+    """
+    if more.get("position_bias") is not None or more.get("is_causal") is False:
+        return attend(query, key, value, rows.mask(), **more)
+    if _has_own_kernel(query, key, value, more):
+        return _attend_at_once(query, key, value, rows, more), None
+    found = []
+    for index, lengths in enumerate(rows.lengths):
+        parts = [tensor[index : index + 1].split(lengths, dim=2) for tensor in (query, key, value)]
+        each = [_attend_row(attend, q, k, v, rows.window, more) for q, k, v in zip(*parts, strict=True)]
+        found.append(torch.cat(each, dim=1))
+    return torch.cat(found), None
+
+
+def _attend_row(
+    attend: Callable[..., tuple[torch.Tensor, None]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    more: dict[str, Any],
+) -> torch.Tensor:
+    """One row, [1, T, heads, D]; in blocks of queries where it is longer than its window."""
+    length = query.shape[2]
+    if window is None or length <= window:
+        return attend(query, key, value, None, **{**more, "is_causal": True})[0]
+    block = max(window, BLOCK_TOKENS)
+    found = []
+    for start in range(0, length, block):
+        end, first = min(start + block, length), max(0, start - window + 1)
+        places = torch.arange(first, end, device=query.device)
+        behind = places[start - first :, None] - places
+        mask = ((behind >= 0) & (behind < window))[None, None]
+        seen = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
+        found.append(attend(*seen, mask, **{**more, "is_causal": False})[0])
+    return torch.cat(found, dim=1)
+
+
+def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> bool:
+    """Whether flash attention for rows of any length takes this: no dropout, heads of one width, a GPU that has it."""
+    if query.device.type != "cuda" or more.get("dropout") or query.shape[-1] != value.shape[-1]:
+        return False
+    return (
+        query.shape[-1] <= attention_kernels.MAX_FLASH_WIDTH
+        and attention_kernels.has_flash(query.dtype)
+        and "window_size" in _variable_length_arguments()
+    )
+
+
+@functools.cache
+def _variable_length_arguments() -> frozenset[str]:
+    """Names of the arguments of torch's variable-length attention; those before 2.11 have no windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _attend_at_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows, more: dict[str, Any]
+) -> torch.Tensor:
+    from torch.nn.attention import varlen
+
+    batch, heads, length, width = query.shape
+
+    def flat(part: torch.Tensor) -> torch.Tensor:
+        return part.transpose(1, 2).reshape(batch * length, part.shape[1], width)
+
+    longest = max(map(max, rows.lengths))
+    window = -1 if rows.window is None else rows.window - 1
+    result = varlen.varlen_attn(
+        flat(query),
+        flat(key),
+        flat(value),
+        rows.ends,
+        rows.ends,
+        longest,
+        longest,
+        scale=more.get("scaling"),
+        window_size=(window, 0),
+        enable_gqa=heads != key.shape[1],
+    )
+    assert isinstance(result, torch.Tensor), "no log-sums were asked for"
+    return result.view(batch, length, heads, width)

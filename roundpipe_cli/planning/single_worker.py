@@ -1,0 +1,71 @@
+"""Stages for one worker, without a search: nobody waits for anybody, so evenness does not matter.
+
+    F 0..15 | F 16..30 | B 31..head | B 24..30 | B 17..23 ...
+
+What matters is the head's stage, which recomputes nothing and so takes all that its limit allows, and whether uploads
+hide behind arithmetic: a few sizes of stages and rounds are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
+from roundpipe_cli.planning.quick_cut import enough_per_round
+from roundpipe_cli.planning.stages import StageLimits, backward_ranges, even_sizes, forward_ranges
+
+MAX_SIMULATED_MICROBATCHES = 8
+MAX_SHORT_ROUND = 4
+"""Rounds of so many microbatches are tried, and longer ones where links would bind."""
+
+
+def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> StageCut | None:
+    """The fastest of a few cuts that `keeps` lets pass; None if it lets none pass."""
+    assert case.limits is not None
+    cuts = list(filter(keeps, _candidates(case.costs, case.limits, case.num_microbatches)))
+    if len(cuts) < 2:
+        return cuts[0] if cuts else None
+    longest = max(cut.microbatches_per_round or 1 for cut in cuts)
+    simulated = min(case.num_microbatches, max(MAX_SIMULATED_MICROBATCHES, longest))
+    short = replace(case, num_microbatches=simulated)
+    return min(cuts, key=lambda cut: run("roundpipe", cut, short).step_s)
+
+
+def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
+    """Large and middling stages, in short rounds and in such as links need."""
+    num_blocks = len(costs.layers) - 2
+    blocks = costs.layers[1:-1]
+    weights = max(layer.param_bytes for layer in blocks)
+    whole = max(layer.param_bytes + layer.grad_bytes + layer.activation_bytes for layer in blocks)
+    head = costs.layers[-1]
+    head_bytes = head.param_bytes + head.grad_bytes + head.activation_bytes
+    most_head = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
+    beside = num_blocks if most_head is None else int((most_head - head_bytes) // max(1, whole))
+    beside = max(0, min(num_blocks, beside))
+    left = num_blocks - beside
+    why = "one worker: the head's stage takes all it can, the others are as large as uploads can hide"
+    enough = enough_per_round(costs, 1, num_microbatches, limits)
+    rounds = sorted({1, min(MAX_SHORT_ROUND, num_microbatches), enough})
+    found = []
+    for forward, backward, per_round in product(
+        _sizes(limits.forward_bytes, weights, left), _sizes(limits.backward_bytes, whole, left), rounds
+    ):
+        if not limits.keeps_round(per_round):
+            continue
+        first = even_sizes(left, -(-left // forward), larger_first=False) if left else ()
+        later = even_sizes(left, -(-left // backward), larger_first=True) if left else ()
+        sizes = [beside + 1, *later]
+        sizes[-1] += 1  # the embedding
+        ranges = forward_ranges([1 + first[0], *first[1:]]) if first else ()
+        found.append(StageCut(ranges, backward_ranges(sizes, num_blocks + 2), per_round, explanation=(why,)))
+    return found
+
+
+def _sizes(limit_bytes: float | None, block_bytes: float, num_blocks: int) -> list[int]:
+    """Blocks of a stage: as many as the limit allows, and about a third of them."""
+    most = num_blocks if limit_bytes is None else int(limit_bytes // max(1, block_bytes))
+    most = max(1, min(most, num_blocks))
+    return sorted({most, max(1, most // 3)})

@@ -1,0 +1,41 @@
+"""A plan in one word and the reason for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
+from roundpipe_cli.planning.predict import Plan
+
+WAITING_SHARE = 0.5
+"""A step in which workers wait for more than this share of the time is slow."""
+Word = Literal["FITS", "SLOW", "DOES NOT FIT"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The verdict on a plan."""
+
+    word: Word
+    reasons: tuple[str, ...] = ()
+    """Why it is slow, or which numbers break and by how much; the parts of a need are left out."""
+
+
+def summary_of(plan: Plan) -> Summary:
+    """FITS, SLOW if the machine mostly waits, or DOES NOT FIT."""
+    if not plan.verdict.fits:
+        return Summary("DOES NOT FIT", tuple(reason.partition(". Needed are")[0] for reason in plan.verdict.reasons))
+    rate = f"{plan.tokens_per_s:,.0f} tokens/s"
+    question = plan.question
+    on_cpu = all(device.is_cpu for device in question.hardware.devices)
+    if on_cpu and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+        return Summary("SLOW", (f"a model of this size on the CPU: {rate}",))
+    if question.reads_disk:
+        return Summary("SLOW", (f"weights come from disk in every round: {rate}",))
+    if plan.bubble_ratio > WAITING_SHARE:
+        what = max(plan.needs_s, key=lambda name: plan.needs_s[name])
+        waits = f"workers wait {100 * plan.bubble_ratio:.0f} % of the time"
+        reason = f"{waits}, most for the {what}: {rate}" if what != "arithmetic" else f"{waits}: {rate}"
+        return Summary("SLOW", (reason,))
+    return Summary("FITS")

@@ -1,0 +1,135 @@
+"""Plans of one recipe under every combination of some keys' values, side by side. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError, ResourceError
+from roundpipe_cli.planning.counting import Build
+from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.summary import Summary, summary_of
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
+
+MAX_COMBINATIONS = 64
+_FIGURE = re.compile(r"\s*[a-z_]+=")
+"""Continues a machine: `host_memory_gib=64` after `2x3090`."""
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination: its plan, or why there is none."""
+
+    values: Mapping[str, str]
+    plan: Plan | None
+    summary: Summary | None
+    refused: str | None = None
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Fastest first, then what does not fit, then what is refused."""
+        if self.plan is None or self.summary is None:
+            return 2, 0.0
+        return int(self.summary.word == "DOES NOT FIT"), -self.plan.tokens_per_s
+
+
+def axes_of(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Overrides of one value, and the values of each key that has several: `key=1,2,4`.
+
+    Raises:
+        RefusedError: no key has several values, one is given twice or left empty, or there are too many combinations.
+    """
+    fixed: list[str] = []
+    axes: dict[str, list[str]] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        values = _values(key, value) if equals else []
+        if len(values) < 2:
+            fixed.append(text)
+            continue
+        if key in axes or any(one.startswith(f"{key}=") for one in fixed):
+            raise RefusedError(f"{key} is given twice", where="--compare", hint=f"{key}={','.join([*values, '...'])}")
+        if "" in values or len(set(values)) < len(values):
+            raise RefusedError("values to compare are empty or alike", where="--compare", found=text)
+        axes[key] = values
+    total = 1
+    for values in axes.values():
+        total *= len(values)
+    if not axes or total > MAX_COMBINATIONS:
+        raise RefusedError(
+            "too many combinations to compare" if axes else "nothing to compare: no key has several values",
+            where="--compare",
+            found=f"{total} combinations" if axes else " ".join(overrides) or "no key",
+            expected=f"at most {MAX_COMBINATIONS}" if axes else "values with commas between them",
+            hint="--compare hardware=1x4090,2x4090 load_in_4bit=true,false",
+        )
+    return fixed, axes
+
+
+def _values(key: str, text: str) -> list[str]:
+    """The parts of `text` between commas that are in no bracket or quotes, nor inside the words for one machine."""
+    parts: list[str] = []
+    open_brackets: list[str] = []
+    start, quote = 0, ""
+    for index, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in _CLOSING:
+            open_brackets.append(_CLOSING[letter])
+        elif open_brackets and letter == open_brackets[-1]:
+            open_brackets.pop()
+        elif letter == "," and not open_brackets and not (key == "hardware" and _FIGURE.match(text[index + 1 :])):
+            parts.append(text[start:index].strip())
+            start = index + 1
+    return [*parts, text[start:].strip()]
+
+
+def compare_plans(
+    recipe: str,
+    overrides: Sequence[str],
+    hardware: str | None,
+    build: Build | None,
+    tell: Callable[[int, int, Mapping[str, str]], None],
+) -> list[Row]:
+    """A row for every combination, the fastest first.
+
+    Args:
+        overrides: `key=value` and `key=value,value`; `hardware` is one of the keys.
+        hardware: of all combinations; None: the recipe's.
+        tell: called with (rows that are done, all rows, the values of the next).
+
+    Raises:
+        RefusedError: a key or value that no recipe has, or a refusal that all combinations share.
+    """
+    fixed, axes = axes_of(overrides)
+    if hardware is not None and "hardware" in axes:
+        raise RefusedError("the hardware is given twice", where="--compare", found=f"--hardware {hardware}")
+    for words in axes.get("hardware", ()):
+        parse_hardware(words, where=f"hardware: {words}")
+    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    rows: list[Row] = []
+    first_refusal: RefusedError | ResourceError | None = None
+    for index, values in enumerate(combinations):
+        tell(index, len(combinations), values)
+        try:
+            plan = make_plan(_loaded(recipe, fixed, values), hardware, build)
+        except (RefusedError, ResourceError) as error:
+            if isinstance(error, RecipeError) and not isinstance(error, ContradictionError):
+                raise  # a key or value that no recipe has
+            first_refusal = first_refusal or error
+            rows.append(Row(values, None, None, error.problems[0].what))
+        else:
+            rows.append(Row(values, plan, summary_of(plan)))
+    if first_refusal is not None and len({row.refused for row in rows}) == 1:
+        raise first_refusal
+    return sorted(rows, key=lambda row: row.order)
+
+
+def _loaded(recipe: str, fixed: Sequence[str], values: Mapping[str, str]) -> LoadedRecipe:
+    return load_recipe(recipe, [*fixed, *(f"{key}={value}" for key, value in values.items())])

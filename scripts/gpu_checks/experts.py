@@ -1,0 +1,143 @@
+"""Grouped products of experts by our Triton kernels: against float64, and their time beside torch's own products."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from roundpipe_cli.kernels.grouped_choice import MIN_CAPABILITY, loops_over_groups, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import AdaptedProduct
+from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
+
+COUNTS = (300, 0, 1, 129, 0, 64, 18)
+"""Tokens of each expert: uneven, and none for some."""
+SIZES = {"tiny": (512, 8, 256, 192), "full": (65536, 128, 2048, 1536)}
+"""(pairs, experts, in, out); full: Qwen3-30B-A3B, gate and up, 8,192 tokens."""
+REPEATS = 10
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""x [S, in], W [E, in, out], A [E, r, in], B [E, out, r]"""
+
+
+def checks(place: CheckPlace) -> Iterator[Check]:
+    for dtype in (torch.bfloat16, torch.float16):
+        for rank in (4, 16):
+            yield check(f"parity, {_short(dtype)}, rank {rank}", parity, place, dtype, rank)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield check(f"time, {_short(dtype)}", compared, place, dtype, limit_s=180.0)
+
+
+def require_kernels(place: CheckPlace) -> torch.device:
+    """The first GPU.
+
+    Raises:
+        SkippedCheckError: there is none that runs the kernels.
+    """
+    skip_unless_real(place, "a Triton kernel")
+    missing = why_no_triton()
+    if missing is not None:
+        raise SkippedCheckError(missing)
+    if torch.cuda.get_device_capability(place.first) < MIN_CAPABILITY:
+        raise SkippedCheckError("the kernels need compute capability 8.0 or newer")
+    torch.cuda.set_device(place.first)
+    return torch.device("cuda", place.first)
+
+
+def made(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], rank: int) -> Inputs:
+    """Random tensors; the weights lie as experts hold them, [E, out, in]."""
+    pairs, experts, width, columns = sizes
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(shape[-1] ** -0.5)
+
+    x, w = draw(pairs, width), draw(experts, columns, width).transpose(1, 2)
+    return (
+        x.requires_grad_(),
+        w,
+        draw(experts, rank, width).requires_grad_(),
+        draw(experts, columns, rank).requires_grad_(),
+    )
+
+
+def looped(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x W + (x A^T) B^T, one expert after the other."""
+    parts, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        rows = x[start:end]
+        parts.append(rows @ w[expert] + (rows @ a[expert].t()) @ b[expert].t())
+        start = end
+    return torch.cat(parts)
+
+
+def by_torch(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The same by torch's grouped product: one kernel or a loop, by card and type."""
+    low = functional.grouped_mm(x, a.transpose(1, 2), offs=ends)
+    return functional.grouped_mm(x, w, offs=ends) + functional.grouped_mm(low, b.transpose(1, 2), offs=ends)
+
+
+def ours(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = AdaptedProduct.apply(x, w, a, b, ends, 1.0)
+    return result
+
+
+def results(product: Callable[..., torch.Tensor], inputs: Inputs, ends: torch.Tensor) -> dict[str, torch.Tensor]:
+    x, w, a, b = inputs
+    y = product(*inputs, ends)
+    gradient = torch.sin(torch.arange(y.numel(), device=y.device)).view(y.shape).bfloat16().to(y.dtype)
+    found = torch.autograd.grad(y, [x, a, b], gradient)
+    return {"result": y.detach(), "x": found[0], "a": found[1], "b": found[2]}
+
+
+def parity(place: CheckPlace, dtype: torch.dtype, rank: int) -> Figures:
+    """Errors against float64, at most twice those of one product after the other; the same bits twice."""
+    device = require_kernels(place)
+    inputs = made(device, dtype, (sum(COUNTS), len(COUNTS), 200, 328), rank)
+    ends = torch.tensor(COUNTS, device=device).cumsum(0).to(torch.int32)
+    x, w, a, b = (one.detach().double() for one in inputs)
+    exact = results(looped, (x.requires_grad_(), w, a.requires_grad_(), b.requires_grad_()), ends)
+    eager, found, again = (results(product, inputs, ends) for product in (looped, ours, ours))
+    errors = {}
+    for name, value in exact.items():
+        norm = value.norm()
+        errors[name] = [float((one[name].double() - value).norm() / norm) for one in (found, eager)]
+        assert errors[name][0] <= 2 * errors[name][1], f"{name}: error {errors[name][0]}, eager {errors[name][1]}"
+        assert torch.equal(found[name], again[name]), f"{name}: other bits the second time"
+    empty = torch.tensor(COUNTS, device=device) == 0
+    assert not found["a"][empty].any() and not found["b"][empty].any(), "a gradient for experts without tokens"
+    return {"errors": errors}
+
+
+def compared(place: CheckPlace, dtype: torch.dtype) -> Figures:
+    """Milliseconds forward, and of both passes, ours and torch's in turn; seconds of the first call, with compiling."""
+    device = require_kernels(place)
+    sizes = SIZES[place.scale]
+    inputs = made(device, dtype, sizes, 16)
+    shares = torch.rand(sizes[1], generator=torch.Generator().manual_seed(1)) + 0.2
+    counts = (shares / shares.sum() * sizes[0]).long()
+    counts[-1] += sizes[0] - counts.sum()
+    ends = counts.cumsum(0).to(device, torch.int32)
+    first_s = seconds(lambda: results(ours, inputs, ends))
+    times: dict[str, list[float]] = {"ours": [], "torch": [], "ours, both": [], "torch, both": []}
+    for _ in range(REPEATS):
+        for name, product in (("ours", ours), ("torch", by_torch)):
+            with torch.no_grad():
+                times[name].append(seconds(lambda product=product: product(*inputs, ends)))
+            times[f"{name}, both"].append(seconds(lambda product=product: results(product, inputs, ends)))
+    medians = {name: 1e3 * sorted(found)[len(found) // 2] for name, found in times.items()}
+    loops = loops_over_groups(torch.cuda.get_device_capability(device), dtype)
+    return {"milliseconds": medians, "first_s": first_s, "torch_loops": loops}
+
+
+def seconds(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

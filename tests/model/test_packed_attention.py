@@ -1,0 +1,225 @@
+"""Attention of packed rows without a mask of all pairs: the numbers that the mask gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+
+from roundpipe_cli.engine.probe import can_attend_in_rows
+from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.model import attention_kernels, packed_attention
+from roundpipe_cli.model.packed_attention import PackedRows, attend_rows, in_rows, rows_or_mask
+from roundpipe_cli.model.worker_model import WorkerModel
+from tests.support.simulated_cases import CASES, is_equal
+from tests.support.tiny import Rig, make_rig, random_microbatches
+
+ROWS = ((9, 1, 14, 8), (20, 12))
+WINDOWS = [None, 1, 4, 40]
+
+
+def positions(lengths: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(row) for row in rows]) for rows in lengths])
+
+
+def packed_rows(window: int | None, lengths: tuple[tuple[int, ...], ...] = ROWS) -> PackedRows:
+    ends = torch.tensor([0, *(row for rows in lengths for row in rows)]).cumsum(0).int()
+    return PackedRows(lengths, window, ends)
+
+
+def asked(mask_function: Any, **changes: Any) -> dict[str, Any]:
+    """What transformers asks a mask of "sdpa" with."""
+    total = sum(ROWS[0])
+    sizes = {"batch_size": 2, "q_length": total, "kv_length": total, "q_offset": 0, "kv_offset": 0}
+    return {**sizes, "mask_function": mask_function, "attention_mask": None, "use_vmap": False, **changes}
+
+
+def within_rows(mask_function: Any) -> Any:
+    """As transformers has it: rows numbered, places counted from each row's start."""
+    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
+
+    places = positions(ROWS)
+    return packed_sequence_compatibility_function(mask_function, places, find_packed_sequence_indices(places))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_stand_for_the_mask_of_transformers(window: int | None) -> None:
+    function = within_rows(sliding_window_causal_mask_function(window or 1000))
+    words = asked(function, local_size=window, allow_is_causal_skip=False)
+    with in_rows(positions(ROWS)):
+        found = rows_or_mask(sdpa_mask, **words)
+    assert isinstance(found, PackedRows) and found.lengths == ROWS
+    assert torch.equal(found.mask(), sdpa_mask(**words))
+    assert isinstance(rows_or_mask(sdpa_mask, **words), torch.Tensor), "only for packed rows"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        asked(within_rows(chunked_causal_mask_function(6, torch.zeros(2, dtype=torch.long))), local_size=6),
+        asked(within_rows(lambda sequence, head, query, key: key >= 0)),
+        asked(within_rows(lambda sequence, head, query, key: (query >= key) & ((query - key) % 2 == 0))),
+        asked(lambda sequence, head, query, key: query >= key),
+        asked(within_rows(sliding_window_causal_mask_function(4)), local_size=None),
+        asked(within_rows(sliding_window_causal_mask_function(1000)), use_vmap=True, allow_is_causal_skip=False),
+    ],
+    ids=["chunks", "both sides", "every other", "rows that see each other", "a window unsaid", "a form unknown"],
+)
+def test_what_rows_cannot_say_stays_a_mask(words: dict[str, Any]) -> None:
+    with in_rows(positions(ROWS)):
+        assert not isinstance(rows_or_mask(sdpa_mask, **words), PackedRows)
+
+
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def gradients(attend: Callable[..., Any]) -> list[torch.Tensor]:
+    given = tensors()
+    out = attend(*given)[0]
+    return [out, *torch.autograd.grad(out.sin().sum(), given)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_each_row_by_itself_gives_the_numbers_of_the_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
+    rows = packed_rows(window)
+    attend = functools.partial(sdpa_attention_forward, SimpleNamespace(num_key_value_groups=2, is_causal=True))
+    found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows, {"scaling": 0.3}))
+    expected = gradients(lambda q, k, v: attend(q, k, v, rows.mask(), scaling=0.3))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def varlen_by_its_documentation(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, scale: Any, window_size: Any, **more: Any
+) -> torch.Tensor:
+    """What torch's documentation says that `varlen_attn` computes; the kernel itself needs a GPU."""
+    ends, same_ends, longest, _ = rest
+    assert torch.equal(ends, same_ends) and ends.dtype == torch.int32 and more == {"enable_gqa": True}
+    assert longest == int(ends.diff().max())
+    places, row = torch.arange(len(query)), torch.bucketize(torch.arange(len(query)), ends[1:].long(), right=True)
+    behind = places[:, None] - places
+    mask = (row[:, None] == row) & (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+    parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
+    out = functional.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_all_rows_at_once_where_a_gpu_has_the_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments that the kernel is given, by what the documentation says they mean."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_its_documentation)
+    rows = packed_rows(window)
+    found = gradients(lambda q, k, v: (packed_attention._attend_at_once(q, k, v, rows, {"scaling": 0.3}), None))
+    expected = gradients(lambda q, k, v: _by_mask(q, k, v, rows))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows) -> tuple[Any, None]:
+    out = functional.scaled_dot_product_attention(query, key, value, rows.mask(), scale=0.3, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "width", "dropout", "has_kernel"),
+    [
+        ((8, 6), torch.bfloat16, 8, 0.0, True),
+        ((8, 6), torch.float32, 8, 0.0, False),
+        ((7, 5), torch.float16, 8, 0.0, False),
+        ((9, 0), torch.bfloat16, 512, 0.0, False),
+        ((9, 0), torch.bfloat16, 8, 0.1, False),
+        (None, torch.bfloat16, 8, 0.0, False),
+    ],
+)
+def test_which_gpus_have_the_kernel(
+    card: Any, dtype: torch.dtype, width: int, dropout: float, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "_least_capability", card)
+    part: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, width))
+    assert packed_attention._has_own_kernel(part, part, part, {"dropout": dropout}) is has_kernel
+
+
+def packed_microbatches() -> list[Microbatch]:
+    lengths = (((6, 1, 9),), ((11, 5),))
+    return [
+        replace(microbatch, position_ids=positions(rows))
+        for microbatch, rows in zip(random_microbatches([(1, 16), (1, 16)]), lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {"sliding_window": 4}),
+        ("qwen3_moe", {}),
+        ("gemma2", {"sliding_window": 4}),
+    ],
+)
+def test_a_step_gives_the_numbers_of_masks(model_type: str, changes: dict[str, Any]) -> None:
+    """Plain and sliding-window models, and experts; the same bits again. gemma2's own attention keeps its mask."""
+    base = replace(CASES["packing"], model_type=model_type, model=changes, microbatches=packed_microbatches())
+    by_rows = replace(base, engine={"attends_in_rows": True})
+    found = by_rows.on_processor()
+    assert is_equal(found, base.on_processor(), 1e-5)
+    assert is_equal(found, by_rows.on_processor())
+
+
+def worker_of(rig: Rig) -> WorkerModel:
+    return WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, torch.device("cpu"))
+
+
+def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig("llama", "lora")
+    assert can_attend_in_rows(rig.skeleton, rig.split, rig.store)
+    row = packed_attention._attend_row
+    monkeypatch.setattr(packed_attention, "_attend_row", lambda *given: row(*given) * 1.1)
+    assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store), "other numbers"
+
+
+@pytest.mark.parametrize("model_type", ["doge", "codegen"])
+def test_a_model_that_reads_its_mask_itself_keeps_it(model_type: str) -> None:
+    rig = make_rig(model_type, "full")
+    assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.elements = max(self.elements, *made, 0)
+        return result
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_long_packed_sequences_have_no_tensor_of_all_pairs(model_type: str) -> None:
+    """40,960 tokens in 80 rows: masks were 1.7 GB, and refused beyond 23,170 tokens."""
+    changes = {"sliding_window": 128} if model_type != "llama" else {}
+    rig = make_rig(model_type, "full", num_hidden_layers=2, max_position_embeddings=65536, **changes)
+    worker = worker_of(rig)
+    worker.attends_in_rows = True
+    lengths = ((512,) * 80,)
+    ids = torch.arange(sum(lengths[0]))[None] % 100
+    with Largest() as largest:
+        prologue = worker.prologue(ids, None, positions(lengths))
+        worker.bind(1, {place.name: place.parameter(rig.store.buffers[1]) for place in rig.store.layouts[1].places})
+        hidden = prologue.hidden.detach().requires_grad_()
+        worker.run_block(0, prologue.calls[0], hidden).sum().backward()
+    assert largest.elements <= 128 * ids.numel()

@@ -1,0 +1,100 @@
+"""`plan --compare`: a row for each combination of values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli.plan_compare import row_document, show_comparison, table
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans
+
+FIGURES = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128},
+}
+STAGES = ["pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(FIGURES))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {tmp_path}/model\ndatasets: [{{path: rows.jsonl}}]\noutput_dir: {tmp_path}/out\nmax_seq_length: 64\n"
+    )
+    return str(path)
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+def test_every_combination_has_a_row_with_its_verdict(recipe: str) -> None:
+    """What fits comes first, the fastest on top; then what does not fit, then what is refused with its reason."""
+    wanted = ["hardware=1x4090,1x4090,host_memory_gib=1", "method=lora,full", "load_in_4bit=false,true"]
+    rows = compare_plans(recipe, [*STAGES, *wanted], None, None, quiet)
+    documents = [row_document(row) for row in rows]
+    assert len(rows) == 8
+    order = ["FITS", "SLOW", "DOES NOT FIT", "REFUSED"]
+    places = [max(1, order.index(document["verdict"])) for document in documents]
+    assert places == sorted(places) and places.count(3) == 2
+    speeds = [document["tokens_per_s"] for document in documents if document["tokens_per_s"]]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) >= 2
+    short = next(document for document in documents if document["verdict"] == "DOES NOT FIT")
+    assert short["values"]["hardware"] == "1x4090,host_memory_gib=1"
+    assert "too little" in short["reasons"][0] and short["host_bytes"] > 2**30
+    refused = documents[-1]
+    assert refused["values"]["method"] == "full" and "full fine-tuning trains them" in refused["reasons"][0]
+    lines = table(rows)
+    assert lines[0].split()[:4] == ["hardware", "method", "load_in_4bit", "verdict"]
+    assert lines[-1].startswith("    such weights are frozen")
+
+
+def test_values_are_split_at_commas_outside_brackets_and_machines() -> None:
+    fixed, axes = axes_of(
+        ["lora.r=8", "pipeline.devices=[cpu,cpu],auto", "hardware=2x3090:pcie_lanes=8,host_memory_gib=64,4x4090"]
+    )
+    assert fixed == ["lora.r=8"]
+    assert axes == {
+        "pipeline.devices": ["[cpu,cpu]", "auto"],
+        "hardware": ["2x3090:pcie_lanes=8,host_memory_gib=64", "4x4090"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["lora.r=8"], "nothing to compare"),
+        ([], "nothing to compare"),
+        (["lora.r=8,16", "lora.r=4,8"], "lora.r is given twice"),
+        (["lora.r=8", "lora.r=4,8"], "lora.r is given twice"),
+        (["lora.r=8,"], "empty or alike"),
+        (["lora.r=8,8"], "empty or alike"),
+        ([f"lora.r={','.join(str(n) for n in range(1, 10))}", "seed=1,2,3,4,5,6,7,8"], "too many combinations"),
+        (["hardware=1x4090,1x9999"], "unknown GPU"),
+        (["load_in_4bit=true,maybe"], "not accepted"),
+        (["lorar=1,2"], "unknown key"),
+        (["method=full", "load_in_4bit=true", "lora.r=8,16"], "full fine-tuning trains them"),
+    ],
+)
+def test_bad_input_is_one_error(recipe: str, overrides: list[str], said: str) -> None:
+    with pytest.raises(RefusedError, match=said) as caught:
+        compare_plans(recipe, [*STAGES, *overrides], None, None, quiet)
+    assert caught.value.exit_code == 2
+    assert MAX_COMBINATIONS == 64
+
+
+def test_json_holds_the_rows(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_comparison(recipe, [*STAGES, "max_seq_length=32,64"], "1x4090", as_json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["values"]["max_seq_length"] for row in rows] in (["32", "64"], ["64", "32"])
+    assert set(rows[0]) == {
+        *("values", "verdict", "reasons", "device_bytes", "host_bytes", "step_s", "tokens_per_s"),
+    }
+    with pytest.raises(RefusedError, match="hardware is given twice"):
+        compare_plans(recipe, ["hardware=1x4090,2x4090"], "1x4090", None, quiet)

@@ -1,0 +1,87 @@
+"""Private names of other libraries: each is in one table, is there in the installed release, and one error says when a
+newer one has moved it.
+
+| library | name | where | what the user gets when it has moved |
+|---|---|---|---|
+| all of `LIBRARY_NAMES` | see there | `library_name(...)` | exit 2, with the release to install |
+| peft | `LoraModel._check_target_module_compatiblity` | `model/all_linear.py` | PEFT's own refusal, later |
+| torch | the names of `TORCH_NAMES` | see there | an internal error; `scripts/test` fails first |
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_cli import library_names
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.library_names import LIBRARY_NAMES, LibraryName, library_name
+
+PACKAGE = Path(__file__).resolve().parents[1] / "roundpipe_cli"
+LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gguf", "safetensors", "tokenizers")
+
+TORCH_NAMES = {
+    "torch.nn.modules.dropout._DropoutNd": "model/dropout.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "backends/cpu.py, launches.py, last_projection.py",
+    "torch.utils._pytree.tree_flatten": "backends/cpu.py, launches.py, worker_model.py",
+    "torch._C._cuda_clearCublasWorkspaces": "engine/backends/cuda.py; builds for GPUs only",
+}
+
+
+@pytest.mark.parametrize("entry", LIBRARY_NAMES, ids=lambda entry: f"{entry.library}:{entry.name}")
+def test_the_installed_release_has_the_name(entry: LibraryName) -> None:
+    """Fails on the release that moves it, and says what breaks then."""
+    library_name.cache_clear()
+    library_name(entry.module, entry.name)
+
+
+@pytest.mark.parametrize("change", [{"name": "_moved_elsewhere"}, {"parameters": ("other",)}, {"module": "peft.gone"}])
+def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
+    """Story: where PEFT calls another method, the one put in its place was never called: a slow run, in silence."""
+    values = {"library": "peft", "module": "peft.tuners.lora.layer", "name": "_LoraParameterProxy", "used_for": "that"}
+    entry = LibraryName(**(values | {"parameters": ("delta_weight",)} | change))  # type: ignore[arg-type]
+    monkeypatch.setattr(library_names, "_BY_PLACE", {(entry.module, entry.name): entry})
+    library_name.cache_clear()
+    with pytest.raises(RefusedError, match=r"(?s)that: not with this release of peft.*pip install 'peft==") as caught:
+        library_name(entry.module, entry.name)
+    assert caught.value.exit_code == 2
+    library_name.cache_clear()
+
+
+def test_torch_has_its_names() -> None:
+    for path in TORCH_NAMES:
+        module, _, name = path.rpartition(".")
+        if "cuda" not in name or torch.version.cuda is not None:
+            assert hasattr(importlib.import_module(module), name), f"{path}: {TORCH_NAMES[path]}"
+
+
+def test_no_private_name_is_used_outside_of_the_tables() -> None:
+    """Found by their underscore: imported names, and attributes of imported modules and classes."""
+    tables = {f"{entry.module}.{entry.name}" for entry in LIBRARY_NAMES} | set(TORCH_NAMES)
+    private_modules = {path.rpartition(".")[0] for path in tables if "._" in path.rpartition(".")[0]} - {"torch._C"}
+    used = {found for path in PACKAGE.rglob("*.py") for found in private_names(ast.parse(path.read_text()))}
+    assert "torch.utils._python_dispatch.TorchDispatchMode" in used
+    allowed = tables | private_modules | {"torch._C"}
+    assert not {found for found in used - allowed if found.rpartition(".")[0] not in private_modules}
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] in LIBRARIES and not alias.asname]
+            bound |= {name.split(".")[0]: name.split(".")[0] for name in names}
+    texts = [*bound.values(), *(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
+    for text in texts:
+        first, _, rest = text.partition(".")
+        path = f"{bound.get(first, first)}.{rest}"
+        if path.split(".")[0] in LIBRARIES and re.fullmatch(r"[\w.]+", path) and re.search(r"\._(?!_)", path):
+            yield path
