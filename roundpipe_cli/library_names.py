@@ -61,7 +61,6 @@ LIBRARY_NAMES = (
 _BY_PLACE = {(entry.module, entry.name): entry for entry in LIBRARY_NAMES}
 
 
-@functools.cache
 def library_name(module: str, name: str) -> Any:
     """What an entry of `LIBRARY_NAMES` names in the installed release.
 
@@ -76,10 +75,15 @@ def library_name(module: str, name: str) -> Any:
     except (ImportError, AttributeError):
         raise _moved(entry, "no such name") from None
     if entry.parameters:
-        parameters = tuple(inspect.signature(found).parameters)
-        if parameters[: len(entry.parameters)] != entry.parameters:
-            raise _moved(entry, f"parameters {', '.join(parameters)}")
+        _check_parameters(entry, found)
     return found
+
+
+@functools.cache
+def _check_parameters(entry: LibraryName, function: Any) -> None:
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters[: len(entry.parameters)] != entry.parameters:
+        raise _moved(entry, f"parameters {', '.join(parameters)}")
 
 
 def _moved(entry: LibraryName, found: str) -> RefusedError:

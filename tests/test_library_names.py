@@ -37,7 +37,6 @@ TORCH_NAMES = {
 @pytest.mark.parametrize("entry", LIBRARY_NAMES, ids=lambda entry: f"{entry.library}:{entry.name}")
 def test_the_installed_release_has_the_name(entry: LibraryName) -> None:
     """Fails on the release that moves it, and says what breaks then."""
-    library_name.cache_clear()
     library_name(entry.module, entry.name)
 
 
@@ -47,11 +46,9 @@ def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, chang
     values = {"library": "peft", "module": "peft.tuners.lora.layer", "name": "_LoraParameterProxy", "used_for": "that"}
     entry = LibraryName(**(values | {"parameters": ("delta_weight",)} | change))  # type: ignore[arg-type]
     monkeypatch.setattr(library_names, "_BY_PLACE", {(entry.module, entry.name): entry})
-    library_name.cache_clear()
     with pytest.raises(RefusedError, match=r"(?s)that: not with this release of peft.*pip install 'peft==") as caught:
         library_name(entry.module, entry.name)
     assert caught.value.exit_code == 2
-    library_name.cache_clear()
 
 
 def test_torch_has_its_names() -> None:

@@ -9,6 +9,7 @@ disk     (save_total_limit + 1) checkpoints, since the new one is complete befor
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ PINNED_RING_BYTES = 8 * CHUNK_BYTES
 """Page-locked staging chunks per device and direction."""
 INTERPRETER_BYTES = 460 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
+TRITON_BYTES = 72 * MIB
+"""More where triton is installed, which torch's compiler imports: measured. Beside GPUs part of their contexts."""
 CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
 CACHE_ALIGNMENT_BYTES = 256
@@ -270,9 +273,14 @@ def host_need(
             NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
             *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
             NeedPart("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
-            NeedPart("interpreter and contexts", INTERPRETER_BYTES + CONTEXT_HOST_BYTES * num_gpus),
+            NeedPart("interpreter and contexts", _interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus),
         )
     )
+
+
+def _interpreter_bytes(num_gpus: int) -> int:
+    has_triton = importlib.util.find_spec("triton") is not None
+    return INTERPRETER_BYTES + (TRITON_BYTES if has_triton and not num_gpus else 0)
 
 
 def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need:

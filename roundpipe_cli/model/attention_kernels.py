@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers.integrations import sdpa_attention
 
 from roundpipe_cli.library_names import library_name
 
@@ -125,6 +124,8 @@ def set_up_attention(least_capability: tuple[int, int]) -> None:
     Args:
         least_capability: the smallest of the cards that the run uses, e.g. (8, 6).
     """
+    from transformers.integrations import sdpa_attention  # late: it imports torch's compiler
+
     global _least_capability
     _least_capability = least_capability
     if not hasattr(getattr(sdpa_attention, "use_gqa_in_sdpa", None), "__wrapped__"):
