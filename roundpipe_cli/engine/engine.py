@@ -94,7 +94,8 @@ class Engine:
         self._told: set[str] = set()
         """Notices of devices that a result has had."""
         transfers = options.transfers or TransferOptions()
-        capabilities, missing = [backend.capability for backend in backends], why_no_triton()
+        capabilities = [backend.capability for backend in backends]
+        missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []

@@ -33,7 +33,7 @@ class EngineOptions:
     mlp_chunk_tokens: int | None = None
     """Tokens per chunk of the blocks' feed-forward part, which is computed again in backward; None: all at once."""
     fused: FusedOps | None = None
-    """Modules that compute by fused operators, from `find_fused_ops`; None: all by their own code."""
+    """Modules that compute by fused operators, from `find_fused_ops`; None: all by their own code, experts too."""
     label_smoothing: float = 0.0
     """Label smoothing of the training loss; scores are without it."""
     recompute: str = "stage"

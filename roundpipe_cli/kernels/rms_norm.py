@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: boo
     Args:
         plus_one: the factor is 1 + weight.
     """
-    if x.device.type == "cpu":
+    if takes_own_formula(x.device):
         composed: torch.Tensor = _RmsNorm.apply(x, weight, eps, plus_one)  # type: ignore[no-untyped-call]
         return composed
     if not plus_one:
@@ -33,6 +33,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: boo
     # 1 + weight in 16 bit would lose most of the weight, so the two are not added first
     scaled: torch.Tensor = _ScaleByOnePlus.apply(functional.rms_norm(x, weight.shape, None, eps), weight)  # type: ignore[no-untyped-call]
     return scaled
+
+
+def takes_own_formula(device: torch.device) -> bool:
+    """Whether norms there are composed here rather than computed by torch's function."""
+    return device.type == "cpu"
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -149,7 +149,6 @@ def block_launches(
     capability: tuple[int, int] = (9, 0),
     tries: int = 2,
     fused: FusedOps | None = None,
-    own_kernels: bool = True,
 ) -> list[BlockLaunches]:
     """Launches of one block of each kind, for a sequence of `tokens`.
 
@@ -157,11 +156,10 @@ def block_launches(
         model: parameters on the meta device, adapters included; is left as it is.
         capability: of the GPU that is counted for.
         tries: passes that are timed.
-        fused: modules that compute by fused operators.
-        own_kernels: whether ours for experts are counted where they would be used.
+        fused: modules that compute by fused operators; None: all by their own code, experts too.
     """
     worker = worker_on_meta(model, split, fused)
-    use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=own_kernels))
+    use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=fused is not None))
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
 
