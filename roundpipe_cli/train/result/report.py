@@ -31,6 +31,8 @@ class RunFigures:
     rows: Sequence[StepFinished]
     pipeline_s: Sequence[float]
     """Seconds of forward and backward of each step."""
+    launch_bound: Sequence[float]
+    """Share of each step's busy time in which GPUs may have waited for launches."""
     num_steps: int
     """Steps since the start of the run."""
     seconds: float
@@ -82,6 +84,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "pipeline_s": _median(figures.pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
             "bubble_ratio": _median([row.bubble_ratio for row in rows]),
+            "launch_bound_ratio": _median(figures.launch_bound),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
