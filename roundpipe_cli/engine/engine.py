@@ -99,13 +99,12 @@ class Engine:
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
-        how = WorkerOptions(options.mlp_chunk_tokens, options.fused)
+        how = WorkerOptions(options.mlp_chunk_tokens, options.fused, options.attends_in_rows)
         for index, backend in enumerate(backends):
             worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device, how)
             worker_model.leave_out(options.unread or {})
             if backend.capability is not None:
                 expert_dtypes = use_grouped_kernel(worker_model.blocks, takes)
-            worker_model.attends_in_rows = options.attends_in_rows
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )

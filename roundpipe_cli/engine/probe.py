@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import by_kind
 from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import ModelSplit
@@ -76,12 +75,10 @@ def find_saved_bytes(
     model: nn.Module,
     split: ModelSplit,
     store: WeightStore,
+    options: WorkerOptions | None = None,
     *,
-    in_chunks: bool = False,
-    fused: FusedOps | None = None,
     longest: int = 2 * PROBE_TOKENS,
     packed: bool = False,
-    in_rows: bool = False,
 ) -> list[SavedBytes] | None:
     """Per block, what autograd keeps of it for its backward; None where this processor cannot run the blocks.
 
@@ -89,15 +86,14 @@ def find_saved_bytes(
     and all of `longest`. A mask that only sequences longer than a sliding window have is not seen.
 
     Args:
-        in_chunks: feed-forward parts are computed in chunks of tokens.
-        fused: modules that compute by fused operators.
+        options: how a worker computes; where it is in chunks, that of the short sequence has three.
         packed: several rows to a sequence.
-        in_rows: blocks are told where packed rows lie, not by a mask.
     """
     tokens = max(1, min(PROBE_TOKENS, longest // 2))
-    options = WorkerOptions(max(1, tokens // NUM_CHUNKS) if in_chunks else None, fused)
+    options = options or WorkerOptions()
+    if options.mlp_chunk_tokens is not None:
+        options = replace(options, mlp_chunk_tokens=max(1, tokens // NUM_CHUNKS))
     worker, bind = worker_on_host(model, split, store, options)
-    worker.attends_in_rows = in_rows
     try:
         return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
     except RuntimeError:

@@ -120,8 +120,7 @@ class WorkerModel:
         self._state = ModuleState(self._backbone)
         self._left_out, self._blocks_draw = dict[int, UnreadProducts](), False
         self._mlp_chunks = self._cut_mlps(options.mlp_chunk_tokens) if options.mlp_chunk_tokens else {}
-        self.attends_in_rows = False
-        """Blocks are told where packed rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""
+        self.attends_in_rows = options.attends_in_rows
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
         found = {}

@@ -15,3 +15,5 @@ class WorkerOptions:
     """Tokens of a chunk of the blocks' feed-forward part; None: it is computed whole."""
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code."""
+    attends_in_rows: bool = False
+    """Blocks are told where packed rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""

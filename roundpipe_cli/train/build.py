@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -200,6 +200,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
+    options = WorkerOptions(None, setup.fused, _attends_in_rows(setup))
     find = functools.partial(
         find_saved_bytes,
         setup.model,
@@ -207,15 +208,13 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
         setup.store,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
         packed=recipe.packing,
-        fused=setup.fused,
-        in_rows=_attends_in_rows(setup),
     )
-    whole = find()
+    whole = find(options)
     if whole is None:
         return _MemoryParts(None, shared)
     saved = whole
     if mlp_tokens < form.tokens:
-        saved = find(in_chunks=True) or whole
+        saved = find(replace(options, mlp_chunk_tokens=mlp_tokens)) or whole
         shared += max(int(mlp_tokens * (a.per_token - b.per_token)) for a, b in zip(whole, saved, strict=True))
     blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
     if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
