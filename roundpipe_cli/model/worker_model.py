@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.block_calls import BeforeBlocks, BlockCall, CallRecorder, install_stubs, replace_module
+from roundpipe_cli.model.block_calls import (
+    BackboneStub,
+    BeforeBlocks,
+    BlockCall,
+    CallRecorder,
+    install_stubs,
+    replace_module,
+)
 from roundpipe_cli.model.carried import carry_along
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
@@ -31,26 +38,6 @@ from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, who
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_options import WorkerOptions
-
-
-class _BackboneStub(nn.Module):
-    """Stands in for the backbone below the LM head: returns the hidden states that it was handed."""
-
-    def __init__(self, output_type: type, backbone: nn.Module) -> None:
-        super().__init__()
-        self._output_type = output_type
-        self.__dict__["_stands_for"] = backbone
-        self.hidden: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._output_type(last_hidden_state=self.hidden)
-
 
 Binding = tuple[nn.Module, str, str]
 """(module, attribute, parameter name)."""
@@ -105,7 +92,7 @@ class WorkerModel:
             replace_module(causal, path, BeforeBlocks(causal.get_submodule(path), self._recorder))
         self.blocks = install_stubs(causal, split.blocks_path, self._recorder)
         self._backbone = causal.get_submodule(split.backbone_path)
-        self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
+        self._backbone_stub = BackboneStub(split.output_type, self._backbone)
         replace_module(causal, split.backbone_path, self._backbone_stub)
         self._causal = causal
         self._above_backbone = causal.get_submodule(split.caller_path)
