@@ -235,7 +235,7 @@ class WorkerModel:
             more = {"past_key_values": self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
-        rows = in_rows(position_ids) if position_ids is not None and self.attends_in_rows else nullcontext()
+        rows = nullcontext() if position_ids is None else in_rows(position_ids, as_masks=not self.attends_in_rows)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed), rows:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden
