@@ -111,7 +111,7 @@ def main() -> None:
         made |= dict.fromkeys(("by mask", "by rows"), packed(rows, args.tokens))
         ways = {}
         for name, microbatches in made.items():
-            options = EngineOptions(attends_in_rows=name == "by rows")
+            options = EngineOptions(attends_in_rows=name == "by rows", fused=setup.fused)
             engine = Engine(setup.model, setup.split, setup.store, [CpuBackend(1)], options)
             ways[name] = Way(engine, microbatches)
         for _ in range(args.rounds):

@@ -34,6 +34,7 @@ from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.planning.compare import SimulationCase
@@ -172,7 +173,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     planner = make_planner(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
     locked = page_locked(setup.store, setup.devices, setup.recipe.weights, print)
-    with locked, Engine(setup.model, setup.split, setup.store, workers) as engine:
+    with locked, Engine(setup.model, setup.split, setup.store, workers, EngineOptions(fused=setup.fused)) as engine:
 
         def engine_step(schedule: Schedule, number: int) -> tuple[float, StepResult]:
             started = time.perf_counter()

@@ -80,7 +80,9 @@ def run_way(setup: Setup, microbatches: list[Microbatch], name: str, args: argpa
     )
     cuda.release_workspaces()
     backends = backends_of(args.device, num_workers)
-    with Engine(setup.model, setup.split, setup.store, backends, EngineOptions(weight_cache_bytes=cache)) as engine:
+    with Engine(
+        setup.model, setup.split, setup.store, backends, EngineOptions(weight_cache_bytes=cache, fused=setup.fused)
+    ) as engine:
         return [engine.run_step(microbatches, schedule, step=0) for _ in range(args.rounds + 2)][2:]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundpipe_cli.planning.what_if import Row
+    from roundpipe_cli.planning.what_if import Combination
 
 QUIET_S = 1.0
 """Nothing is said of how far it is before that."""
@@ -31,7 +31,7 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
     if as_json:
         say_data(json.dumps({"rows": [row_document(row) for row in rows]}, indent=1))
         return
-    for line in wrapped(table(rows), terminal_width()):
+    for line in wrapped(comparison_lines(rows), terminal_width()):
         say_data(line)
 
 
@@ -52,7 +52,7 @@ def _words(values: Mapping[str, str]) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-def row_document(row: Row) -> dict[str, Any]:
+def row_document(row: Combination) -> dict[str, Any]:
     """A row for `--json`, bytes and seconds; what a refused combination does not have is null."""
     plan, summary = row.plan, row.summary
     runs = plan is not None and plan.verdict.fits
@@ -67,12 +67,12 @@ def row_document(row: Row) -> dict[str, Any]:
     }
 
 
-def _host_bytes(row: Row) -> int | None:
+def _host_bytes(row: Combination) -> int | None:
     verdict = row.plan.verdict if row.plan is not None else None
     return None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def comparison_lines(rows: Sequence[Combination]) -> list[str]:
     """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it."""
     from roundpipe_cli.units import format_bytes, format_seconds
 
@@ -91,7 +91,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     num_left = len(rows[0].values) + 1
     lines = []
-    shown: list[Row | None] = [None, *rows]
+    shown: list[Combination | None] = [None, *rows]
     for line, row_of in zip(cells, shown, strict=True):
         padded = (
             cell.ljust(width) if column < num_left else cell.rjust(width)

@@ -22,6 +22,7 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
         _row("whole step", None, measured.get("step_s"), _seconds),
         _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), _rate),
         _share("bubble", predicted.get("bubble_ratio"), measured.get("bubble_ratio")),
+        _share("busy, launch bound", None, measured.get("launch_bound_ratio") or None),
         _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), _bytes),
         _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), _bytes),
     ]

@@ -9,7 +9,7 @@ from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.units import GIB, format_seconds
 
 
-def figures(state: DashboardState, height: int, width: int, theme: Theme, *, has_loss: bool = False) -> list[Text]:
+def figure_lines(state: DashboardState, height: int, width: int, theme: Theme, *, has_loss: bool = False) -> list[Text]:
     """At most `height` lines of `width` columns: a name and a value each.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from roundpipe_cli.dashboard.chart import chart
-from roundpipe_cli.dashboard.figures import figures
+from roundpipe_cli.dashboard.figures import figure_lines
 from roundpipe_cli.dashboard.lane import window_s
 from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed, spread
 from roundpipe_cli.dashboard.state import DashboardState
@@ -154,14 +154,14 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
     curve = framed(title, "", lines, curve_width, theme)
     if not side:
         return curve
-    rows = figures(state, height - 2, side - 4, theme)
+    rows = figure_lines(state, height - 2, side - 4, theme)
     block = framed(Text("this step", style="bold"), "", [*rows, *[Text()] * (height - 2 - len(rows))], side, theme)
     return beside([curve, block], [curve_width, side], theme)
 
 
 def _short_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
     """The most important figures in one line or two, where there is no room for a curve."""
-    rows = figures(state, 6, 24, theme, has_loss=True)
+    rows = figure_lines(state, 6, 24, theme, has_loss=True)
     per_line = max(1, (width - 2) // 26)
     lines = []
     for start in range(0, len(rows), per_line):

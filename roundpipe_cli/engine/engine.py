@@ -30,7 +30,7 @@ from roundpipe_cli.engine.dispatch.transfer import TransferOptions, statistics_o
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.live import StepInWork
-from roundpipe_cli.engine.measure import measured_actions
+from roundpipe_cli.engine.measure import launch_bound_s, measured_actions
 from roundpipe_cli.engine.microbatches import microbatch_states
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import ProgramStore
@@ -48,6 +48,7 @@ from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.preference import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.operations import Program
 
@@ -93,18 +94,17 @@ class Engine:
         self._told: set[str] = set()
         """Notices of devices that a result has had."""
         transfers = options.transfers or TransferOptions()
-        capabilities, missing = [backend.capability for backend in backends], why_no_triton()
+        capabilities = [backend.capability for backend in backends]
+        missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
+        how = WorkerOptions(options.mlp_chunk_tokens, options.fused, options.attends_in_rows)
         for index, backend in enumerate(backends):
-            worker_model = WorkerModel(
-                model, split, store.views, store.trainable_names, backend.device, options.mlp_chunk_tokens
-            )
+            worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device, how)
             worker_model.leave_out(options.unread or {})
             if backend.capability is not None:
                 expert_dtypes = use_grouped_kernel(worker_model.blocks, takes)
-            worker_model.attends_in_rows = options.attends_in_rows
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )
@@ -382,4 +382,5 @@ class Engine:
             transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in done.steps),
             device_reserved_bytes=tuple(step.reserved_bytes for step in done.steps),
+            launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in done.steps),
         )

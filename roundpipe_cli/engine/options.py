@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions
+from roundpipe_cli.model.fused import FusedOps
 
 OnGradient = Callable[[int, Callable[[], float]], None]
 
@@ -31,6 +32,8 @@ class EngineOptions:
     """Target tokens per chunk of the LM head; part of what fixes a run's bits."""
     mlp_chunk_tokens: int | None = None
     """Tokens per chunk of the blocks' feed-forward part, which is computed again in backward; None: all at once."""
+    fused: FusedOps | None = None
+    """Modules that compute by fused operators, from `find_fused_ops`; None: all by their own code, experts too."""
     label_smoothing: float = 0.0
     """Label smoothing of the training loss; scores are without it."""
     recompute: str = "stage"

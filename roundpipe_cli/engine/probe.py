@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from roundpipe_cli.model.last_projection import by_kind
 from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 
 NUM_CHUNKS = 3
 """Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""
@@ -22,18 +24,20 @@ MAX_ROW_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def find_unread_products(
-    model: nn.Module, split: ModelSplit, store: WeightStore, mlp_chunk_tokens: int | None = None
+    model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions | None = None
 ) -> dict[int, tuple[str, ...]]:
     """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
 
     Runs one block of each kind, with its own weights, on 16 tokens.
 
     Raises:
-        RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `mlp_chunk_tokens` asks for them.
+        RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `options` ask for them.
     """
-    chunk_tokens = None if mlp_chunk_tokens is None else 16 // NUM_CHUNKS
-    worker, bind = _on_the_host(model, split, store, chunk_tokens)
-    if mlp_chunk_tokens is not None:
+    options = options or WorkerOptions()
+    in_chunks = options.mlp_chunk_tokens is not None
+    options = replace(options, mlp_chunk_tokens=16 // NUM_CHUNKS if in_chunks else None)
+    worker, bind = worker_on_host(model, split, store, options)
+    if in_chunks:
         worker.check_mlp_chunks(bind)
     return worker.find_unread(bind, dropout_seed=0)
 
@@ -43,7 +47,7 @@ def can_attend_in_rows(model: nn.Module, split: ModelSplit, store: WeightStore) 
 
     Runs one block of each kind, with its own weights, both ways.
     """
-    worker, bind = _on_the_host(model, split, store, None)
+    worker, bind = worker_on_host(model, split, store, WorkerOptions())
     worker.set_mode(training=False, adapters=True)
     ids = worker.probe_ids(1, sum(PROBE_ROWS))
     positions = torch.cat([torch.arange(tokens) for tokens in PROBE_ROWS])[None]
@@ -71,11 +75,10 @@ def find_saved_bytes(
     model: nn.Module,
     split: ModelSplit,
     store: WeightStore,
+    options: WorkerOptions | None = None,
     *,
-    in_chunks: bool = False,
     longest: int = 2 * PROBE_TOKENS,
     packed: bool = False,
-    in_rows: bool = False,
 ) -> list[SavedBytes] | None:
     """Per block, what autograd keeps of it for its backward; None where this processor cannot run the blocks.
 
@@ -83,24 +86,25 @@ def find_saved_bytes(
     and all of `longest`. A mask that only sequences longer than a sliding window have is not seen.
 
     Args:
-        in_chunks: feed-forward parts are computed in chunks of tokens.
+        options: how a worker computes; where it is in chunks, that of the short sequence has three.
         packed: several rows to a sequence.
-        in_rows: blocks are told where packed rows lie, not by a mask.
     """
     tokens = max(1, min(PROBE_TOKENS, longest // 2))
-    worker, bind = _on_the_host(model, split, store, max(1, tokens // NUM_CHUNKS) if in_chunks else None)
-    worker.attends_in_rows = in_rows
+    options = options or WorkerOptions()
+    if options.mlp_chunk_tokens is not None:
+        options = replace(options, mlp_chunk_tokens=max(1, tokens // NUM_CHUNKS))
+    worker, bind = worker_on_host(model, split, store, options)
     try:
         return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
     except RuntimeError:
         return None
 
 
-def _on_the_host(
-    model: nn.Module, split: ModelSplit, store: WeightStore, mlp_chunk_tokens: int | None
+def worker_on_host(
+    model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions
 ) -> tuple[WorkerModel, Callable[[int], None]]:
     """A worker on the processor, and what gives one of its blocks the host's weights."""
-    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), mlp_chunk_tokens)
+    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), options)
 
     def bind(block: int) -> None:
         layer = block + 1

@@ -55,6 +55,8 @@ class StepResult:
     """Per worker, the peak of memory in use."""
     device_reserved_bytes: tuple[int, ...] = ()
     """Per worker, the peak of what the allocator held for it: more, where blocks of other sizes leave gaps."""
+    launch_bound_s: tuple[float, ...] = ()
+    """Per worker, seconds of operations in which a GPU may have waited for launches."""
     started_s: float = 0.0
     """Start by `time.perf_counter`."""
     rewards: tuple[Rewards, ...] = ()
@@ -97,3 +99,9 @@ class StepResult:
     def bubble_ratio(self) -> float:
         """1 - busy / (workers x makespan)."""
         return bubble_ratio(self.timeline)
+
+    @property
+    def launch_bound_ratio(self) -> float:
+        """Share of the workers' busy time in which a GPU may have waited for launches."""
+        busy = sum(item.end_s - item.start_s for item in self.actions)
+        return min(1.0, sum(self.launch_bound_s) / busy) if busy else 0.0

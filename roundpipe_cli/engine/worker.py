@@ -36,6 +36,8 @@ class ComputeInterval:
     op: Op
     start: Any
     end: Any
+    issued_s: float = 0.0
+    """When all of it had been given to the device, of `time.perf_counter`."""
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Worker:
         self._sums.ran(op)
         self._pass_work(context, op)
         started = start if self.runner.started is None else self.runner.started
-        self._step.intervals.append(ComputeInterval(op, started, backend.mark()))
+        self._step.intervals.append(ComputeInterval(op, started, backend.mark(), time.perf_counter()))
         if visit.ops[-1] == op.id and not backend.aliases_host:
             self._sums.finish(context, op.visit)
         state = context.microbatches[op.microbatch]

@@ -1,1 +1,2 @@
-"""Kernels of our own for what libraries launch in many pieces. Everything computes without them."""
+"""Kernels and fused operators of our own for what libraries launch in many pieces. They know no model, and everything
+computes without them."""

@@ -273,3 +273,22 @@ def install_stubs(model: nn.Module, blocks_path: str, recorder: CallRecorder) ->
     stubs = nn.ModuleList(RecordingBlock(block, index, recorder) for index, block in enumerate(blocks))
     replace_module(model, blocks_path, stubs)
     return blocks
+
+
+class BackboneStub(nn.Module):
+    """Stands in for the backbone below the LM head: returns the hidden states that it was handed."""
+
+    def __init__(self, output_type: type, backbone: nn.Module) -> None:
+        super().__init__()
+        self._output_type = output_type
+        self.__dict__["_stands_for"] = backbone
+        self.hidden: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output_type(last_hidden_state=self.hidden)

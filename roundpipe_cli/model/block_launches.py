@@ -1,7 +1,7 @@
 """What one block of a model launches for a microbatch: forward, recompute and backward, at any width, on meta tensors.
 
-Attention is one operator forward and one backward, as the fused kernels are; a mask of bools is made additive before,
-as torch does.
+Attention and torch's RMS norm are one operator forward and one backward, as the fused kernels are; a mask of bools is
+made additive before, as torch does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli.kernels.grouped_choice import takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.launches import LaunchCounter, Launches
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 
 META = torch.device("meta")
 
@@ -77,10 +79,60 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | Non
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Puts one operator in the place of `scaled_dot_product_attention`, which meta tensors would take apart."""
+@torch.library.custom_op("roundpipe::rms_norm", mutates_args=())
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
+
+
+@_rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("roundpipe::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
+
+
+@_rms_norm_backward.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("roundpipe::rms_norm_weight_gradient", mutates_args=())
+def _rms_norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
+
+
+@_rms_norm_weight_gradient.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[-1])
+
+
+def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    trains = weight is not None and ctx.needs_input_grad[1]
+    grad_weight = _rms_norm_weight_gradient(gradient, x, rstd) if trains else None
+    return _rms_norm_backward(gradient, x, rstd, weight), grad_weight, None
+
+
+_rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
+
+
+class FusedFunctions(TorchFunctionMode):
+    """Puts one operator in the place of functions that are one kernel on a GPU and that meta tensors would take apart:
+    `scaled_dot_product_attention` and `rms_norm`, whose backward is another for each gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.rms_norm:
+            return _rms_norm(args[0], kwargs["weight"], kwargs["eps"])[0]
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value, *rest = args
@@ -96,7 +148,7 @@ def block_launches(
     tokens: int,
     capability: tuple[int, int] = (9, 0),
     tries: int = 2,
-    own_kernels: bool = True,
+    fused: FusedOps | None = None,
 ) -> list[BlockLaunches]:
     """Launches of one block of each kind, for a sequence of `tokens`.
 
@@ -104,10 +156,10 @@ def block_launches(
         model: parameters on the meta device, adapters included; is left as it is.
         capability: of the GPU that is counted for.
         tries: passes that are timed.
-        own_kernels: whether ours are counted where they would be used.
+        fused: modules that compute by fused operators; None: all by their own code, experts too.
     """
-    worker = worker_on_meta(model, split)
-    use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=own_kernels))
+    worker = worker_on_meta(model, split, fused)
+    use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=fused is not None))
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
 
@@ -131,12 +183,12 @@ def block_launches(
     return found
 
 
-def worker_on_meta(model: nn.Module, split: ModelSplit) -> WorkerModel:
+def worker_on_meta(model: nn.Module, split: ModelSplit, fused: FusedOps | None = None) -> WorkerModel:
     """A worker whose blocks are bound to meta tensors; its embedding gathers zeros on the host."""
     names = dict(model.named_parameters())
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
-    worker = WorkerModel(model, split, host, trainable, META)
+    worker = WorkerModel(model, split, host, trainable, META, WorkerOptions(fused=fused))
     for layer in range(1, len(worker.blocks) + 1):
         bound = {name: nn.Parameter(names[name].to(META), name in trainable) for name in worker.names_of(layer)}
         worker.bind(layer, bound)
@@ -153,11 +205,11 @@ class _Passes:
         self._output: torch.Tensor | None = None
 
     def forward(self) -> None:
-        with torch.no_grad(), FusedAttention():
+        with torch.no_grad(), FusedFunctions():
             self._worker.run_block(self._index, self._call, self._hidden)
 
     def recompute(self) -> None:
-        with FusedAttention():
+        with FusedFunctions():
             self._output = self._worker.run_block(self._index, self._call, self._hidden.detach().requires_grad_())
 
     def backward(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional, init
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
@@ -52,6 +52,15 @@ def switch_off_dropout(model: nn.Module) -> None:
             is_probability = name == "p" if isinstance(module, _DropoutNd) else "drop" in name
             if is_probability and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def drawn_mask(tensor: torch.Tensor, p: float) -> torch.Tensor:
+    """The mask of what `functional.dropout(tensor, p)` would keep here, bool of its shape; counts as that draw."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    mode = next((one for one in reversed(modes) if isinstance(one, SeededDropout)), None)
+    if mode is None:  # outside of a layer's call: torch's own random numbers
+        return functional.dropout(torch.ones_like(tensor), p) != 0
+    return mode.mask(tensor, p)
 
 
 class SeededDropout(TorchFunctionMode):
@@ -95,9 +104,13 @@ class SeededDropout(TorchFunctionMode):
         """Numbers of the exponential distribution of rate 1, of the shape of `like`, float32, never 0."""
         return self.uniform(like).double().add_(2.0**-25).log_().neg_().float()
 
+    def mask(self, like: torch.Tensor, p: float) -> torch.Tensor:
+        """A mask, bool of the shape of `like`, of which elements are false with probability `p`."""
+        return keep_mask(like.shape, 1.0 - p, self.next_key(), like.device)
+
     def drop(self, tensor: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
         """`tensor` with elements set to 0 with probability `p` and the rest scaled; backward keeps the mask as bool."""
-        mask = keep_mask(tensor.shape, 1.0 - p, self.next_key(), tensor.device)
+        mask = self.mask(tensor, p)
         scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         return (tensor.mul_(mask) if inplace else tensor * mask).mul_(scale)
 

@@ -26,8 +26,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.fused import FusedLora
 from roundpipe_cli.model.linear_modules import is_linear
-from roundpipe_cli.model.mlp_chunks import ATTRIBUTE
+from roundpipe_cli.model.mlp_chunks import ATTRIBUTE, MlpChunks
 
 Parameters = Mapping[str, nn.Parameter]
 Found = TypeVar("Found")
@@ -74,9 +75,9 @@ class UnreadProducts:
         self._mode = NoProducts(fill)
         self._fill = fill
         modules = [block.get_submodule(name) for name in names]
-        self._chunks = [module.__dict__[ATTRIBUTE] for module in modules if ATTRIBUTE in module.__dict__]
-        """Modules that go in chunks of tokens: their whole forward is left out."""
-        self._modules = [module for module in modules if ATTRIBUTE not in module.__dict__]
+        self._filling = [module.__dict__["forward"] for module in modules if _fills(module)]
+        """Forwards that leave themselves out: of modules that go in chunks of tokens, and fused ones."""
+        self._modules = [module for module in modules if not _fills(module)]
         for module in self._modules:
             module.__dict__["forward"] = self._wrapped(module.forward)
 
@@ -92,18 +93,23 @@ class UnreadProducts:
     def __enter__(self) -> None:
         """Leave the products out from here on."""
         self._active = True
-        for chunks in self._chunks:
-            chunks.fill = self._fill
+        for forward in self._filling:
+            forward.fill = self._fill
 
     def __exit__(self, *_: object) -> None:
         self._active = False
-        for chunks in self._chunks:
-            chunks.fill = None
+        for forward in self._filling:
+            forward.fill = None
 
     def unwrap(self) -> None:
         """Give the modules their own forward back."""
         for module in self._modules:
             del module.__dict__["forward"]
+
+
+def _fills(module: nn.Module) -> bool:
+    """Whether the module's forward, put in place of its own, can be told that nobody reads its result."""
+    return isinstance(module.__dict__.get("forward"), (MlpChunks, FusedLora))
 
 
 class BlockProbe:
@@ -145,7 +151,7 @@ class BlockProbe:
         made: dict[str, list[torch.Tensor]] = {}
         with ExitStack() as hooks:
             for name, module in self._block.named_modules():
-                if is_linear(module):
+                if is_linear(module) or isinstance(module.__dict__.get("forward"), FusedLora):
                     handle = module.register_forward_hook(
                         lambda _module, _args, result, name=name: made.setdefault(name, []).append(result)
                     )

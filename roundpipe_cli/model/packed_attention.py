@@ -67,13 +67,16 @@ def _row_numbers(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 @contextmanager
-def in_rows(position_ids: torch.Tensor) -> Iterator[None]:
+def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> Iterator[None]:
     """Within, in this thread, masks of "sdpa" for `position_ids` [B, T], which restart with each row, are `PackedRows`.
 
     A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was.
+
+    Args:
+        as_masks: tensors instead, as the model's own code makes them.
     """
     _register()
-    _now.lengths = _row_lengths(position_ids)
+    _now.lengths, _now.as_masks = _row_lengths(position_ids), as_masks
     try:
         yield
     finally:
@@ -106,12 +109,30 @@ def _register() -> None:
 
 def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
     """`PackedRows` where this thread is within `in_rows` and they say the same as the mask; else `make_mask`'s."""
-    lengths = getattr(_now, "lengths", None)
-    if lengths is None or args:
+    rows = _rows_here(kwargs)
+    if rows is None or args or _now.as_masks or not _is_same(rows, kwargs):
         return make_mask(*args, **kwargs)
+    return rows
+
+
+def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs: Any) -> Any:
+    """The same for a model that asks for a causal mask and says nothing of rows: they are kept apart all the same."""
+    rows = _rows_here(kwargs)
+    if rows is None:
+        return make_mask(**kwargs)
+    whole = replace(rows, lengths=tuple((sum(lengths),) for lengths in rows.lengths))
+    if not _is_same(whole, kwargs) and not _is_same(rows, kwargs):
+        return make_mask(**kwargs)
+    return rows.mask() if _now.as_masks else rows
+
+
+def _rows_here(asked: dict[str, Any]) -> PackedRows | None:
+    """Where this thread's rows lie, with the window of the mask that is asked for; None: it is not within `in_rows`."""
+    lengths = getattr(_now, "lengths", None)
+    if lengths is None:
+        return None
     ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
-    rows = PackedRows(lengths, kwargs.get("local_size"), ends)
-    return rows if _is_same(rows, kwargs) else make_mask(**kwargs)
+    return PackedRows(lengths, asked.get("local_size"), ends)
 
 
 def _is_same(rows: PackedRows, asked: dict[str, Any]) -> bool:
@@ -206,6 +227,8 @@ def _attend_row(
 def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> bool:
     """Whether flash attention for rows of any length takes this: no dropout, heads of one width, a GPU that has it."""
     if query.device.type != "cuda" or more.get("dropout") or query.shape[-1] != value.shape[-1]:
+        return False
+    if more.get("s_aux") is not None:  # sinks
         return False
     return (
         query.shape[-1] <= attention_kernels.MAX_FLASH_WIDTH

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,9 +42,9 @@ def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, m
         raise packing_refusal(where, f"{kind}, which carries state from token to token")
     for where, found in scaled_positions(model, max_seq_length):
         raise packing_refusal(where, found)
-    for index, call in enumerate(_probe_calls(model, split)):
+    for index, call in enumerate(_probe_calls(model, split, as_masks=True)):
         _check_masks(index, call)
-    if not all(call.holds_rows for call in _probe_calls(model, split, in_rows)):
+    if not all(call.holds_rows for call in _probe_calls(model, split)):
         check_mask_bytes(max_seq_length=max_seq_length, micro_batch_size=micro_batch_size)
 
 
@@ -68,10 +67,8 @@ def scaled_positions(model: nn.Module, max_seq_length: int) -> Iterator[tuple[st
             yield name, found
 
 
-def _probe_calls(
-    model: nn.Module, split: ModelSplit, masks: Callable[[torch.Tensor], Any] = lambda positions: nullcontext()
-) -> list[BlockCall]:
-    """How the blocks are called for two equal packed sequences, within what `masks` makes of their position ids."""
+def _probe_calls(model: nn.Module, split: ModelSplit, *, as_masks: bool = False) -> list[BlockCall]:
+    """How the blocks are called for two equal packed sequences, told of rows or by masks."""
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
@@ -79,7 +76,7 @@ def _probe_calls(
     recorder = CallRecorder(split.num_blocks, split.result_length)
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
-    with torch.no_grad(), masks(positions):
+    with torch.no_grad(), in_rows(positions, as_masks=as_masks):
         backbone(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
     return recorder.calls
 

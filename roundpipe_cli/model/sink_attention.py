@@ -12,11 +12,14 @@ filled up to multiples of 8, which fused kernels want, with keys that are masked
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from roundpipe_cli.model.packed_attention import PackedRows, attend_rows, rows_or_causal_mask
 
 NAME = "roundpipe_sinks"
 """Name of the implementation in transformers' registry."""
@@ -30,16 +33,39 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, sink_attention)
+    AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
 
 
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Always a mask, [B, 1, T, S], true where a query sees a key: that of the sink comes beside it."""
+def _mask(**kwargs: Any) -> Any:
+    """Always a mask, [B, 1, T, S], true where a query sees a key: that of the sink comes beside it; `PackedRows` within
+    `in_rows`. The models of transformers 5.23 make theirs without the position ids, which tell rows apart."""
     from transformers.masking_utils import sdpa_mask
 
-    mask: torch.Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    return mask
+    return rows_or_causal_mask(sdpa_mask, **{**kwargs, "allow_is_causal_skip": False})
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **more: Any
+) -> tuple[torch.Tensor, None]:
+    if not isinstance(attention_mask, PackedRows):
+        return sink_attention(module, query, key, value, attention_mask, **more)
+    return attend_rows(functools.partial(_attend_row, module), query, key, value, attention_mask, more)
+
+
+def _attend_row(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """One row of several; a causal mask where none is given, as `sdpa` takes that."""
+    if mask is None:
+        length = query.shape[2]
+        mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=query.device).tril()
+    return sink_attention(module, query, key, value, mask, **more)
 
 
 def sink_attention(

@@ -15,12 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.block_calls import BeforeBlocks, BlockCall, CallRecorder, install_stubs, replace_module
+from roundpipe_cli.model.block_calls import (
+    BackboneStub,
+    BeforeBlocks,
+    BlockCall,
+    CallRecorder,
+    install_stubs,
+    replace_module,
+)
 from roundpipe_cli.model.carried import carry_along
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
+from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
@@ -29,26 +37,7 @@ from roundpipe_cli.model.packed_attention import in_rows
 from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import ModelSplit
-
-
-class _BackboneStub(nn.Module):
-    """Stands in for the backbone below the LM head: returns the hidden states that it was handed."""
-
-    def __init__(self, output_type: type, backbone: nn.Module) -> None:
-        super().__init__()
-        self._output_type = output_type
-        self.__dict__["_stands_for"] = backbone
-        self.hidden: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._output_type(last_hidden_state=self.hidden)
-
+from roundpipe_cli.model.worker_options import WorkerOptions
 
 Binding = tuple[nn.Module, str, str]
 """(module, attribute, parameter name)."""
@@ -76,7 +65,7 @@ class WorkerModel:
         host_views: Mapping[str, torch.Tensor],
         trainable: frozenset[str],
         device: torch.device,
-        mlp_chunk_tokens: int | None = None,
+        options: WorkerOptions | None = None,
     ) -> None:
         """Copy the skeleton `model` (parameters on the meta device, buffers real).
 
@@ -86,23 +75,24 @@ class WorkerModel:
             host_views: parameter name -> the host's weights, for the embed layer.
             trainable: names of all trainable parameters.
             device: where blocks and head run.
-            mlp_chunk_tokens: tokens of a chunk of the blocks' feed-forward part; None: it is computed whole.
+            options: how it computes; None: the defaults.
         """
-        self.split = split
-        self.device = device
+        options = options or WorkerOptions()
+        self.split, self.device = split, device
         names = {id(p): name for name, p in model.named_parameters()}
         memo = _copies_of_empty(model)
         causal = copy.deepcopy(model, memo)
         own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
         causal.train()
         isolate_expert_adapters(causal)
+        fuse(causal, options.fused or FusedOps())
         self._recorder = CallRecorder(split.num_blocks, split.result_length)
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
         for path in split.tail_paths:
             replace_module(causal, path, BeforeBlocks(causal.get_submodule(path), self._recorder))
         self.blocks = install_stubs(causal, split.blocks_path, self._recorder)
         self._backbone = causal.get_submodule(split.backbone_path)
-        self._backbone_stub = _BackboneStub(split.output_type, self._backbone)
+        self._backbone_stub = BackboneStub(split.output_type, self._backbone)
         replace_module(causal, split.backbone_path, self._backbone_stub)
         self._causal = causal
         self._above_backbone = causal.get_submodule(split.caller_path)
@@ -115,11 +105,9 @@ class WorkerModel:
         self._move_buffers(roots[1:])
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._state = ModuleState(self._backbone)
-        self._left_out: dict[int, UnreadProducts] = {}
-        self._blocks_draw = False
-        self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
-        self.attends_in_rows = False
-        """Blocks are told where packed rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""
+        self._left_out, self._blocks_draw = dict[int, UnreadProducts](), False
+        self._mlp_chunks = self._cut_mlps(options.mlp_chunk_tokens) if options.mlp_chunk_tokens else {}
+        self.attends_in_rows = options.attends_in_rows
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
         found = {}
@@ -247,7 +235,7 @@ class WorkerModel:
             more = {"past_key_values": self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
-        rows = in_rows(position_ids) if position_ids is not None and self.attends_in_rows else nullcontext()
+        rows = nullcontext() if position_ids is None else in_rows(position_ids, as_masks=not self.attends_in_rows)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed), rows:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden

@@ -25,7 +25,7 @@ Build = Callable[[FoundConfig], Mapping[str, Any] | None]
 """Counts a model by building it without weights (`model/meta_counts.py`); None: that could not be done."""
 
 
-def counted(found: FoundConfig, build: Build | None = None) -> Architecture:
+def counted_architecture(found: FoundConfig, build: Build | None = None) -> Architecture:
     """The model's architecture, with as many parameters as the model has, or as its files hold.
 
     Args:

@@ -31,7 +31,7 @@ from roundpipe_cli.planning.simulated_step import (
     simulate_step,
 )
 from roundpipe_cli.planning.solve import Solution, solve
-from roundpipe_cli.planning.unequal import describe_left_out, without_small_cards
+from roundpipe_cli.planning.unequal import describe_idle_gpus, without_small_cards
 from roundpipe_cli.planning.verdict import (
     Verdict,
     coarsest_cut,
@@ -105,7 +105,7 @@ def check_fits(loaded: LoadedRecipe) -> None:
     hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
     for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
         if judge_coarsest(fewer.architecture, settings, fewer.hardware).fits:
-            hint = f"{describe_left_out(question, fewer, fits=False)}; {hint}"
+            hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
             break
     error.problems = tuple(
         Problem(
@@ -136,7 +136,7 @@ def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None, buil
             continue
         other = _plan(fewer)
         if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
-            why = describe_left_out(question, fewer, fits=best.verdict.fits)
+            why = describe_idle_gpus(question, fewer, fits=best.verdict.fits)
             best = replace(other, explanation=(why, *other.explanation))
     return best
 

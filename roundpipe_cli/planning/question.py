@@ -14,7 +14,7 @@ from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, us
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_model
-from roundpipe_cli.planning.counting import Build, counted
+from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
@@ -91,7 +91,7 @@ def ask(
     recipe = loaded.recipe
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
     check_model(found, recipe)
-    architecture = counted(found, build)
+    architecture = counted_architecture(found, build)
     source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")

@@ -32,7 +32,7 @@ def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
         yield replace(question, hardware=hardware, analytic=analytic)
 
 
-def describe_left_out(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:
+def describe_idle_gpus(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:
     """Which devices stay idle and why.
 
     Args:

@@ -21,7 +21,7 @@ _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
 @dataclass(frozen=True)
-class Row:
+class Combination:
     """One combination: its plan, or why there is none."""
 
     values: Mapping[str, str]
@@ -96,7 +96,7 @@ def compare_plans(
     hardware: str | None,
     build: Build | None,
     tell: Callable[[int, int, Mapping[str, str]], None],
-) -> list[Row]:
+) -> list[Combination]:
     """A row for every combination, the fastest first.
 
     Args:
@@ -113,7 +113,7 @@ def compare_plans(
     for words in axes.get("hardware", ()):
         parse_hardware(words, where=f"hardware: {words}")
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    rows: list[Row] = []
+    rows: list[Combination] = []
     first_refusal: RefusedError | ResourceError | None = None
     for index, values in enumerate(combinations):
         tell(index, len(combinations), values)
@@ -123,9 +123,9 @@ def compare_plans(
             if isinstance(error, RecipeError) and not isinstance(error, ContradictionError):
                 raise  # a key or value that no recipe has
             first_refusal = first_refusal or error
-            rows.append(Row(values, None, None, error.problems[0].what))
+            rows.append(Combination(values, None, None, error.problems[0].what))
         else:
-            rows.append(Row(values, plan, summary_of(plan)))
+            rows.append(Combination(values, plan, summary_of(plan)))
     if first_refusal is not None and len({row.refused for row in rows}) == 1:
         raise first_refusal
     return sorted(rows, key=lambda row: row.order)

@@ -300,6 +300,10 @@ class Recipe:
     head_chunk_tokens: PositiveInt = 1024
     """Tokens for which the LM head computes logits at once. Memory of the head grows with it; it is fixed by the recipe
     and never planned, since it changes the last bits of the head's gradient."""
+    kernels: Literal["auto", "reference"] = "auto"
+    """Code that blocks are computed by: `auto` takes fused operators where they are known to compute the same as the
+    model's and PEFT's own modules, which `reference` always takes. The values differ by rounding only, so a run keeps
+    the setting that it began with. The report says what was fused."""
     mlp_chunk_tokens: PositiveInt | None = None
     """Tokens for which a block's feed-forward part (its experts) is computed at once, forward and backward: for long
     sequences, whose activations there would take the most memory. Its forward is computed again in backward, which

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.architectures import check_mask_bytes
+from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
@@ -50,7 +51,9 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
     skip = recipe.pipeline.skip_last_projection
     chunks = recipe.mlp_chunk_tokens
-    unread = find_unread_products(setup.model, setup.split, setup.store, chunks) if skip or chunks else {}
+    options, unread = WorkerOptions(chunks, setup.fused), {}
+    if skip or chunks:
+        unread = find_unread_products(setup.model, setup.split, setup.store, options)
     return Engine(
         setup.model,
         setup.split,
@@ -60,6 +63,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             seed=recipe.seed,
             head_chunk_tokens=recipe.head_chunk_tokens,
             mlp_chunk_tokens=chunks,
+            fused=setup.fused,
             label_smoothing=recipe.label_smoothing_factor,
             recompute=recipe.pipeline.recompute,
             unread=unread if skip else None,
@@ -79,8 +83,10 @@ def _attends_in_rows(setup: Setup) -> bool:
         RefusedError: they need masks, which would be too large.
     """
     recipe = setup.recipe
-    if not recipe.packing or can_attend_in_rows(setup.model, setup.split, setup.store):
-        return recipe.packing
+    if not recipe.packing:
+        return False
+    if recipe.kernels == "auto" and can_attend_in_rows(setup.model, setup.split, setup.store):
+        return True
     check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
     return False
 
@@ -194,6 +200,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
+    options = WorkerOptions(None, setup.fused, _attends_in_rows(setup))
     find = functools.partial(
         find_saved_bytes,
         setup.model,
@@ -201,14 +208,13 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
         setup.store,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
         packed=recipe.packing,
-        in_rows=_attends_in_rows(setup),
     )
-    whole = find()
+    whole = find(options)
     if whole is None:
         return _MemoryParts(None, shared)
     saved = whole
     if mlp_tokens < form.tokens:
-        saved = find(in_chunks=True) or whole
+        saved = find(replace(options, mlp_chunk_tokens=mlp_tokens)) or whole
         shared += max(int(mlp_tokens * (a.per_token - b.per_token)) for a, b in zip(whole, saved, strict=True))
     blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
     if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
@@ -238,6 +244,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "micro_batch_size": recipe.micro_batch_size,
             "head_chunk_tokens": recipe.head_chunk_tokens,
             "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
+            "kernels": recipe.kernels,
             "recompute": recipe.pipeline.recompute,
             "skip_last_projection": recipe.pipeline.skip_last_projection,
             "sequence_chunks": recipe.pipeline.num_chunks,

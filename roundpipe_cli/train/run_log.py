@@ -29,6 +29,7 @@ class RunLog:
         """The last steps, each with its start, of `time.perf_counter`."""
         self._rows: list[StepFinished] = []
         self._pipeline_s: list[float] = []
+        self._launch_bound: list[float] = []
         self._started_s = time.monotonic()
 
     def start(self) -> None:
@@ -48,6 +49,7 @@ class RunLog:
     def computed(self, result: StepResult, pipeline_s: float) -> None:
         """A step's forward and backward are done, in `pipeline_s` seconds."""
         self._pipeline_s.append(pipeline_s)
+        self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
             self.timelines.append((result.started_s, result.timeline))
 
@@ -62,4 +64,4 @@ class RunLog:
 
     def figures(self, num_steps: int, moments_bytes: int) -> RunFigures:
         """The figures of the run until now, after `num_steps` steps."""
-        return RunFigures(self._rows, self._pipeline_s, num_steps, self.seconds, moments_bytes)
+        return RunFigures(self._rows, self._pipeline_s, self._launch_bound, num_steps, self.seconds, moments_bytes)

@@ -23,6 +23,7 @@ from roundpipe_cli.model.adapter_files import read_adapter_tensors
 from roundpipe_cli.model.all_linear import describe_left_out
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
@@ -75,6 +76,8 @@ class Setup:
     """Hash of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
     """See `config_fingerprint`."""
+    fused: FusedOps | None = None
+    """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
 
 
 def prepare(
@@ -127,6 +130,7 @@ def prepare(
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
     _fill_store(store, trained, model, tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
+    fused = _find_fused(recipe, model, split, tell)
     return Setup(
         recipe,
         base.source,
@@ -142,6 +146,7 @@ def prepare(
         base_files,
         fingerprint.result(),
         config_fingerprint(base.source),
+        fused,
     )
 
 
@@ -283,6 +288,16 @@ def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: T
     if added and recipe.method == "full":
         tell(Notice(describe_added(added)))
     return files
+
+
+def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell) -> FusedOps | None:
+    """The modules that compute by fused operators, as `kernels` asks; the user is told which."""
+    if recipe.kernels == "reference":
+        return None
+    found = find_fused_ops(model, split)
+    text = ", ".join(f"{count} {name}" for name, count in found.counts().items())
+    tell(Notice(f"kernels: {text or 'none of this model is fused'} (kernels=reference computes by its own code)"))
+    return found
 
 
 def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:

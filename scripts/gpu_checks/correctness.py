@@ -96,7 +96,7 @@ def less_memory(place: CheckPlace) -> Figures:
     case = CASES["full"]
     rig, expected = case.rig(), case.on_processor()
     schedule = case.schedule(rig, len(case.microbatches))
-    options = EngineOptions(seed=3, head_chunk_tokens=8, watchdog_s=WATCHDOG_S)
+    options = EngineOptions(seed=3, head_chunk_tokens=8, watchdog_s=WATCHDOG_S, fused=rig.fused)
     with place.devices(), page_locked(rig):
         backends = [cuda.CudaBackend(place.first), cuda.CudaBackend(place.first)]
         with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:

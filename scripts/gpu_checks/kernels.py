@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from roundpipe_cli.kernels.grouped_choice import takes_triton, why_no_triton
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel
+from roundpipe_cli.model.worker_options import WorkerOptions
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
 
@@ -31,7 +32,8 @@ KINDS = (
 def checks(place: CheckPlace) -> Iterator[Check]:
     for name in FAMILIES:
         for method in ("lora", "full") if name == "qwen3" else ("lora",):
-            yield check(f"{name}, {method}", one_block, place, name, method, limit_s=180.0)
+            for kernels in ("auto", "reference") if name == "qwen3" else ("auto",):
+                yield check(f"{name}, {method}, {kernels}", one_block, place, name, method, kernels, limit_s=180.0)
 
 
 def kind_of(kernel: str) -> str:
@@ -40,16 +42,20 @@ def kind_of(kernel: str) -> str:
     return next(found, "other")
 
 
-def one_block(place: CheckPlace, model_type: str, method: str) -> Figures:
+def one_block(place: CheckPlace, model_type: str, method: str, kernels: str) -> Figures:
     """Profile the second of a few passes through the first block."""
     model = build(of_scale(place, model_type, num_hidden_layers=2), method)
     tokens = TOKENS[place.scale]
     ids = random_rows(1, tokens, model.figures["vocab_size"])[0].input_ids
     with place.devices():
         device = torch.device("cuda", place.first)
-        worker = WorkerModel(model.skeleton, model.split, model.store.views, model.store.trainable_names, device)
+        options = WorkerOptions(fused=model.fused if kernels == "auto" else None)
+        worker = WorkerModel(
+            model.skeleton, model.split, model.store.views, model.store.trainable_names, device, options
+        )
         capability = torch.cuda.get_device_capability(device)
-        use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=why_no_triton() is None))
+        ours = kernels == "auto" and why_no_triton() is None
+        use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=ours))
         host = model.store.layouts[1]
         worker.bind(1, {
             one.name: nn.Parameter(model.store.views[one.name].to(device), one.name in model.store.trainable_names)

@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe_cli.costs.models import figures_of
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
@@ -46,6 +47,11 @@ class BuiltModel:
     @property
     def num_layers(self) -> int:
         return len(self.store.layouts)
+
+    @property
+    def fused(self) -> FusedOps:
+        """The modules that compute by fused operators, as a recipe's default has it."""
+        return find_fused_ops(self.skeleton, self.split)
 
 
 def configuration(figures: Mapping[str, Any]) -> Any:

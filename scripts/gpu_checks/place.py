@@ -59,9 +59,9 @@ class CheckPlace:
         if not self.is_simulated:
             yield
             return
-        from tests.support.simulated_cases import attention_as_on
+        from tests.support.simulated_cases import kernels_as_on
 
-        with attention_as_on():
+        with kernels_as_on():
             yield
 
 

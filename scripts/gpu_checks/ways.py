@@ -99,7 +99,10 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str) -> list[StepResult]:
         costs=trial.analytic.costs,
     )
     backends = [cuda.CudaBackend(place.first) for _ in range(num_workers)]
-    model, options = trial.model, EngineOptions(weight_cache_bytes=cache, watchdog_s=WATCHDOG_S)
+    model, options = (
+        trial.model,
+        EngineOptions(weight_cache_bytes=cache, watchdog_s=WATCHDOG_S, fused=trial.model.fused),
+    )
     buffers = model.store.transferred
     cuda.release_workspaces()
     try:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from roundpipe_cli.data.batching import collate, collate_packed
 from roundpipe_cli.data.packing import Packer, first_fit_decreasing
 from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import build_skeleton
@@ -179,14 +180,16 @@ def test_a_model_that_is_accepted_keeps_rows_apart(model_type: str) -> None:
     try:
         check_packing(model, split_model(model), max_seq_length=64, micro_batch_size=1)
     except RefusedError as error:
-        # gpt_oss of transformers 5.23 makes its masks without the position ids.
-        assert model_type in ("opt", "bloom", "mpt", "gpt_oss"), error
+        assert model_type in ("opt", "bloom", "mpt"), error
         return
     rig = make_rig(model_type)
     plain = rig.plain.eval()
     packed = collate_packed([made_rows()[0]], 0)
     assert packed.position_ids is not None
     ids, positions = torch.from_numpy(packed.input_ids), torch.from_numpy(packed.position_ids)
+    if model_type == "gpt_oss":  # its own code makes masks without position ids, so ours is compared with rows alone
+        prove(model, split_model(model), packing=True)
+        return
     with torch.no_grad():
         together = plain(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         start = 0
@@ -206,7 +209,6 @@ def test_a_model_that_is_accepted_keeps_rows_apart(model_type: str) -> None:
         ("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"]}, "block.1"),
         ("recurrent_gemma", {}, "block.0"),
         ("opt", {}, "block.0"),
-        ("gpt_oss", {}, "block.0"),
         ("bloom", {}, "transformer"),
     ],
 )

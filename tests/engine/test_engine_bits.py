@@ -21,11 +21,15 @@ from tests.support.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 12), (2, 12), (1, 7), (2, 9), (1, 5)]
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-lora-dropout": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1}),
+    "llama-lora-dropout-fused": (
+        "llama",
+        "lora",
+        {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"},
+    ),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "qwen3_moe-lora": ("qwen3_moe", "lora", {}),
     "qwen3_moe-full": ("qwen3_moe", "full", {}),
-    "gemma3_text-full-tied": ("gemma3_text", "full", {}),
+    "gemma3_text-full-tied-fused": ("gemma3_text", "full", {"kernels": "auto"}),
     "llama-full-bfloat16": ("llama", "full", {"dtype": torch.bfloat16}),
 }
 """All of three blocks: layers 0 (embed), 1-3, 4 (head)."""
@@ -121,7 +125,7 @@ def test_other_seeds_and_steps_do_change_the_bits(case: tuple[Rig, Bits]) -> Non
     assert other.loss_hex != expected.loss_hex and other.gradients != expected.gradients
 
 
-@pytest.mark.parametrize("name", ["llama-lora-dropout", "gpt2-full-dropout", "llama-full-bfloat16"])
+@pytest.mark.parametrize("name", ["llama-lora-dropout-fused", "gpt2-full-dropout", "llama-full-bfloat16"])
 def test_masters_after_three_updates(name: str) -> None:
     schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("looped_bfs", 2), bound("1f1b", 3)]
     assert {schedule.name for schedule in schedules} <= set(SCHEDULES)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.engine.measure import launch_bound_s
+from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
@@ -222,6 +227,25 @@ def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
         result = engine.run_step(case.microbatches, schedule, step=0)
     found = [result.loss, result.gradient_norm, *rig.store.gradients_of(0)]
     assert is_equal(found, expected[: len(found)])
+
+
+def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
+    """A GPU that is done with an operation as soon as its last launch comes may have waited in it: that was shown as
+    arithmetic."""
+    op: Any = None  # which one does not matter
+    with simulated():
+        backend = cuda.CudaBackend(0)
+        started_s, start = time.perf_counter(), backend.mark()
+        issued_early_s = time.perf_counter()
+        time.sleep(0.02)
+        end = backend.mark()
+        issued_late_s = time.perf_counter()
+        backend.synchronize()
+        took_s = backend.seconds_between(start, end)
+        for issued_s, expected_s in ((issued_early_s, 0.0), (issued_late_s, took_s)):
+            step = WorkerStep(0, [ComputeInterval(op, start, end, issued_s)], start, started_s)
+            assert launch_bound_s(backend, step) == expected_s and took_s > 0.01
+            assert launch_bound_s(CpuBackend(1), WorkerStep(0)) == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from roundpipe_cli.model.attention_kernels import (
     set_up_attention,
     takes_shared_keys,
 )
-from roundpipe_cli.model.block_launches import META, FusedAttention, worker_on_meta
+from roundpipe_cli.model.block_launches import META, FusedFunctions, worker_on_meta
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped
@@ -70,7 +70,7 @@ def attention_of(hub_id: str, packed: bool, shared: bool) -> tuple[AttentionArgu
     positions = torch.cat([torch.arange(TOKENS // 2)] * 2)[None] if packed else None
     prologue = worker.prologue(torch.zeros((1, TOKENS), dtype=torch.long), None, positions)
     hidden = prologue.hidden.detach().to(META)
-    with torch.no_grad(), FusedAttention(), Noted() as noted:
+    with torch.no_grad(), FusedFunctions(), Noted() as noted:
         for index, call in enumerate(prologue.calls):
             worker.run_block(index, call.map_tensors(lambda tensor: tensor.to(META)), hidden)
     return tuple(dict.fromkeys(noted.calls))

@@ -13,6 +13,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_unread_products
+from roundpipe_cli.model.worker_options import WorkerOptions
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 SIZES = [(2, 9), (1, 7), (2, 5)]
@@ -29,10 +30,17 @@ UNREAD = {
     "gemma2": [()],  # norms after the projection read it
     "olmo2": [()],
 }
+
+
+def find(rig: Rig) -> dict[int, tuple[str, ...]]:
+    return find_unread_products(rig.skeleton, rig.split, rig.store, WorkerOptions(fused=rig.fused))
+
+
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-lora-dropout": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "phi-lora": ("phi", "lora", {}),
+    "phi-lora-fused": ("phi", "lora", {"lora_dropout": 0.1, "kernels": "auto"}),
     "bloom-full": ("bloom", "full", {}),
     "glm4_moe-full": ("glm4_moe", "full", {}),
     "llama-full-bfloat16": ("llama", "full", {"dtype": torch.bfloat16}),
@@ -47,10 +55,13 @@ def test_what_may_be_left_out(model_type: str) -> None:
     assert sorted(set(found.values())) == UNREAD[model_type]
 
 
-def test_with_adapters_both_products_are_left_out() -> None:
-    rig = make_rig("llama", "lora", lora_dropout=0.1)
-    expected = ("mlp.down_proj.base_layer", "mlp.down_proj.lora_B.default")
-    assert set(find_unread_products(rig.skeleton, rig.split, rig.store).values()) == {expected}
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [("reference", ("mlp.down_proj.base_layer", "mlp.down_proj.lora_B.default")), ("auto", ("mlp.down_proj",))],
+)
+def test_with_adapters_both_products_are_left_out(kernels: str, expected: tuple[str, ...]) -> None:
+    """A fused linear leaves both out itself; its product with A is read by the gradient of B."""
+    assert set(find(make_rig("llama", "lora", lora_dropout=0.1, kernels=kernels)).values()) == {expected}
 
 
 def test_nothing_is_left_out_of_weights_that_are_not_finite() -> None:
@@ -75,7 +86,7 @@ def step_bits(rig: Rig, num_workers: int, unread: Any = None, **options: Any) ->
 def test_no_bit_changes(name: str) -> None:
     model_type, method, options = CASES[name]
     rig = make_rig(model_type, method, **options)
-    unread = find_unread_products(rig.skeleton, rig.split, rig.store)
+    unread = find(rig)
     assert any(unread.values())
     expected = step_bits(rig, 1)
     assert step_bits(rig, 1, unread) == expected

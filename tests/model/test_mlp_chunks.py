@@ -9,6 +9,7 @@ import pytest
 
 from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients, set_weights
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
@@ -37,7 +38,7 @@ def coarse(rig: Rig, num_workers: int) -> Schedule:
 
 
 def unread_of(rig: Rig) -> dict[int, tuple[str, ...]]:
-    return find_unread_products(rig.skeleton, rig.split, rig.store, CHUNK)
+    return find_unread_products(rig.skeleton, rig.split, rig.store, WorkerOptions(CHUNK))
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -167,6 +167,7 @@ def packed_microbatches() -> list[Microbatch]:
         ("gemma3_text", {"sliding_window": 4}),
         ("qwen3_moe", {}),
         ("gemma2", {"sliding_window": 4}),
+        ("gpt_oss", {"sliding_window": 4}),
     ],
 )
 def test_a_step_gives_the_numbers_of_masks(model_type: str, changes: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
+from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -109,7 +110,8 @@ def test_packed_rows_have_masks() -> None:
 
 def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    whole, chunked = (find_saved_bytes(rig.skeleton, rig.split, rig.store, in_chunks=flag) for flag in (False, True))
+    tries = (WorkerOptions(), WorkerOptions(mlp_chunk_tokens=16))
+    whole, chunked = (find_saved_bytes(rig.skeleton, rig.split, rig.store, options) for options in tries)
     assert whole is not None and chunked is not None
     products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
     assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products

@@ -18,7 +18,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts_of
-from roundpipe_cli.planning.counting import counted
+from roundpipe_cli.planning.counting import counted_architecture
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.every_type import tiny_config_of
@@ -90,9 +90,9 @@ def test_a_plan_counts_the_model_and_keeps_the_answer(tmp_path: Path, monkeypatc
     lines = "\n".join([*plan_text(answer, None), *answer.assumptions])
     assert "a guess" not in lines and "counted on the model itself" in lines
     monkeypatch.setattr(meta_counts, "run_limited", None)
-    assert counted(find_config(str(folder), folder), build_counts).parameters == real
+    assert counted_architecture(find_config(str(folder), folder), build_counts).parameters == real
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_parameters": 2 * real}}))
-    noted = counted(find_config(str(folder), folder), build_counts)
+    noted = counted_architecture(find_config(str(folder), folder), build_counts)
     assert noted.parameters == real and any("model.safetensors.index.json" in note for note in noted.notes)
 
 
@@ -108,5 +108,5 @@ def test_what_cannot_be_built_is_refused_or_stays_a_guess(
     monkeypatch.setattr(meta_counts, "PROCESSOR_S", 0.01)
     folder, _ = put_model(tmp_path, "lfm2")
     found = find_config(str(folder), folder)
-    assert counted(found, build_counts).is_guess
+    assert counted_architecture(found, build_counts).is_guess
     assert "the parameters are not counted on the model" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.plan_compare import row_document, show_comparison, table
+from roundpipe_cli.cli.plan_compare import comparison_lines, row_document, show_comparison
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans
 
@@ -50,7 +50,7 @@ def test_every_combination_has_a_row_with_its_verdict(recipe: str) -> None:
     assert "too little" in short["reasons"][0] and short["host_bytes"] > 2**30
     refused = documents[-1]
     assert refused["values"]["method"] == "full" and "full fine-tuning trains them" in refused["reasons"][0]
-    lines = table(rows)
+    lines = comparison_lines(rows)
     assert lines[0].split()[:4] == ["hardware", "method", "load_in_4bit", "verdict"]
     assert lines[-1].startswith("    such weights are frozen")
 

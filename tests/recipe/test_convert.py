@@ -244,7 +244,7 @@ SAMPLES: dict[str, Any] = {
     **{"head_chunk_tokens": 8, "mlp_chunk_tokens": 8, "output_dir": "out", "logging_steps": 2, "eval_steps": 2},
     **{"eval_samples": 2, "eval_max_new_tokens": 2, "load_best_model_at_end": True, "early_stopping_patience": 2},
     **{"save_steps": 2, "save_total_limit": 2, "report_to": ["wandb"], "on_oom": "adapt", "on_nonfinite": "skip"},
-    **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090"},
+    **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090", "kernels": "reference"},
     **{"lora.r": 2, "lora.alpha": 2, "lora.dropout": 0.1, "lora.target_modules": ["q"], "lora.use_dora": True},
     **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
     "lora.start_from": "adapter",

@@ -20,7 +20,7 @@ from roundpipe_cli.train.checkpoint.reading import FORMAT_VERSION, load_newest
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-RECIPE = {"lora": {"r": 1, "alpha": 2, "dropout": 0.1, "target_modules": ["q_proj"]}}
+RECIPE = {"kernels": "reference", "lora": {"r": 1, "alpha": 2, "dropout": 0.1, "target_modules": ["q_proj"]}}
 LIBRARIES = ("--allow-changed", "model", "--allow-changed", "tokenizer")
 """Another release of transformers writes the same weights and tokenizer as other files."""
 
@@ -39,6 +39,8 @@ def test_an_old_checkpoint_goes_on_to_the_stored_losses(golden: Path, tmp_path: 
     shutil.copytree(golden / "out", work / "out")
     warnings: list[str] = []
     assert load_newest(work / "out", warn=warnings.append).step == 4 and not warnings
+    refused = finetune(work, "--resume", *LIBRARIES, "kernels=auto").expect(2)  # a run keeps the code that it began by
+    assert 'kernels: changed since the checkpoint was written\n  found: "auto"\n  expected: "reference"' in refused.err
     finetune(work, "--resume", *LIBRARIES).expect(0)
     losses = {row["step"]: row["loss"] for row in metrics(work / "out")}
     expected = json.loads((golden / "losses.json").read_text())

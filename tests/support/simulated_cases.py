@@ -16,6 +16,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.kernels import rms_norm
 from roundpipe_cli.model import attention_kernels, counter_random, packed_weights
 from roundpipe_cli.model.preference import Preference
 from roundpipe_cli.planning.resident import DEALING, resident_cut
@@ -133,7 +134,7 @@ class Case:
     model_type: str
     method: str
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `make_rig`."""
+    """Options of `make_rig`, beside `kernels: auto`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Values of `EngineOptions`."""
     schedule: Callable[[Rig, int], Schedule] = roundpipe
@@ -148,16 +149,17 @@ class Case:
     """Whether threads that issue wait for a device, as is known."""
 
     def rig(self) -> Rig:
-        return make_rig(self.model_type, self.method, **{"num_hidden_layers": 2, **self.model})
+        return make_rig(self.model_type, self.method, **{"num_hidden_layers": 2, "kernels": "auto", **self.model})
 
     def on(self, rig: Rig, backends: Sequence[Backend]) -> Bits:
         """What the steps come to on these devices."""
-        options = EngineOptions(seed=3, head_chunk_tokens=8, **self.engine)
+        options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
         with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
             return self.steps(engine, rig, self)
 
     def on_processor(self) -> Bits:
-        return self.on(self.rig(), [CpuBackend(1, copy=True) for _ in range(2)])
+        with norms_as_on_cards():
+            return self.on(self.rig(), [CpuBackend(1, copy=True) for _ in range(2)])
 
     def simulated(self, seed: int, devices: Sequence[int] = (0, 1), **options: Any) -> tuple[Bits, Simulation]:
         """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
@@ -179,7 +181,7 @@ class Case:
             return
         rig = self.rig()
         with simulated() as simulation, page_locked(rig):
-            options = EngineOptions(seed=3, head_chunk_tokens=8, **self.engine)
+            options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
             backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
             with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
                 for seed in seeds:
@@ -201,13 +203,25 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
 
 
 @contextmanager
-def attention_as_on(cards: Sequence[Card] = CARDS) -> Iterator[None]:
-    """Keys shared on the processor exactly where a run on these cards shares them: the same rounding of gradients."""
+def norms_as_on_cards() -> Iterator[None]:
+    """Norms computed on the processor by torch's function, as on a card, which rounds otherwise."""
+    decide = rms_norm.takes_own_formula
+    rms_norm.takes_own_formula = lambda device: False
+    try:
+        yield
+    finally:
+        rms_norm.takes_own_formula = decide
+
+
+@contextmanager
+def kernels_as_on(cards: Sequence[Card] = CARDS) -> Iterator[None]:
+    """On the processor the kernels of a run on these cards, shared keys and norms: the same rounding of gradients."""
     decide = attention_kernels.takes_shared_keys
     attention_kernels.set_up_attention(min(card.capability for card in cards))
     attention_kernels.takes_shared_keys = lambda key: decide(torch.empty(0, dtype=key.dtype, device="meta"))
     try:
-        yield
+        with norms_as_on_cards():
+            yield
     finally:
         attention_kernels.takes_shared_keys = decide
         attention_kernels._least_capability = None
@@ -229,7 +243,9 @@ def page_locked(rig: Rig) -> Iterator[None]:
 def two_workers(rig: Rig) -> Engine:
     """On both cards, as a case is run."""
     backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-    return Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8))
+    return Engine(
+        rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused)
+    )
 
 
 def is_equal(found: Bits, expected: Bits, bound: float = 0.0) -> bool:
@@ -248,6 +264,7 @@ def _same(one: object, other: object, bound: float) -> bool:
 
 
 _DROPOUT = {"attention_dropout": 0.1, "lora_dropout": 0.1}
+_REFERENCE = {"kernels": "reference"}
 _CACHED = {"weight_cache_bytes": 10**9}
 CASES: dict[str, Case] = {
     "lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES)),
@@ -255,13 +272,13 @@ CASES: dict[str, Case] = {
     "dropout": Case("llama", "lora", _DROPOUT),
     "dropout-full": Case("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}),
     "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}),
-    "packing": Case("llama", "full", microbatches=packed_rows()),
-    "packing-by-rows": Case("gemma3_text", "lora", {"attends_in_rows": True}, microbatches=packed_rows()),
+    "packing": Case("llama", "full", _REFERENCE, microbatches=packed_rows()),
+    "packing-by-rows": Case("gemma3_text", "lora", engine={"attends_in_rows": True}, microbatches=packed_rows()),
     "sequence-chunks": Case("llama", "full", chunks=2, microbatches=random_microbatches([(1, 9)]),
                             schedule=partial(roundpipe, sequence_chunks=2)),
     "mlp-chunks": Case("llama", "full", engine={"mlp_chunk_tokens": 5}),
     "kept-activations": Case("llama", "full", engine={"keep_blocks": 2}, schedule=one_f_one_b),
-    "recompute-layer": Case("llama", "full", engine={"recompute": "layer"}),
+    "recompute-layer": Case("llama", "full", _REFERENCE, engine={"recompute": "layer"}),
     "cache-whole": Case("llama", "lora", engine=_CACHED, num_steps=2),
     "cache-partial": Case("llama", "full", engine={"weight_cache_bytes": 180_000}, num_steps=2),
     "resident": Case("llama", "lora", engine=_CACHED, schedule=resident),
@@ -275,7 +292,7 @@ CASES: dict[str, Case] = {
     "8-bit": Case("llama", "lora", {"bits": 8}),
     "float16": Case("llama", "full", {"dtype": torch.float16}, loss_scale=1024.0),
     "bfloat16": Case("llama", "lora", {"dtype": torch.bfloat16}),
-    "evaluation": Case("llama", "lora", steps=evaluate),
+    "evaluation": Case("llama", "lora", _REFERENCE, steps=evaluate),
     "preference": Case("llama", "lora", microbatches=pairs()),
 }  # fmt: skip
 """By feature."""

@@ -19,6 +19,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
@@ -141,6 +142,13 @@ class Rig:
     store: WeightStore
     plain: nn.Module
     peft_model: Any = None
+    kernels: str = "reference"
+    """As in the recipe."""
+
+    @property
+    def fused(self) -> FusedOps | None:
+        """The modules that compute by fused operators."""
+        return find_fused_ops(self.skeleton, self.split) if self.kernels == "auto" else None
 
     @property
     def num_layers(self) -> int:
@@ -148,7 +156,7 @@ class Rig:
 
     def engine(self, num_workers: int = 2, copy: bool = False, count_bytes: bool = False, **options: Any) -> Engine:
         backends = [CpuBackend(1, copy=copy, count_bytes=count_bytes) for _ in range(num_workers)]
-        return Engine(self.skeleton, self.split, self.store, backends, EngineOptions(**options))
+        return Engine(self.skeleton, self.split, self.store, backends, EngineOptions(fused=self.fused, **options))
 
 
 def make_rig(
@@ -161,6 +169,7 @@ def make_rig(
     frozen: Sequence[str] = (),
     bits: int = 0,
     lora_rank: int = 4,
+    kernels: str = "reference",
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
@@ -195,7 +204,7 @@ def make_rig(
         for name, values in initial_values(skeleton, seed):
             if ".lora_A." in name:
                 store.set_parameter(name, values)
-    return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model)
+    return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model, kernels)
 
 
 def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:

@@ -244,12 +244,13 @@ def test_a_used_directory_needs_resume(folder: Path, whole: Path) -> None:
 def test_a_changed_recipe_is_refused_with_a_diff(folder: Path, whole: Path) -> None:
     stopped_at(folder, 3)
     before = contents(folder / "out")
-    changes = ["learning_rate=2e-2", "lora.dropout=0.2", "num_train_epochs=2"]
+    changes = ["learning_rate=2e-2", "lora.dropout=0.2", "num_train_epochs=2", "kernels=reference"]
     done = finetune(folder, "--resume", *changes).expect(2)
     diff = [("learning_rate", "0.01", "0.02"), ("lora.dropout", "0.1", "0.2"), ("num_train_epochs", "3", "2")]
+    diff.append(("kernels", '"auto"', '"reference"'))
     for key, old, new in diff:
         assert f"{key}: changed since the checkpoint was written\n  found: {new}\n  expected: {old}" in done.err
-    assert contents(folder / "out") == before
+    assert contents(folder / "out") == before and done.err.count("changed since") == len(diff)
     allowed = [f"--allow-changed={key}" for key in ("learning_rate", "lora.dropout")]
     finetune(folder, "--resume", *changes[:2], *allowed).expect(0)
     rows = metrics(folder / "out")

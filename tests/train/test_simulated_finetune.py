@@ -19,7 +19,7 @@ from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.signals import StoppedError, StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics
-from tests.support.simulated_cases import attention_as_on, simulated
+from tests.support.simulated_cases import kernels_as_on, simulated
 from tests.support.simulated_cuda import memory
 
 ON_CPU, ON_CARDS = "pipeline.devices=[cpu,cpu]", "pipeline.devices=[cuda:0,cuda:1]"
@@ -48,7 +48,7 @@ def finetune(*words: str, resume: bool = False, watch: Callable[[Event], None] =
 
     loaded = load_recipe("recipe.yaml", words)
     on_cards = ON_CARDS in words
-    with warnings.catch_warnings(), simulated() if on_cards else attention_as_on(), StopSignals() as signals:
+    with warnings.catch_warnings(), simulated() if on_cards else kernels_as_on(), StopSignals() as signals:
         warnings.simplefilter("ignore")  # PEFT's, when it saves
         run_finetune(loaded, Start(resume=resume, offline=True), Reporting(tell), signals)
     return told

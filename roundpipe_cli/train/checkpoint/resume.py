@@ -14,6 +14,7 @@ import yaml
 
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
+from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
@@ -47,6 +48,9 @@ DATA_KEY = "datasets (content)"
 TOKENIZER_KEY = "tokenizer"
 MODEL_KEY = "model (files)"
 CONFIG_KEY = "model (config.json)"
+FUSED_KEY = "kernels (fused modules)"
+BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
+"""What releases without a key did, where it is not what its default does."""
 WHOLE, NUMBER = (int,), (int, float)
 NEEDED: Mapping[str, tuple[type, ...]] = {
     "recipe": (dict,),
@@ -74,6 +78,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "model_commit": setup.source.commit,
         "model_hash": setup.model_hash,
         "config_hash": setup.config_hash,
+        "fused": fused_counts(setup.fused),
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -192,15 +197,17 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         RecipeError: something else changed; every changed key with its old and new value.
     """
     problems = []
-    defaults = plain_data(Recipe(model="", datasets=(), output_dir=""))
+    defaults = {**plain_data(Recipe(model="", datasets=(), output_dir="")), **BEFORE_THE_KEY}
     changes = [*_changed_keys(_filled(saved["recipe"], defaults), plain_data(setup.recipe))]
     for key, name, now in (
         (DATA_KEY, "data_hash", setup.dataset.content_hash),
         (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
         (MODEL_KEY, "model_hash", setup.model_hash),
         (CONFIG_KEY, "config_hash", setup.config_hash),
+        (FUSED_KEY, "fused", fused_counts(setup.fused)),
     ):
-        if name in saved and saved.get(name) != now:
+        is_implied = key == FUSED_KEY and any(changed == "kernels" for changed, _, _ in changes)
+        if name in saved and saved.get(name) != now and not is_implied:
             changes.append((key, saved.get(name), now))
     changes = [change for change in changes if not _is_longer(saved, *change)]
     if _as_advised(saved, setup.recipe):

@@ -17,6 +17,7 @@ import torch
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.events import StepFinished
+from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.redact import redact
 from roundpipe_cli.train.setup import Setup
 
@@ -30,6 +31,8 @@ class RunFigures:
     rows: Sequence[StepFinished]
     pipeline_s: Sequence[float]
     """Seconds of forward and backward of each step."""
+    launch_bound: Sequence[float]
+    """Share of each step's busy time in which GPUs may have waited for launches."""
     num_steps: int
     """Steps since the start of the run."""
     seconds: float
@@ -55,6 +58,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "model_commit": setup.source.commit,
         "method": setup.recipe.method,
         "dtype": setup.recipe.dtype,
+        "kernels": {"setting": setup.recipe.kernels, "fused": fused_counts(setup.fused)},
         "devices": list(setup.devices),
         "machine": {"processor": processor_name() or platform.machine(), "torch": torch.__version__},
         "command": redact(shlex.join(["roundpipe", *sys.argv[1:]])),
@@ -80,6 +84,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "pipeline_s": _median(figures.pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
             "bubble_ratio": _median([row.bubble_ratio for row in rows]),
+            "launch_bound_ratio": _median(figures.launch_bound),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

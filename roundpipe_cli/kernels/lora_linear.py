@@ -1,0 +1,90 @@
+"""A frozen linear layer with a low-rank adapter as one autograd function, which launches matrix products alone.
+
+    y = x W^T + bias + s (m * x) A^T B^T
+
+    forward     low = (m * x) A^T        y = x W^T + bias           y += s low B^T
+    backward    g = dy B                 dx = dy W                  dx += s g A * m
+                dA = s g^T (m * x)       dB = s dy^T low
+
+Scaling and sums are part of the products (alpha and beta of BLAS). Kept for the backward: x, low and the mask; the
+weight by reference.
+
+N: rows of all sequences; in, out: features; r: rank; x [N, in], W [out, in], A [r, in], B [out, r], m: mask of the
+dropout [N, in], 1 without; s: scaling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class AdapterTerm:
+    """The adapter's share of a call, apart from its matrices."""
+
+    scaling: float
+    """s; where inputs are dropped also what makes up for them, 1 / (1 - p)."""
+    mask: torch.Tensor | None = None
+    """m, bool of the input's shape; None: nothing is dropped."""
+    fill: float | None = None
+    """If set, nobody reads y: it holds this, and only what the backward needs is computed."""
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    term: AdapterTerm,
+) -> torch.Tensor:
+    """y [..., out] of x [..., in]; all of one dtype, weight and bias frozen."""
+    result: torch.Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, term)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        term: AdapterTerm,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        mask = None if term.mask is None else term.mask.view(rows.shape)
+        low = torch.mm(rows if mask is None else rows * mask, lora_a.t())
+        ctx.save_for_backward(rows, weight, lora_a, lora_b, low, mask)
+        ctx.scaling, ctx.shape = term.scaling, x.shape
+        if term.fill is not None:
+            return x.new_full((*x.shape[:-1], weight.shape[0]), term.fill)
+        y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+        return y.addmm_(low, lora_b.t(), alpha=term.scaling).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, lora_a, lora_b, low, mask = ctx.saved_tensors
+        s = ctx.scaling
+        above = gradient.reshape(-1, gradient.shape[-1])
+        grad_low = torch.mm(above, lora_b)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.mm(above, weight)
+            if mask is None:
+                grad_x.addmm_(grad_low, lora_a, alpha=s)
+            else:
+                grad_x.addcmul_(torch.mm(grad_low, lora_a), mask, value=s)
+            grad_x = grad_x.view(ctx.shape)
+        seen = rows if mask is None else rows * mask
+        # with beta 0 the first argument gives the shape alone
+        grad_a = torch.addmm(lora_a, grad_low.t(), seen, beta=0, alpha=s)
+        grad_b = torch.addmm(lora_b, above.t(), low, beta=0, alpha=s)
+        return grad_x, None, None, grad_a, grad_b, None

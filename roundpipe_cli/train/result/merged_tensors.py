@@ -1,0 +1,194 @@
+"""The tensors of a base model with an adapter merged into it, made one module at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from roundpipe_cli.faults import fault
+from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, read_adapter_tensors
+from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
+from roundpipe_cli.model.stored.names import base_name, is_adapter, tied_names
+from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
+
+
+class MergedTensors:
+    """The tensors of the result on demand: the base's, those of adapted modules with the adapter added."""
+
+    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, dtype: torch.dtype | None) -> None:
+        """
+        Args:
+            model: the base model's skeleton; gets the adapter's modules.
+            result: a folder with the adapter.
+            dtype: of the weights; None: each as the base's files have it.
+        """
+        tied = tied_names(model)
+        parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
+        own = {twin: name for name in parameters for twin in tied.get(name, ())}
+        layout = base_layout(model, base, dtype)
+        self._adapted = _Adapted(model, base, result, own)
+        self.has_base_names = layout is not None and all(
+            not self._adapted.changes(group) or reverts(group, base, model) for group in base.groups
+        )
+        self._model, self._base = model, base
+        if layout is not None and self.has_base_names:
+            self.specs = layout
+        else:
+            self.specs = [TensorSpec(name, dtype or base.dtype(name), tuple(parameters[name])) for name in parameters]
+        self._group_of = {name: group for group in base.groups for name in group.stored}
+        self._current: tuple[WeightGroup | None, Mapping[str, torch.Tensor]] = (None, {})
+        # Larger elements first, as the format's alignment wants it; otherwise the files' order, so that a module is
+        # merged once.
+        self.specs.sort(key=lambda spec: -spec.dtype.itemsize)
+        sizes: dict[torch.dtype, int] = {}
+        for spec in self.specs:
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+        self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def num_modules(self) -> int:
+        """Modules whose weights the adapter changed."""
+        return self._adapted.num_modules
+
+    def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of these, in their order."""
+        for spec in specs:
+            fault("export")
+            if not self.has_base_names:
+                yield spec.name, self._adapted.weight(spec.name).to(spec.dtype)
+                continue
+            group = self._group_of.get(spec.name)
+            if group is not None and self._adapted.changes(group):
+                yield spec.name, self._reverted(group)[spec.name].to(spec.dtype)
+            else:
+                with OpenFiles() as files:
+                    yield spec.name, self._base.stored[spec.name].read(files).to(spec.dtype).clone()
+
+    def _reverted(self, group: WeightGroup) -> Mapping[str, torch.Tensor]:
+        """The tensors of the files that a group of changed weights becomes."""
+        if self._current[0] is not group:
+            self._current = (None, {})
+            assert self._base.conversions is not None and group.conversion is not None
+            weights = {name: self._adapted.weight(name) for name in group.targets}
+            made = self._base.conversions.revert(group.conversion, weights, self._model)
+            assert made is not None, "it was tried on the meta device"
+            self._current = (group, made)
+        return self._current[1]
+
+
+def base_layout(model: nn.Module, base: BaseWeights, dtype: torch.dtype | None) -> list[TensorSpec] | None:
+    """The tensors of the base's files, what is merged together side by side; None for a GGUF file.
+
+    Args:
+        dtype: of the weights to write; None: each as it is.
+    """
+    if base.conversions is None:
+        return None
+    in_groups = [name for group in base.groups for name in group.stored]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights = {name for group in base.groups if group.targets.keys() & parameters for name in group.stored}
+    return [
+        TensorSpec(name, dtype if dtype and name in weights else stored.dtype, tuple(stored.shape))
+        for name, stored in ((name, base.stored[name]) for name in [*in_groups, *base.conversions.unused])
+    ]
+
+
+def reverts(group: WeightGroup, base: BaseWeights, model: nn.Module) -> bool:
+    """Whether a group's weights lead back to the tensors of the files that they are made of."""
+    assert base.conversions is not None and group.conversion is not None
+    weights = {name: torch.empty(shape, device="meta") for name, shape in group.targets.items()}
+    made = base.conversions.revert(group.conversion, weights, model)
+    return made is not None and all(made[name].shape == stored.shape for name, stored in group.stored.items())
+
+
+class _Adapted:
+    """Weights of the model by name, those of adapted modules with the adapter added."""
+
+    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, own: Mapping[str, str]) -> None:
+        """
+        Args:
+            own: other names of a shared weight -> the model's.
+        """
+        self._base, self._own = base, own
+        self._adapter = adapt(model, result)
+        self._units = dict(_units(model))
+        self._unit_of = {
+            base_name(f"{path}.{inner}"): path
+            for path, unit in self._units.items()
+            for inner, _ in unit.named_parameters()
+            if not is_adapter(f".{inner}")
+        }
+        self._saved_whole = {
+            name.replace(".modules_to_save.default", ""): name for name in self._adapter if ".modules_to_save." in name
+        }
+        self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
+
+    @property
+    def num_modules(self) -> int:
+        return len(self._units) + len(self._saved_whole)
+
+    def changes(self, group: WeightGroup) -> bool:
+        """Whether one of a group's weights is another than the base's."""
+        names = {self._own.get(name, name) for name in group.targets} | set(group.targets)
+        return any(name in self._unit_of or name in self._saved_whole for name in names)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A weight of the result."""
+        if name not in self._unit_of and name not in self._saved_whole:
+            name = self._own.get(name, name)
+        path = self._unit_of.get(name)
+        if name in self._saved_whole:
+            return self._adapter[self._saved_whole[name]]
+        return self._base[name] if path is None else self._merged(path)[name]
+
+    def _merged(self, path: str) -> dict[str, torch.Tensor]:
+        """The base weights of one adapted module with the adapter added, float32."""
+        if self._current[0] == path:
+            return self._current[1]
+        self._current = ("", {})
+        unit = self._units[path]
+        real: dict[str, torch.Tensor] = {}
+        for module_path, module in unit.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = ".".join(part for part in (path, module_path, attribute) if part)
+                    values = self._adapter[name] if is_adapter(name) else self._base[base_name(name)]
+                    module._parameters[attribute] = nn.Parameter(values.float(), requires_grad=False)
+        for _, module in unit.named_modules():
+            if hasattr(module, "merged_adapters"):
+                module.merge(safe_merge=True)
+        for module_path, module in unit.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = ".".join(part for part in (path, module_path, attribute) if part)
+                    if not is_adapter(name):
+                        real[base_name(name)] = parameter.detach()
+                    module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        self._current = (path, real)
+        return real
+
+
+def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
+    """Put the adapter's modules into the skeleton `model`; returns its tensors by parameter name.
+
+    Raises:
+        RefusedError: it cannot be read, or does not fit the model.
+    """
+    config = read_adapter_config(result)
+    config.inference_mode = True
+    put_adapter(model, config, result)
+    return read_adapter_tensors(model, result)
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that an adapter wraps."""
+    last = None
+    for path, module in model.named_modules():
+        inside = last is not None and path.startswith(last + ".")
+        if hasattr(module, "merged_adapters") and hasattr(module, "lora_A") and not inside:
+            last = path
+            yield path, module

@@ -1,0 +1,142 @@
+"""Which modules compute by fused operators, and that a step by them is the same within rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_cli.model.fused import FusedLora, find_fused_ops
+from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.lora import LoraSettings, add_lora
+from roundpipe_cli.model.split import split_model
+from tests.engine.test_parity import check_gradients
+from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for, tiny_config
+
+SIZES = [(2, 9), (1, 7)]
+
+
+def counts(model_type: str, **settings: Any) -> dict[str, int]:
+    """Fused modules of a model of three blocks with adapters."""
+    model = build_skeleton(tiny_config(model_type), torch.float32)
+    split = split_model(model)
+    add_lora(model, LoraSettings(r=4, alpha=8, **settings), dtype=torch.float32, base_name="tiny")
+    return find_fused_ops(model, split).counts()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("llama", {"dropout": 0.1}, 21),
+        ("llama", {"use_rslora": True, "target_modules": ("q_proj", "v_proj")}, 6),
+        ("llama", {"use_dora": True}, None),
+        ("gpt2", {}, None),  # Conv1D holds its weight transposed
+        ("qwen3_moe", {}, 12),  # attention; fused experts have adapters of another kind
+    ],
+    ids=["llama", "rslora", "dora", "conv1d", "experts"],
+)
+def test_only_plain_adapters_on_plain_linears_are_fused(
+    model_type: str, settings: dict[str, Any], expected: int | None
+) -> None:
+    assert counts(model_type, **settings).get("lora_linear") == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", {"rms_norm": 7, "rotary": 3}),
+        ("gemma3_text", {"rms_norm": 19, "rotary": 3}),  # 1 + weight
+        ("gpt_oss", {"rms_norm": 7, "rotary": 3}),  # cos and sin of half a head
+        ("glm4", {"rms_norm": 13}),  # pairs are neighbours, not halves
+        ("cohere2", {}),  # the mean is taken off, pairs are neighbours
+        ("phi", {"rotary": 3}),
+        ("qwen3_next", {"rms_norm": 11, "rotary": 1}),  # not the gated norms
+    ],
+)
+def test_norms_and_rotary_embeddings_are_known_by_what_they_compute(model_type: str, expected: dict[str, int]) -> None:
+    model = build_skeleton(tiny_config(model_type), torch.bfloat16)
+    assert find_fused_ops(model, split_model(model)).counts() == expected
+
+
+class _Norm(nn.Module):
+    """Looks like a norm; `kind` says what it computes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps, self.kind, self.momentum = 1e-5, kind, 1e-3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if self.kind == "centred":
+            wide = wide - wide.mean(-1, keepdim=True)
+        root = wide.square().mean(-1, keepdim=True)
+        if self.kind == "eps behind the root":
+            return (wide / (root.sqrt() + self.eps)).to(x.dtype) * self.weight
+        normed = wide * (root + (0 if self.kind == "without eps" else self.eps)).rsqrt()
+        factor = {"squared": self.weight.square(), "plus one": 1 + self.weight}.get(self.kind, self.weight)
+        return (normed * factor.float()).to(x.dtype) if self.kind != "wider" else normed.double() * factor
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("plain", NormForm("weight", 1e-5, False)), ("plus one", NormForm("weight", 1e-5, True))]
+    + [(kind, None) for kind in ("centred", "eps behind the root", "without eps", "squared", "wider")],
+)
+def test_a_norm_is_tried_not_recognised_by_its_name(kind: str, form: NormForm | None) -> None:
+    assert norm_form(_Norm(kind)) == form and norm_form(_Norm(kind).bfloat16()) == form
+
+
+def test_a_norm_of_another_type_than_its_input_computes_by_its_own_code() -> None:
+    """Norms in float32 between weights in 16 bit return what they always did."""
+    module, x = _Norm("plain"), torch.randn(2, 8).bfloat16()
+    expected = module(x)
+    FusedNorm(module, NormForm("weight", 1e-5, False))
+    assert torch.equal(module(x), expected) and torch.allclose(module(x.float()), expected.float(), atol=0.05)
+
+
+def test_nothing_is_fused_below_adapters_in_full_training() -> None:
+    rig = make_rig("llama", "full", kernels="auto")
+    assert rig.fused is not None and not rig.fused.lora_linears
+
+
+def gradients(rig: Rig, kernels: str, **options: Any) -> dict[str, torch.Tensor]:
+    """Of a step on one copying worker, by name."""
+    rig.kernels = kernels
+    with rig.engine(1, copy=True, seed=3, **options) as engine:
+        engine.run_step(random_microbatches(SIZES), schedule_for(rig, 1, len(SIZES)), step=0)
+    return {name: rig.store.gradient(name).clone() for name in rig.store.trainable_names}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_base_weights_stay_packed_in_the_graph(bits: int) -> None:
+    """The fused linear keeps its weight by reference, so a graph keeps packed weights packed, as by PEFT's code."""
+    rig = make_rig("llama", "lora", bits=bits, lora_dropout=0.1)
+    reference, fused = gradients(rig, "reference"), gradients(rig, "auto")
+    for name, expected in reference.items():
+        assert float((fused[name] - expected).norm()) <= 1e-5 * float(expected.norm()), name
+
+
+@pytest.mark.parametrize("options", [{"keep_blocks": 2}, {"recompute": "layer"}, {"mlp_chunk_tokens": 5}], ids=str)
+def test_every_way_to_compute_agrees_with_plain_pytorch(options: dict[str, Any]) -> None:
+    rig = make_rig("qwen3", "lora", kernels="auto")
+    gradients(rig, "auto", **options)
+    plain_step(rig, random_microbatches(SIZES))
+    check_gradients(rig.plain, rig.store)
+
+
+def test_an_adapter_that_is_switched_off_or_of_another_type_is_left_to_peft() -> None:
+    """The reference of preference training is the base model alone; adapters of another type than the base cast."""
+    wrapper: Any = make_rig("llama", "lora").plain.get_submodule("model.layers.0.mlp.up_proj")
+    x = torch.randn(2, 3, 64)
+    expected, base = wrapper(x), wrapper.base_layer(x)
+    FusedLora(wrapper)
+    assert torch.allclose(wrapper(x), expected, atol=1e-5) and not torch.allclose(wrapper(x), base, atol=1e-2)
+    wrapper.__dict__["_disable_adapters"] = True
+    assert torch.equal(wrapper(x), base)
+    wrapper.__dict__["_disable_adapters"] = False
+    wrapper.lora_A.bfloat16(), wrapper.lora_B.bfloat16()
+    assert torch.equal(wrapper(x), type(wrapper).forward(wrapper, x))
