@@ -258,6 +258,8 @@ NOT_OF_PEERS = {
     "method",
     "objective",
     "dpo",
+    "orpo",
+    "simpo",
     "lora",
     "datasets",
     "pipeline",
@@ -272,7 +274,7 @@ program's is not read."""
 
 def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     """Reasons outlived their features: early stopping, the best weights and chat templates were all refused once."""
-    sections = ("lora", "dpo", "pipeline", "nodes")
+    sections = ("lora", "dpo", "orpo", "simpo", "pipeline", "nodes")
     keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
     assert keys - NOT_OF_PEERS == set(SAMPLES)
     for table in (CHANGES, NO_COUNTERPART, RECIPES_NO_COUNTERPART):
