@@ -9,8 +9,8 @@
                label smoothing s: (1 - s) * that + s * -log sigmoid(of the negative)
     orpo       -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)   (arXiv 2403.07691)
 
-Summed over pairs. ORPO, and SimPO with `cpo_alpha`, add the chosen sequences' negative log-likelihood, a mean over the
-tokens of the whole step, which is in its weight.
+Summed over pairs. ORPO, and SimPO with `cpo_alpha`, add the chosen sequences' negative log-likelihood; its weights say
+what it is a mean over.
 
 P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones, in the same order. B = 2P
 sequences of T tokens; N target tokens.
@@ -40,8 +40,9 @@ class Preference:
     label_smoothing: float = 0.0
     objective: PairObjective = "dpo"
     simpo_gamma: float = 0.0
-    nll_weight: float = 0.0
-    """Factor of the negative log-likelihood, summed over the target tokens of the chosen sequences."""
+    nll_weights: torch.Tensor | None = None
+    """float64 [2P]: factor of each sequence's negative log-likelihood, which is summed over its target tokens; None: it
+    has no part in the loss."""
     is_answer: torch.Tensor | None = None
     """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
 
@@ -52,9 +53,8 @@ class Preference:
 
     def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
         """The same with every tensor moved."""
-        reference = None if self.reference is None else move(self.reference)
-        is_answer = None if self.is_answer is None else move(self.is_answer)
-        return replace(self, reference=reference, is_answer=is_answer)
+        tensors = {name: getattr(self, name) for name in ("reference", "nll_weights", "is_answer")}
+        return replace(self, **{name: move(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def pair_loss(
         counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
     loss, slopes, sums = preference_loss(policy / counts, preference)
     factors = -(slopes / counts).float()[sequences] * is_answer
-    num_pairs, nll = shape[0] // 2, torch.zeros_like(loss)
-    if preference.nll_weight:
-        nll = -preference.nll_weight * sequence_sums(log_probabilities, indices, shape)[:num_pairs].sum()
-        factors += preference.nll_weight * (sequences < num_pairs)
+    nll = torch.zeros_like(loss)
+    if preference.nll_weights is not None:
+        nll = -(preference.nll_weights * sequence_sums(log_probabilities, indices, shape)).sum()
+        factors += preference.nll_weights.float()[sequences]
     return PairLoss(loss + nll, factors[:, None], torch.cat([sums, nll[None]]))
 
 

@@ -106,8 +106,8 @@ class OrpoConfig:
     beta: Annotated[float, Range(0, above=True)] = 0.1
     """Weight of the odds ratio loss beside the negative log-likelihood of the chosen answers: the paper's lambda."""
     nll_on_prompt: bool = True
-    """That likelihood is of the chosen rows' prompts too, as in TRL and the authors' code, whatever `train_on_inputs`.
-    `false`: of the answers alone, as in LLaMA-Factory."""
+    """That likelihood is of the chosen rows' prompts too, a mean over the tokens of a step, as in TRL and the authors'
+    code. `false`: of the answers alone, each answer's mean weighing the same, as in LLaMA-Factory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from roundpipe_cli.data.batching import RowBatch, pad_token_id
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.tokenized import Row
@@ -27,16 +29,20 @@ def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbat
     assert setup.rejected is not None
     pad = pad_token_id(setup.tokenizer)
     loss, nll_factor = _loss(setup.recipe)
+    on_prompt = setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt
     microbatches, num_tokens = [], 0
     for batch in batches:
         indices = [index for sequence in batch for index in sequence]
         rows = [setup.dataset.rows[index] for index in indices] + [setup.rejected[index] for index in indices]
         num_tokens += sum(len(row.input_ids) for row in rows)
         microbatch = replace(collate_rows(rows, pad), preference=loss)
-        if setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt:
+        if on_prompt:
             microbatch = with_prompts(microbatch, rows[: len(indices)])
         microbatches.append(microbatch)
-    return with_nll(microbatches, nll_factor) if nll_factor else microbatches, num_tokens
+    by_answer = setup.recipe.objective == "orpo" and not on_prompt
+    if nll_factor:
+        microbatches = with_nll(microbatches, nll_factor, by_answer=by_answer)
+    return microbatches, num_tokens
 
 
 def _loss(recipe: Recipe) -> tuple[Preference, float]:
@@ -61,22 +67,30 @@ def with_prompts(microbatch: Microbatch, chosen: Sequence[Row]) -> Microbatch:
     return replace(microbatch, labels=labels, preference=replace(microbatch.preference, is_answer=is_answer))
 
 
-def with_nll(microbatches: Sequence[Microbatch], factor: float) -> list[Microbatch]:
+def with_nll(microbatches: Sequence[Microbatch], factor: float, *, by_answer: bool) -> list[Microbatch]:
     """A step's microbatches whose loss has `factor` times the negative log-likelihood of the chosen sequences.
 
-    That is the mean over all their target tokens in the step, whatever the microbatches. As the engine takes the mean
-    over pairs of what each microbatch sums up, a token weighs pairs / tokens.
+    The engine takes the mean over pairs of what each microbatch sums up.
+
+    Args:
+        by_answer: the mean over pairs of each sequence's mean; otherwise the mean over all target tokens of the step,
+            whatever the microbatches.
     """
-    pairs = tokens = 0
-    for microbatch in microbatches:
-        chosen = microbatch.labels[: len(microbatch.labels) // 2, 1:]
-        pairs, tokens = pairs + len(chosen), tokens + int((chosen != IGNORED_LABEL).sum())
+    counts = [_num_targets(microbatch).clamp(min=1) for microbatch in microbatches]
+    mean = torch.cat(counts).mean()
     result = []
-    for microbatch in microbatches:
+    for microbatch, count in zip(microbatches, counts, strict=True):
         assert microbatch.preference is not None
-        preference = replace(microbatch.preference, nll_weight=factor * pairs / tokens)
-        result.append(replace(microbatch, preference=preference))
+        weights = torch.zeros(len(microbatch.labels), dtype=torch.float64)
+        weights[: len(count)] = factor / (count if by_answer else mean)
+        result.append(replace(microbatch, preference=replace(microbatch.preference, nll_weights=weights)))
     return result
+
+
+def _num_targets(microbatch: Microbatch) -> torch.Tensor:
+    """Target tokens of each chosen sequence, float64 [P]."""
+    chosen = microbatch.labels[: len(microbatch.labels) // 2, 1:]
+    return (chosen != IGNORED_LABEL).sum(dim=1).double()
 
 
 def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int) -> list[Microbatch]:
@@ -100,5 +114,7 @@ def pair_metrics(rewards: Sequence[Rewards], microbatches: Sequence[Microbatch])
         "reward_margin": (chosen - rejected) / pairs,
         "reward_accuracy": sum(item.num_right for item in rewards) / pairs,
     }
-    has_nll = any(microbatch.preference is not None and microbatch.preference.nll_weight for microbatch in microbatches)
-    return {**metrics, "nll_loss": sum(item.nll for item in rewards) / pairs} if has_nll else metrics
+    first = microbatches[0].preference
+    if first is not None and first.nll_weights is not None:
+        metrics["nll_loss"] = sum(item.nll for item in rewards) / pairs
+    return metrics

@@ -27,7 +27,7 @@ SIZES = [(4, 11), (2, 9), (4, 7)]
 LOSSES: dict[str, tuple[Preference, float]] = {
     "dpo": (Preference(None, BETA), 0.0),
     "dpo, smoothed": (Preference(None, BETA, 0.1), 0.0),
-    "orpo": (Preference(None, BETA, objective="orpo"), 1.0),
+    "orpo by answer": (Preference(None, BETA, objective="orpo"), 1.0),
     "orpo, nll on prompts": (Preference(None, BETA, objective="orpo"), 1.0),
     "simpo": (Preference(None, 2.5, objective="simpo", simpo_gamma=0.8), 0.0),
     "simpo, smoothed, with nll": (Preference(None, 2.5, 0.1, "simpo", simpo_gamma=0.8), 0.7),
@@ -49,16 +49,16 @@ def pairs(name: str = "dpo") -> list[Microbatch]:
             ids = [row[:length].numpy() for row, length in zip(microbatch.input_ids, lengths, strict=False)]
             microbatch = with_prompts(microbatch, [Row(0, tokens, tokens) for tokens in ids])
         made.append(microbatch)
-    return with_nll(made, nll_factor) if nll_factor else made
+    return with_nll(made, nll_factor, by_answer="by answer" in name) if nll_factor else made
 
 
-def plain_loss(plain: nn.Module, microbatches: list[Microbatch], nll_factor: float) -> float:
+def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> float:
     """The step's loss by the papers' equations in float64, its gradients left in `.grad`.
 
     DPO: equation 7 of arXiv 2305.18290; SimPO: 6 of 2405.14734; ORPO: 4, 6 and 7 of 2403.07691.
     """
     plain.zero_grad(set_to_none=True)
-    losses, nll_sum, num_tokens = [], torch.zeros((), dtype=torch.float64), 0
+    losses, nlls, counts_of_nll = [], [], []
     for microbatch in microbatches:
         preference, labels = microbatch.preference, microbatch.labels[:, 1:]
         assert preference is not None
@@ -69,8 +69,8 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], nll_factor: flo
         if preference.objective != "dpo":
             counts = (answers != -100).sum(-1).chunk(2)
             chosen, rejected = chosen / counts[0], rejected / counts[1]
-        nll_sum = nll_sum - (picked * (labels != -100))[: len(chosen)].sum()
-        num_tokens += int((labels[: len(chosen)] != -100).sum())
+        nlls.append(-(picked * (labels != -100)).sum(-1)[: len(chosen)])
+        counts_of_nll.append((labels != -100).sum(-1)[: len(chosen)])
         if preference.objective == "orpo":
             odds = [x.exp() / (1 - x.exp()) for x in (chosen, rejected)]
             losses.append(-preference.beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
@@ -80,7 +80,9 @@ def plain_loss(plain: nn.Module, microbatches: list[Microbatch], nll_factor: flo
             chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
         z = preference.beta * (chosen - rejected) - preference.simpo_gamma
         losses.append(-(1 - preference.label_smoothing) * logsigmoid(z) - preference.label_smoothing * logsigmoid(-z))
-    loss = torch.cat(losses).mean() + nll_factor * nll_sum / num_tokens
+    nll, count = torch.cat(nlls), torch.cat(counts_of_nll)
+    mean = (nll / count).mean() if "by answer" in name else nll.sum() / count.sum()
+    loss = torch.cat(losses).mean() + LOSSES[name][1] * mean
     loss.backward()
     return float(loss.detach())
 
@@ -106,7 +108,7 @@ def test_loss_and_gradients_are_those_of_the_papers_equations(model_type: str, m
     """The reference of a comparison never computes with the code under test."""
     rig = make_rig(model_type, method)
     microbatches = pairs(name)
-    expected = plain_loss(rig.plain, microbatches, LOSSES[name][1])
+    expected = plain_loss(rig.plain, microbatches, name)
     loss, _ = step(rig, microbatches)
     assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
     gradients = {name: p.grad for name, p in rig.plain.named_parameters() if p.requires_grad}
