@@ -53,8 +53,12 @@ class Preference:
 
     def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
         """The same with every tensor moved."""
-        tensors = {name: getattr(self, name) for name in ("reference", "nll_weights", "is_answer")}
-        return replace(self, **{name: move(tensor) for name, tensor in tensors.items() if tensor is not None})
+        return replace(
+            self,
+            reference=None if self.reference is None else move(self.reference),
+            nll_weights=None if self.nll_weights is None else move(self.nll_weights),
+            is_answer=None if self.is_answer is None else move(self.is_answer),
+        )
 
 
 @dataclass(frozen=True)
