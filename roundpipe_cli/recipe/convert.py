@@ -62,7 +62,7 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
         rank = data.get("lora_rank") or defaults["lora_rank"]
         defaults["lora_alpha"] = 2 * rank if isinstance(rank, int) else 2 * defaults["lora_rank"]
     writes = RecipeWrites(result)
-    _put_objective(job, is_lora, data, writes)
+    _refuse_second_model(job, is_lora, name)
     datasets, eval_datasets = _datasets(data, tool, name, result)
     for key, value in data.items():
         if key not in _DATASET_KEYS[tool]:
@@ -85,28 +85,27 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
     return result
 
 
-def _put_objective(job: Job, is_lora: bool, data: dict[str, Any], writes: RecipeWrites) -> None:
+def _refuse_second_model(job: Job, is_lora: bool, name: str) -> None:
     """
     Raises:
         RefusedError: DPO of all weights, whose reference would be a second model.
     """
-    if not is_pairs(job):
-        return
     if job == "dpo" and not is_lora:
         raise RefusedError(
             "DPO of all weights needs a second model as the reference, which is not offered",
+            where=name,
             found="no adapter",
             expected="DPO by LoRA, whose reference is the base model; or ORPO or SimPO, which need no reference",
         )
-    key = next(key for key in ("rl", "pref_loss", "stage", "loss_type") if key in data)
-    writes.put("objective", job, key, data[key])
 
 
 def _keep_long_texts(data: dict[str, Any], job: Job, datasets: list[Entry], writes: RecipeWrites) -> None:
     """Tools that cut long texts into sequences lose nothing of them: axolotl, and LLaMA-Factory where it packs."""
-    cuts = writes.result.tool == "axolotl" or (job == "pretraining" and data.get("packing", True) is True)
+    cuts = writes.result.tool == "axolotl" or (job == "pretraining" and data.get("packing") in (None, True))
     if cuts and all(entry.get("type") == "text" for entry in datasets):
         writes.values["long_rows"] = "split"
+    if job == "pretraining" and writes.result.tool == "llama-factory" and data.get("packing") is None and cuts:
+        writes.result.change("packing", "documents do not see each other; LLaMA-Factory's do")
 
 
 def _as_yaml_1_1(data: dict[str, Any]) -> dict[str, Any]:

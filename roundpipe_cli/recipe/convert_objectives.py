@@ -73,8 +73,10 @@ _PAIR_CHANGES: Mapping[str, str] = {
 }
 """Keys that have no counterpart in a job with pairs, and what is trained instead."""
 
+_DECIDE = ("rl", "stage", "pref_loss", "dpo_loss_type", "loss_type")
+"""Keys that say which objective it is."""
 _SILENT = """
-    rl stage pref_loss dpo_loss_type loss_type precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel
+    precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel
     dpo_use_logits_to_keep dpo_generate_during_eval generate_during_eval precompute_ref_batch_size max_prompt_len
     max_prompt_length max_completion_length disable_dropout train_on_prompt train_on_inputs mask_history
     kto_chosen_weight kto_rejected_weight desirable_weight undesirable_weight kto_desirable_weight
@@ -82,9 +84,9 @@ _SILENT = """
     reward_model_adapters reward_model_quantization_bit reward_model_type
 """
 _WITHOUT_EFFECT = frozenset(_SILENT.split())
-"""Keys that say what is known by now, or that are read in other jobs."""
+"""Keys that are read in other jobs, or that say how the same is computed."""
 _OF_SFT = frozenset(("train_on_prompt", "train_on_inputs", "mask_history", "loss_type"))
-LOSS_KEYS = frozenset({*_TARGETS, *_PAIR_CHANGES, *_WITHOUT_EFFECT} - _OF_SFT)
+LOSS_KEYS = frozenset({*_TARGETS, *_PAIR_CHANGES, *_WITHOUT_EFFECT, *_DECIDE} - _OF_SFT)
 """Keys that say something of losses on answers that are compared."""
 
 JOB_DEFAULTS: Mapping[Tool, Mapping[str, Mapping[str, Any]]] = {
@@ -120,6 +122,8 @@ def loss_writes(key: str, value: Any, data: Mapping[str, Any], job: Job) -> Writ
     """
     if value is None or not is_pairs(job) or key in _WITHOUT_EFFECT:
         return {}
+    if key in _DECIDE:
+        return {"objective": job}
     if key == "trl":
         return _trl_section(value, job)
     if key in ("rl_beta", "orpo_alpha", "dpo_beta") and _precedes(key, data):
