@@ -1,4 +1,5 @@
-"""What a recipe chooses by name: schedules, optimizers and packed weight formats, each one entry of a table.
+"""What a recipe chooses by name: objectives, and schedules, optimizers and packed weight formats, each one entry of a
+table.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
 `schedule/builders.py`, the arithmetic of an optimizer in `train/optim/update_rules.py`, the codes of packed weights in
@@ -11,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+PairObjective = Literal["dpo", "orpo", "simpo"]
+"""Objectives that compare a chosen answer with a rejected one."""
+PAIR_OBJECTIVES: tuple[PairObjective, ...] = get_args(PairObjective)
 ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"]
 
 

@@ -40,7 +40,7 @@ def shipped_row(shipped: ShippedRecipe) -> str:
         f"[`{shipped.name}`]({shipped.name}.yaml)",
         f"`{shipped.short_name}`" if shipped.short_name else "",
         recipe.model.rpartition("/")[2],
-        method + (", dpo" if recipe.objective == "dpo" else ""),
+        method + (f", {recipe.objective}" if recipe.trains_pairs else ""),
         f"{machine['gpus']}, {machine['host']} GiB",
         f"{verdict.step_s:.3g}",
         f"{verdict.tokens_per_s:,.0f}",

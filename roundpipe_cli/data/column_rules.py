@@ -110,7 +110,7 @@ ANSWER_FORMS = ("messages", "response", "conversations", "answer", "output", "co
 """Endings of the columns that hold an answer of a pair: `chosen_messages`, `rejected-response`."""
 REJECTED = re.compile(rf"rejected([_-]({'|'.join(ANSWER_FORMS)}))?")
 CHOSEN = re.compile(rf"chosen([_-]({'|'.join(ANSWER_FORMS)}))?")
-PAIR_HINT = "write `objective: dpo`"
+PAIR_HINT = "write `objective: dpo` (or orpo, simpo)"
 THOUGHTS = r"reasoning(_content)?|thinking|thoughts?|think|cot|chain_of_thought"
 KTO_HINT = "keep the rows whose answers are wanted and delete the column, or make pairs of them for `objective: dpo`"
 TOKENS_HINT = "give the texts or messages that the tokens were made of"

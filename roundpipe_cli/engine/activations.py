@@ -129,4 +129,4 @@ class MicrobatchState:
     @property
     def num_units(self) -> int:
         """Number of target tokens, or of pairs: the loss is a mean over them."""
-        return len(self.target_ids) if self.preference is None else len(self.preference.reference) // 2
+        return len(self.target_ids) if self.preference is None else len(self.input_ids) // 2

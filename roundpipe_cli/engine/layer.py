@@ -251,7 +251,7 @@ class LayerRunner:
         indices, ids = self.backend.receive(state.target_indices), self.backend.receive(state.target_ids)
         preference = state.preference
         if preference is not None:
-            preference = replace(preference, reference=self.backend.receive(preference.reference))
+            preference = preference.map_tensors(self.backend.receive)
         return HeadTargets(indices, ids, preference)
 
     # -- chunks of a sequence ------------------------------------------------------------------------------------

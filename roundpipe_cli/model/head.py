@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.model.gradient_taps import GradientTaps
-from roundpipe_cli.model.preference import Preference, preference_loss, sequence_sums
+from roundpipe_cli.model.preference import Preference, pair_loss, sequence_sums
 
 Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -26,7 +26,7 @@ class HeadTargets:
     ids: torch.Tensor
     """int64 [N]: the tokens."""
     preference: Preference | None = None
-    """The sequences are preference pairs, the reference on the hidden states' device; None: the loss is the sum over
+    """The sequences are preference pairs, its tensors on the hidden states' device; None: the loss is the sum over
     target tokens."""
 
 
@@ -51,7 +51,7 @@ class HeadResult:
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
     reward_sums: torch.Tensor | None = None
-    """Those of `Rewards`, float64 [3]; set for preference pairs."""
+    """Those of `Rewards`, float64 [4]; set for preference pairs."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +154,7 @@ def run_head(
     """Forward and backward of the head for one microbatch.
 
     The loss of preference pairs needs the log-probabilities of whole sequences first: a forward of all chunks. It then
-    differs from the sum of tokens' losses by one factor for each sequence.
+    differs from the sum of tokens' losses by one factor for each token.
 
     Args:
         logits_of: hidden states [N, H], index of their first row -> logits [N, V], with a graph.
@@ -168,12 +168,10 @@ def run_head(
     flat = hidden.detach().flatten(0, 1)
     rows = flat[indices]
     result = HeadResult(0.0, None)
-    factors = None
+    pairs = None
     if preference is not None:
         scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens, greedy=False)
-        sequences = indices // hidden.shape[1]
-        pair_loss, slopes, result.reward_sums = preference_loss(scores.sequence_sums, preference)
-        factors = -slopes.float()[sequences, None]
+        pairs = pair_loss(scores.log_probabilities, indices, (hidden.shape[0], hidden.shape[1]), preference)
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
     for start in range(0, rows.shape[0], loss.chunk_tokens):
         part = slice(start, start + loss.chunk_tokens)
@@ -184,8 +182,8 @@ def run_head(
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue
-        if factors is not None:
-            grad_logits.mul_(factors[part])
+        if pairs is not None:
+            grad_logits.mul_(pairs.factors[part])
         grad_logits = grad_logits.mul_(loss.gradient_scale).to(logits.dtype)
         with taps:
             torch.autograd.backward(logits, grad_logits)
@@ -193,8 +191,8 @@ def run_head(
         if grad_rows is not None:
             assert chunk.grad is not None
             grad_rows[part] = chunk.grad
-    if preference is not None:
-        result.loss_sum = pair_loss
+    if pairs is not None:
+        result.loss_sum, result.reward_sums = pairs.loss_sum, pairs.reward_sums
     if grad_rows is not None:
         grad_flat = torch.zeros_like(flat)
         grad_flat[indices] = grad_rows

@@ -1,43 +1,94 @@
-"""Direct preference optimisation (DPO, arXiv 2305.18290) on sequence log-probabilities.
+"""Losses of preference pairs, on the log-probabilities of whole sequences.
 
-    margin = beta * ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))
-    loss   = -log sigmoid(margin), summed over pairs; with label smoothing s: (1 - s) * that + s * -log sigmoid(-margin)
+    c, r       log-probability of the chosen and of the rejected answer: its sum over tokens (DPO), or their mean
+    reward     beta * (log-probability - that of the reference model, DPO only)
+    margin     reward of the chosen - reward of the rejected answer
 
-P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones, in the same order.
+    dpo        -log sigmoid(margin)                                                            (arXiv 2305.18290)
+    simpo      -log sigmoid(margin - simpo_gamma)                                              (arXiv 2405.14734)
+               label smoothing s: (1 - s) * that + s * -log sigmoid(of the negative)
+    orpo       -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)   (arXiv 2403.07691)
+
+Summed over pairs. ORPO, and SimPO with `cpo_alpha`, add the chosen sequences' negative log-likelihood; its weights say
+what it is a mean over.
+
+P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones, in the same order. B = 2P
+sequences of T tokens; N target tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import logsigmoid
+
+from roundpipe_cli.choices import PairObjective
+
+SURE = -1.0e-7
+"""Highest mean log-probability that has odds: a higher one is float32's rounding."""
 
 
 @dataclass(frozen=True)
 class Preference:
     """Inputs of the loss beside the model's own log-probabilities."""
 
-    reference: torch.Tensor
-    """float64 [2P]: of each sequence under the reference model."""
+    reference: torch.Tensor | None
+    """float64 [2P]: log-probability of each sequence under the reference model; None where there is none (yet)."""
     beta: float
     label_smoothing: float = 0.0
+    objective: PairObjective = "dpo"
+    simpo_gamma: float = 0.0
+    nll_weights: torch.Tensor | None = None
+    """float64 [2P]: factor of each sequence's negative log-likelihood, which is summed over its target tokens; None: it
+    has no part in the loss."""
+    is_answer: torch.Tensor | None = None
+    """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a sequence's log-probability is the mean over its tokens, not their sum."""
+        return self.objective != "dpo"
+
+    def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
+        """The same with every tensor moved."""
+        return replace(
+            self,
+            reference=None if self.reference is None else move(self.reference),
+            nll_weights=None if self.nll_weights is None else move(self.nll_weights),
+            is_answer=None if self.is_answer is None else move(self.is_answer),
+        )
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Sums over pairs; a reward is beta times the log-probability gained over the reference model."""
+    """Sums over the pairs of a microbatch."""
 
     @staticmethod
     def of(sums: torch.Tensor) -> Rewards:
-        """The rewards that `preference_loss` found; waits for them."""
-        chosen, rejected, num_right = sums.tolist()
-        return Rewards(chosen, rejected, int(num_right))
+        """What `pair_loss` found; waits for it."""
+        chosen, rejected, num_right, nll = sums.tolist()
+        return Rewards(chosen, rejected, int(num_right), nll)
 
     chosen: float
     rejected: float
     num_right: int
     """Pairs whose chosen sequence has the higher reward."""
+    nll: float
+    """Part of the loss that is the chosen sequences' negative log-likelihood."""
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """Loss of one microbatch of pairs, on the device of the log-probabilities; nobody waits for it."""
+
+    loss_sum: torch.Tensor
+    """float64, 0-dim."""
+    factors: torch.Tensor
+    """float32 [N, 1]: of each target token's cross entropy, in the gradient of the loss."""
+    reward_sums: torch.Tensor
+    """Those of `Rewards`, float64 [4]."""
 
 
 def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -53,20 +104,57 @@ def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape:
     return rows.sum(dim=1)
 
 
+def pair_loss(
+    log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int], preference: Preference
+) -> PairLoss:
+    """Loss of one microbatch and what each token weighs in its gradient; the preference's tensors are on the device.
+
+    Args:
+        log_probabilities, indices, shape: as in `sequence_sums`.
+    """
+    sequences = indices // shape[1]
+    is_answer = torch.ones_like(log_probabilities)
+    if preference.is_answer is not None:  # of the token at an index, the target is the next one
+        is_answer = preference.is_answer.flatten()[indices + 1].to(is_answer.dtype)
+    policy = sequence_sums(log_probabilities * is_answer, indices, shape)
+    counts = torch.ones_like(policy)
+    if preference.has_means:
+        counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
+    loss, slopes, sums = preference_loss(policy / counts, preference)
+    factors = -(slopes / counts).float()[sequences] * is_answer
+    nll = torch.zeros_like(loss)
+    if preference.nll_weights is not None:
+        nll = -(preference.nll_weights * sequence_sums(log_probabilities, indices, shape)).sum()
+        factors += preference.nll_weights.float()[sequences]
+    return PairLoss(loss + nll, factors[:, None], torch.cat([sums, nll[None]]))
+
+
 def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss of one microbatch, on the device of `policy`, where the reference is too; nobody waits for it.
+    """Loss of the pairs alone, without the negative log-likelihood.
 
     Args:
         policy: float64 [2P], log-probability of each sequence.
 
     Returns:
-        the sum of the pairs' losses, its gradient with respect to `policy` (float64 [2P]), and the sums of `Rewards`
-        (float64 [3]).
+        the sum of the pairs' losses, its gradient with respect to `policy` (float64 [2P]), and the first sums of
+        `Rewards` (float64 [3]).
     """
-    rewards = preference.beta * (policy - preference.reference)
-    chosen, rejected = rewards.chunk(2)
-    margin, smoothing = chosen - rejected, preference.label_smoothing
+    gained = policy if preference.reference is None else policy - preference.reference
+    chosen, rejected = (preference.beta * gained).chunk(2)
+    sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()])
+    if preference.objective == "orpo":
+        return *_odds_ratio_loss(policy, preference.beta), sums
+    margin, smoothing = chosen - rejected - preference.simpo_gamma, preference.label_smoothing
     loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
     slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
-    sums = torch.stack([chosen.sum(), rejected.sum(), (margin > 0).sum().double()])
     return loss.sum(), torch.cat([slope, -slope]), sums
+
+
+def _odds_ratio_loss(policy: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """ORPO's loss of the log odds ratio, and its gradient with respect to `policy`."""
+    sure = policy.clamp(max=SURE)
+    rest = -torch.expm1(sure)  # 1 - p; the slope of log(p / (1 - p)) with respect to log p is 1 / (1 - p)
+    chosen, rejected = (sure - rest.log()).chunk(2)
+    ratio = chosen - rejected
+    slope = -beta * torch.sigmoid(-ratio)
+    return -beta * logsigmoid(ratio).sum(), torch.cat([slope, -slope]) / rest

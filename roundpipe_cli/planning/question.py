@@ -54,7 +54,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
         micro_batch_size=recipe.micro_batch_size,
-        sequences_per_row=2 if recipe.objective == "dpo" else 1,
+        sequences_per_row=2 if recipe.trains_pairs else 1,
         num_microbatches=recipe.gradient_accumulation_steps * recipe.pipeline.num_chunks,
         sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,

@@ -16,9 +16,11 @@ from typing import Any, cast
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, Writes, is_off
 from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert_data import Entry, axolotl_datasets, trl_datasets, trl_eval_datasets
+from roundpipe_cli.recipe.convert_data import Entry, axolotl_datasets, axolotl_texts, trl_datasets, trl_eval_datasets
 from roundpipe_cli.recipe.convert_factory import factory_datasets
 from roundpipe_cli.recipe.convert_jobs import refuse_other_jobs
+from roundpipe_cli.recipe.convert_objectives import JOB_DEFAULTS, Job, is_pairs, job_of, loss_writes, reads_loss_key
+from roundpipe_cli.recipe.convert_pairs import axolotl_pairs
 from roundpipe_cli.recipe.convert_result import Conversion, dump, short
 from roundpipe_cli.recipe.convert_rules import RULES, LeaveOutError, Partly
 from roundpipe_cli.recipe.convert_tables import (
@@ -48,18 +50,19 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
         num_gpus: on how many GPUs the file was run: the rows of a step there are multiplied by it.
 
     Raises:
-        RefusedError: not YAML, not a file of a known tool, not supervised fine-tuning of text, or without rows.
+        RefusedError: not YAML, not a file of a known tool, for a job that no recipe does, or without rows.
     """
     data = _as_yaml_1_1(cast("dict[str, Any]", parse_bytes(raw[: MAX_BYTES + 1], name).data))
     tool = tool or _tool_of(data, name)
-    refuse_other_jobs(data, tool, name)
+    job = refuse_other_jobs(data, tool, name)
     result = Conversion(tool)
     is_lora = _is_lora(data, tool)
-    defaults = {**DEFAULTS[tool], **(ADAPTER_DEFAULTS[tool] if is_lora else {})}
+    defaults = {**DEFAULTS[tool], **JOB_DEFAULTS[tool].get(job, {}), **(ADAPTER_DEFAULTS[tool] if is_lora else {})}
     if is_lora and tool == "llama-factory":
         rank = data.get("lora_rank") or defaults["lora_rank"]
         defaults["lora_alpha"] = 2 * rank if isinstance(rank, int) else 2 * defaults["lora_rank"]
     writes = RecipeWrites(result)
+    _refuse_second_model(job, is_lora, name)
     datasets, eval_datasets = _datasets(data, tool, name, result)
     for key, value in data.items():
         if key not in _DATASET_KEYS[tool]:
@@ -69,6 +72,7 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
         writes.put("eval_datasets", eval_datasets, "eval_datasets", eval_datasets)
     if tool == "trl" and data.get("max_length", 0) is None:
         writes.refuse("max_seq_length", "max_length", None, "rows have a largest length here")
+    _keep_long_texts(data, job, datasets, writes)
     for key, value in defaults.items():
         writes.default(key, value)
     writes.values["method"] = "lora" if is_lora else "full"
@@ -79,6 +83,29 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
     _say_prompts(data, writes, datasets, result)
     _assemble(writes, datasets, result)
     return result
+
+
+def _refuse_second_model(job: Job, is_lora: bool, name: str) -> None:
+    """
+    Raises:
+        RefusedError: DPO of all weights, whose reference would be a second model.
+    """
+    if job == "dpo" and not is_lora:
+        raise RefusedError(
+            "DPO of all weights needs a second model as the reference, which is not offered",
+            where=name,
+            found="no adapter",
+            expected="DPO by LoRA, whose reference is the base model; or ORPO or SimPO, which need no reference",
+        )
+
+
+def _keep_long_texts(data: dict[str, Any], job: Job, datasets: list[Entry], writes: RecipeWrites) -> None:
+    """Tools that cut long texts into sequences lose nothing of them: axolotl, and LLaMA-Factory where it packs."""
+    cuts = writes.result.tool == "axolotl" or (job == "pretraining" and data.get("packing") in (None, True))
+    if cuts and all(entry.get("type") == "text" for entry in datasets):
+        writes.values["long_rows"] = "split"
+    if job == "pretraining" and writes.result.tool == "llama-factory" and data.get("packing") is None and cuts:
+        writes.result.change("packing", "documents do not see each other; LLaMA-Factory's do")
 
 
 def _as_yaml_1_1(data: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +147,7 @@ def _is_lora(data: dict[str, Any], tool: Tool) -> bool:
 
 
 _DATASET_KEYS: dict[str, frozenset[str]] = {
-    "axolotl": frozenset({"datasets", "test_datasets"}),
+    "axolotl": frozenset({"datasets", "test_datasets", "pretraining_dataset"}),
     "llama-factory": frozenset({"dataset", "dataset_dir", "max_samples", "eval_dataset"}),
     "trl": frozenset(
         {"dataset_name", "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_text_field"}
@@ -136,14 +163,21 @@ def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -
     Raises:
         RefusedError: no rows to train on, or some that a recipe cannot name.
     """
+    job = job_of(data, tool)
     if tool == "axolotl":
-        datasets = axolotl_datasets(data.get("datasets") or [], "datasets", name, result)
-        eval_datasets = axolotl_datasets(data.get("test_datasets") or [], "test_datasets", name, result)
+        read = axolotl_pairs if is_pairs(job) else axolotl_datasets
+        datasets = read(data.get("datasets") or [], "datasets", name, result)
+        eval_datasets = read(data.get("test_datasets") or [], "test_datasets", name, result)
+        if job == "pretraining":
+            datasets = axolotl_texts(data["pretraining_dataset"], name, result)
     elif tool == "llama-factory":
         datasets = factory_datasets(data, "dataset", name, result)
         eval_datasets = factory_datasets(data, "eval_dataset", name, result)
     else:
         datasets, eval_datasets = trl_datasets(data, name, result), trl_eval_datasets(data)
+        if is_pairs(job):
+            for entry in (*datasets, *eval_datasets):
+                entry["type"] = "preference"
     if not datasets:
         wanted = {"axolotl": "datasets", "llama-factory": "dataset", "trl": "dataset_name or dataset_mixture"}[tool]
         raise RefusedError("this file names no rows to train on", where=name, found=f"no {wanted}", expected=wanted)
@@ -152,8 +186,11 @@ def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -
 
 def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrites, result: Conversion) -> None:
     """One line of the file into one of the three lists."""
-    off = is_off(value)
-    if key in RULES and value is not None:
+    off, job = is_off(value), job_of(data, result.tool)
+    assert job is not None, "refuse_other_jobs comes first"
+    if reads_loss_key(key, job, result.tool):
+        _write(lambda: loss_writes(key, value, data, job), key, value, writes, result)
+    elif key in RULES and value is not None:
         _write(lambda: RULES[key](value, data), key, value, writes, result)
     elif key in ("micro_batch_size", "gradient_accumulation_steps"):
         writes.put(key, value, key, value)

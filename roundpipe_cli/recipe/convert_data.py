@@ -32,6 +32,7 @@ _CHANGES = {
     "message_field_training_detail": "answers are trained whole",
     "split_thinking": "thoughts stay as the rows have them",
     "data_dir": "the dataset's own folder is read",
+    "skip": "the first rows are trained too",
 }
 """Settings of a dataset that are left out, and what happens instead."""
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -60,6 +61,18 @@ def axolotl_datasets(items: Any, key: str, name: str, result: Conversion) -> lis
             raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
         entries += _axolotl_entries(dict(item), where, name, result)
     return entries
+
+
+def axolotl_texts(items: Any, name: str, result: Conversion) -> list[Entry]:
+    """The entries of axolotl's `pretraining_dataset`: texts.
+
+    Raises:
+        RefusedError: an entry without a path.
+    """
+    listed = items if isinstance(items, list) else [items]
+    named = [{"path": item} if isinstance(item, str) else item for item in listed]
+    kinds = [{**item, "type": item.get("type") or "pretrain"} if isinstance(item, dict) else item for item in named]
+    return axolotl_datasets(kinds, "pretraining_dataset", name, result)
 
 
 def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
@@ -92,7 +105,7 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key))
     if columns:
         entry["columns"] = columns
-    paths = _file_paths(entry["path"], files, f"{name}: {where}")
+    paths = file_paths(entry["path"], files, f"{name}: {where}")
     return [{**entry, "path": path} for path in paths]
 
 
@@ -167,7 +180,7 @@ def _rename(columns: dict[str, str], ours: str, theirs: str) -> None:
         columns[ours] = theirs
 
 
-def _file_paths(path: str, files: Any, where: str) -> list[str]:
+def file_paths(path: str, files: Any, where: str) -> list[str]:
     """The paths of a dataset, which may name its files apart.
 
     Raises:
@@ -221,7 +234,7 @@ def _trl_entries(item: Entry, where: str, name: str, result: Conversion) -> list
     columns = item.get("columns")
     if isinstance(columns, list) and tuple(sorted(map(str, columns))) in kinds:
         entry["type"] = kinds[tuple(sorted(map(str, item.pop("columns"))))]
-    paths = _file_paths(entry["path"], item.pop("data_files", None), f"{name}: {where}")
+    paths = file_paths(entry["path"], item.pop("data_files", None), f"{name}: {where}")
     for key, value in item.items():
         if not is_off(value):
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key))

@@ -10,13 +10,22 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_data import Entry, check_role, message_type
+from roundpipe_cli.recipe.convert_objectives import Job, is_pairs, job_of
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import FACTORY_COLUMNS
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
 _TABLE = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
-_PAIRS = ("chosen", "rejected", "kto_tag")
+_SIDES = ("chosen", "rejected")
+_PROMPT_COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "system": "system",
+    "history": "history",
+    "tools": "tools",
+}
+_PAIRS = (*_SIDES, "kto_tag")
 _TAGS = {
     **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
     **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},
@@ -38,9 +47,11 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
     """
     names = data.get(key) or []
     names = [str(part).strip() for part in (names if isinstance(names, list) else str(names).split(","))]
-    base = data.get("dataset_dir") or "data"
+    base, job = data.get("dataset_dir") or "data", job_of(data, "llama-factory")
     if base == "ONLINE":
-        return [_limited({"path": dataset, "type": "alpaca"}, data, {}, result) for dataset in names]
+        known = {"pretraining": {"type": "text", "columns": {"text": "instruction"}}}
+        entry = {"type": "preference"} if is_pairs(job) else known.get(str(job), {"type": "alpaca"})
+        return [_limited({"path": dataset, **entry}, data, {}, result) for dataset in names]
     if isinstance(base, str) and base.startswith("REMOTE:"):
         raise RefusedError(
             "the table of datasets lies on the hub and is not fetched",
@@ -63,7 +74,7 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
                 found=", ".join(list(table)[:8]),
                 hint=f"did you mean {near}?" if near else None,
             )
-        entry = _Dataset(dataset, table[dataset], name, result).entry(folder)
+        entry = _Dataset(dataset, table[dataset], name, result, job).entry(folder)
         entries.append(_limited(entry, data, table[dataset], result))
     return _with_weights(entries, data) if key == "dataset" else entries
 
@@ -94,7 +105,9 @@ def _guesses(names: list[str], folder: str, data: Mapping[str, Any], result: Con
     paths = [f"{folder}/{dataset}.json" for dataset in names]
     if paths:
         result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
-    return [_limited({"path": path, "type": "auto"}, data, {}, result) for path in paths]
+    job = job_of(data, "llama-factory")
+    kind = "preference" if is_pairs(job) else "text" if job == "pretraining" else "auto"
+    return [_limited({"path": path, "type": kind}, data, {}, result) for path in paths]
 
 
 def _limited(entry: Entry, data: Mapping[str, Any], known: Mapping[str, Any], result: Conversion) -> Entry:
@@ -123,8 +136,10 @@ def _with_weights(entries: list[Entry], data: Mapping[str, Any]) -> list[Entry]:
 class _Dataset:
     """One dataset of the table."""
 
-    def __init__(self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion) -> None:
-        self._dataset, self._known, self._result = dataset, known, result
+    def __init__(
+        self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion, job: Job | None = "sft"
+    ) -> None:
+        self._dataset, self._known, self._result, self._job = dataset, known, result, job
         self._where = f"{name}: dataset {dataset}"
         columns, tags = known.get("columns"), known.get("tags")
         self._columns: Mapping[str, Any] | None = columns if isinstance(columns, dict) else None
@@ -140,7 +155,12 @@ class _Dataset:
         formatting = self._known.get("formatting") or "alpaca"
         if formatting not in ("alpaca", "sharegpt", "openai"):
             raise self._refusal("rows of this format cannot be read", "formatting", "alpaca, sharegpt or openai")
-        kind, columns = self._instructions() if formatting == "alpaca" else self._messages()
+        if self._job == "pretraining":
+            kind, columns = self._texts(str(formatting))
+        else:
+            kind, columns = self._instructions() if formatting == "alpaca" else self._messages()
+        if is_pairs(self._job):
+            kind, columns = "preference", self._answers(columns)
         entry["type"] = kind
         for key, target in (("subset", "name"), ("split", "split")):
             if isinstance(self._known.get(key), str) and (key, self._known[key]) != ("split", "train"):
@@ -159,11 +179,16 @@ class _Dataset:
         if media is not None:
             raise self._refusal("this dataset has images, video or sound", f"columns.{media}", "rows of text")
         pair = next((f"columns.{key}" for key in _PAIRS if not is_off(columns.get(key))), None)
-        if self._known.get("ranking") or pair is not None:
+        if is_pairs(self._job):
+            if not self._known.get("ranking") or any(is_off(columns.get(key)) for key in _SIDES):
+                raise self._refusal(
+                    "this dataset has no pairs of answers", "ranking", "ranking: true, columns.chosen, columns.rejected"
+                )
+        elif self._known.get("ranking") or pair is not None:
             raise self._refusal(
                 "this dataset has preferences, which supervised fine-tuning does not train",
                 "ranking" if self._known.get("ranking") else str(pair),
-                "rows with one answer; pairs need `objective: dpo` and `type: preference` in a recipe",
+                "rows with one answer; `stage: dpo` trains pairs",
             )
 
     def _path(self, folder: str) -> str:
@@ -184,6 +209,9 @@ class _Dataset:
         columns = self._columns
         if columns is None:
             return "alpaca", {}
+        if is_pairs(self._job):
+            named = {ours: columns.get(theirs) for theirs, ours in _PROMPT_COLUMNS.items()}
+            return "alpaca", {ours: str(column) for ours, column in named.items() if not is_off(column)}
         if is_off(columns.get("prompt")) or is_off(columns.get("response")):
             raise self._refusal("the rows of this dataset have no prompt or no answer", "columns", "prompt, response")
         for key in ("system", "history", "tools"):
@@ -211,6 +239,23 @@ class _Dataset:
             self._leave_out_column("tools")
         messages = columns.get("messages") or "conversations"
         return kind, {"conversations" if kind == "sharegpt" else "messages": messages}
+
+    def _answers(self, columns: Mapping[str, str]) -> dict[str, str]:
+        """The columns of a prompt with those of both answers."""
+        given = self._columns or {}
+        prompt = {ours: theirs for ours, theirs in columns.items() if ours not in ("output", "messages")}
+        if "messages" in columns:
+            prompt["messages"] = columns["messages"]
+        return {**prompt, **{side: str(given[side]) for side in _SIDES}}
+
+    def _texts(self, formatting: str) -> tuple[str, dict[str, str]]:
+        """Type and column of rows with one text: LLaMA-Factory's prompts."""
+        columns = self._columns or {}
+        if formatting != "alpaca":
+            raise self._refusal("chats are no texts to pretrain on", "formatting", "alpaca, with columns.prompt")
+        for key in ("query", "response", "system", "history"):
+            self._leave_out_column(key)
+        return "text", {"text": str(columns.get("prompt") or "instruction")}
 
     def _leave_out_column(self, key: str) -> None:
         value = (self._columns or {}).get(key)

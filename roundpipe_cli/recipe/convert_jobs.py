@@ -1,4 +1,4 @@
-"""Which files of other tools are refused, because they are for another job than supervised fine-tuning of text.
+"""Which files of other tools are refused, because they are for a job that no recipe does.
 
 What would come out of such a file as a recipe is another model than the file is for. Settings that only change the way
 there are converted, and named in the recipe's first line (`convert_tables.CHANGES`).
@@ -12,6 +12,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import is_off
+from roundpipe_cli.recipe.convert_objectives import Job, job_of, reads_loss_key
 from roundpipe_cli.recipe.convert_tables import Tool
 from roundpipe_cli.recipe.strict_yaml import shown_value
 
@@ -25,7 +26,6 @@ _PART = "training of a part of the weights"
 _EXPORT = "merging or exporting a model"
 _INFERENCE = "inference, a chat or an API"
 _EVALUATION = "evaluation or prediction"
-_PRETRAINING = "pretraining"
 
 _BY_KEY: Mapping[str, str] = {
     **dict.fromkeys(("pref_loss", "pref_beta", "pref_ftx", "beta", "orpo_alpha", "cpo_alpha"), _PREFERENCES),
@@ -41,8 +41,6 @@ _BY_KEY: Mapping[str, str] = {
     **dict.fromkeys(("relora", "relora_steps"), "ReLoRA: adapters that are merged and begun again"),
     "mixture_of_depths": "turning a model into a mixture of depths",
     "peft_layer_replication": "training of a model with repeated layers",
-    "pretraining_dataset": _PRETRAINING,
-    "pretraining_sample_concatenation": _PRETRAINING,
     **dict.fromkeys(("train_from_scratch", "reinit_weights"), "training from random weights"),
     "diffusion": "training of a diffusion model",
     "qat": "training for a quantised model",
@@ -53,9 +51,9 @@ _BY_KEY: Mapping[str, str] = {
     **dict.fromkeys(("export_dir", "export_quantization_bit", "export_hub_model_id", "merge_lora"), _EXPORT),
     **dict.fromkeys(("task_dir", "n_shot"), _EVALUATION),
 }
-"""Keys of jobs other than supervised fine-tuning: the file is refused where one is set."""
+"""Keys of jobs that no recipe does: the file is refused where one is set, unless its own job does not read it."""
 
-_HINT = "a recipe with `objective: dpo` trains on preferences, written by hand"
+_HINT = "DPO (loss sigmoid), ORPO and SimPO are converted"
 _BY_PREFIX = {"kd_": _DISTILLATION, "ppo_": _REINFORCEMENT, "kto_": _PREFERENCES, "dpo_": _PREFERENCES}
 
 _MULTIMODAL_KEYS = (
@@ -68,7 +66,7 @@ _MULTIMODAL_KEYS = (
 """Keys that only a model of images, video or sound has: refused whatever their value."""
 
 _STAGES = {
-    **{"pt": _PRETRAINING, "rm": _REWARD, "ppo": _REINFORCEMENT, "dpo": _PREFERENCES, "kto": _PREFERENCES},
+    **{"rm": _REWARD, "ppo": _REINFORCEMENT, "dpo": _PREFERENCES, "kto": _PREFERENCES},
 }
 _PREFERENCE_KINDS = ("dpo", "ipo", "orpo", "simpo", "kto", "cpo")
 _METHODS = {"freeze": _PART, "oft": "orthogonal fine-tuning (OFT)"}
@@ -93,29 +91,35 @@ _MULTIMODAL_NAME = re.compile(
 """Names of models and of LLaMA-Factory's templates that see or hear."""
 
 
-def refuse_other_jobs(data: Mapping[str, Any], tool: Tool, name: str) -> None:
-    """
+def refuse_other_jobs(data: Mapping[str, Any], tool: Tool, name: str) -> Job:
+    """The job of the file.
+
     Raises:
-        RefusedError: the file is for another job than supervised fine-tuning of all weights or by LoRA, on text.
+        RefusedError: no recipe does it.
     """
     for job, found in _other_jobs(data, tool):
         raise RefusedError(
-            f"this file asks for another job than supervised fine-tuning: {job}",
+            f"this file asks for another job than a recipe does: {job}",
             where=name,
             found=found,
-            expected="supervised fine-tuning of a text model, of all its weights or by LoRA",
-            hint=_HINT if "'dpo'" in found else None,
+            expected="fine-tuning, pretraining, DPO, ORPO or SimPO of a text model, of all its weights or by LoRA",
+            hint=_HINT if job == _PREFERENCES else None,
         )
+    known = job_of(data, tool)
+    assert known is not None, "every other job has been named"
+    return known
 
 
 def _other_jobs(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]:
-    """(job, the line that says so) of everything that is not supervised fine-tuning on text."""
+    """(job, the line that says so) of everything that no recipe does."""
     yield from _by_values(data, tool)
+    known = job_of(data, tool)
     for key, job in _BY_KEY.items():
-        if not is_off(data.get(key)):
+        if not is_off(data.get(key)) and not (known and reads_loss_key(key, known, tool)):
             yield job, _line(key, data[key])
     for start, job in _BY_PREFIX.items():
-        yield from ((job, _line(key, data[key])) for key in data if key.startswith(start) and not is_off(data[key]))
+        keys = [key for key in data if key.startswith(start) and not (known and reads_loss_key(key, known, tool))]
+        yield from ((job, _line(key, data[key])) for key in keys if not is_off(data[key]))
     yield from _without_training(data, tool)
     for key in _MULTIMODAL_KEYS:
         if data.get(key) is not None:
@@ -124,19 +128,21 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]
 
 
 def _by_values(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]:
-    if not is_off(data.get("rl")):
+    known = job_of(data, tool)
+    if not is_off(data.get("rl")) and known is None:
         is_pairs = str(data["rl"]).lower() in _PREFERENCE_KINDS
         yield _PREFERENCES if is_pairs else _REINFORCEMENT, _line("rl", data["rl"])
     stage, method = data.get("stage"), data.get("finetuning_type")
-    if stage not in (None, "sft"):
-        yield _STAGES.get(str(stage), "an unknown stage"), _line("stage", stage)
+    if stage is not None and known is None:
+        key = "pref_loss" if stage == "dpo" else "stage"
+        yield _STAGES.get(str(stage), "an unknown stage"), _line(key, data[key])
     if method not in (None, "lora", "full"):
         yield _METHODS.get(str(method), "an unknown method"), _line("finetuning_type", method)
     if tool == "axolotl" and data.get("adapter") not in (None, "", "none", False, "lora", "qlora"):
         yield "another kind of adapter than LoRA", _line("adapter", data["adapter"])
     if data.get("lora_task_type") not in (None, "CAUSAL_LM"):
         yield _CLASSIFIER, _line("lora_task_type", data["lora_task_type"])
-    if tool == "trl" and data.get("loss_type") not in (None, "nll", "chunked_nll", "dft"):
+    if tool == "trl" and known is None:
         yield _PREFERENCES, _line("loss_type", data["loss_type"])
     plugins = data.get("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:

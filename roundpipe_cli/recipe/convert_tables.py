@@ -119,7 +119,7 @@ _DECIDED_HERE = """
     dsv4_fp4_grouped_mode nvfp4_merge_aware experts_implementation quantize_moe_experts llama4_linearized_experts
     use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output torch_compile torch_compile_mode
     torch_compile_backend shuffle_merged_datasets shuffle_before_merging_datasets
-    pretrain_multipack_attn lora_task_type use_adapter trl_version
+    pretrain_multipack_attn pretraining_sample_concatenation lora_task_type use_adapter trl_version
     use_bnb_nested_quant double_quantization bnb_4bit_use_double_quant bnb_4bit_compute_dtype
     bnb_4bit_quant_storage run_name gc_steps torch_empty_cache_steps
     lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel optim_target_modules eval_on_start

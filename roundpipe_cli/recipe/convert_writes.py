@@ -29,7 +29,7 @@ class RecipeWrites:
         self.defaults: dict[str, Any] = {}
         """Keys that the other tool's defaults have put in."""
         self._sources: dict[str, tuple[str, Any]] = {}
-        self._result = result
+        self.result = result
         self.refused: set[str] = set()
         """Recipe keys that the file speaks of with a value that is not accepted: no default comes in its place."""
 
@@ -39,7 +39,7 @@ class RecipeWrites:
         value = meant if known else value
         if target in self.values and self.values[target] != value:
             other = self._sources[target][0]
-            self._result.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
+            self.result.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
             return
         reason = _mistake(target, value)
         if reason is not None:
@@ -54,14 +54,14 @@ class RecipeWrites:
         change = None
         if target.partition(".")[0] not in _NOT_TRAINING:
             change = f"not {short(written)}, but {target}: {_ours(target)}"
-        self._result.leave_out(key, written, reason, change=change)
+        self.result.leave_out(key, written, reason, change=change)
 
     def default(self, key: str, value: Any) -> None:
         """A default of the other tool, where its file says nothing about the same thing."""
         for target, meant in self._meaning(key, value).items():
             if target not in self.values and target not in self.refused:
                 self.values[target] = meant
-                self._sources[target] = (f"{key} (default of {self._result.tool})", value)
+                self._sources[target] = (f"{key} (default of {self.result.tool})", value)
                 self.defaults[target] = meant
 
     def _meaning(self, key: str, value: Any) -> Writes:
@@ -75,7 +75,7 @@ class RecipeWrites:
             key, written = self._sources.pop(target)
             del self.values[target]
             if self.defaults.pop(target, None) is None:
-                self._result.leave_out(key, written, why)
+                self.result.leave_out(key, written, why)
 
 
 def _ours(target: str) -> Any:

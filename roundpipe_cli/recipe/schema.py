@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 from roundpipe_cli.choices import (
     OPTIMIZERS,
     PACKED_FORMATS,
+    PAIR_OBJECTIVES,
     SCHEDULE_KINDS,
     OptimizerName,
+    PairObjective,
     ScheduleName,
 )
 from roundpipe_cli.recipe.constraints import Explained, InclusiveRange, Matching, NotEmpty, Range
@@ -98,6 +100,33 @@ class DpoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OrpoConfig:
+    """Odds ratio preference optimisation (arXiv 2403.07691). Used when `objective` is orpo."""
+
+    beta: Annotated[float, Range(0, above=True)] = 0.1
+    """Weight of the odds ratio loss beside the negative log-likelihood of the chosen answers: the paper's lambda."""
+    nll_on_prompt: bool = True
+    """That likelihood is of the chosen rows' prompts too, a mean over the tokens of a step, as in TRL and the authors'
+    code. `false`: of the answers alone, each answer's mean weighing the same, as in LLaMA-Factory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpoConfig:
+    """Simple preference optimisation (arXiv 2405.14734). Used when `objective` is simpo."""
+
+    beta: Annotated[float, Range(0, above=True)] = 2.0
+    """Factor of an answer's mean log-probability, which makes its reward. The authors use 2 to 10; 0.1, the default of
+    TRL, LLaMA-Factory and axolotl, makes rewards small beside `simpo_gamma`."""
+    simpo_gamma: Annotated[float, Range(0)] = 0.5
+    """Margin by which the chosen answer's reward is to exceed the rejected one's."""
+    label_smoothing: Annotated[float, Range(0, 0.5, below=True)] = 0.0
+    """Share of the pairs that are assumed to be labelled the wrong way round. 0 is off."""
+    cpo_alpha: Annotated[float, Range(0)] = 0.0
+    """Weight of the negative log-likelihood of the chosen answers, added to the loss (CPO-SimPO; 1 is the default of
+    TRL and axolotl). 0 is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """One source of rows."""
 
@@ -158,7 +187,7 @@ class PipelineConfig:
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
     chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks). Not
-    with packing, dpo, kept activations or recurrent blocks. Four chunks a worker keep the bubble small.
+    with packing, preference pairs, kept activations or recurrent blocks. Four chunks a worker keep the bubble small.
     `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
@@ -200,11 +229,16 @@ class Recipe:
     """Branch, tag or commit of a hub model. null is the default branch."""
     method: Literal["lora", "full"] = "lora"
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
-    objective: Literal["sft", "dpo"] = "sft"
-    """`sft` trains on answers; `dpo` on pairs of a chosen and a rejected answer (datasets of type preference: columns
-    prompt, chosen, rejected), with the base model as the reference. Needs `method: lora`."""
+    objective: Literal["sft"] | PairObjective = "sft"
+    """`sft` trains on answers; `dpo`, `orpo` and `simpo` on pairs of a chosen and a rejected answer (datasets of type
+    preference: columns prompt, chosen, rejected). The reference of `dpo` is the base model, so it needs `method: lora`;
+    the others need no reference."""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     """Not used unless `objective` is dpo."""
+    orpo: OrpoConfig = field(default_factory=OrpoConfig)
+    """Not used unless `objective` is orpo."""
+    simpo: SimpoConfig = field(default_factory=SimpoConfig)
+    """Not used unless `objective` is simpo."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters; not used when `method` is full."""
     load_in_4bit: bool = False
@@ -355,6 +389,11 @@ class Recipe:
     """Settings for several machines; not used on one."""
 
     @property
+    def trains_pairs(self) -> bool:
+        """Whether a row is a preference pair: two sequences."""
+        return self.objective in PAIR_OBJECTIVES
+
+    @property
     def packed_bits(self) -> int:
         """Bits of a frozen base weight's code; 0 where the weights lie whole."""
         return next((bits for bits, kind in PACKED_FORMATS.items() if getattr(self, kind.key)), 0)
@@ -365,7 +404,7 @@ class Recipe:
         goes: it leaves the cache, the stages and their dealing to us. Not with preference pairs, of which a microbatch
         has twice the rows, or a trained head, whose gradients are added up in order."""
         pipeline = self.pipeline
-        is_plain = self.method == "lora" and self.objective != "dpo" and not self.lora.modules_to_save
+        is_plain = self.method == "lora" and not self.trains_pairs and not self.lora.modules_to_save
         is_cache_open = is_plain and pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
         is_cut_open = not pipeline.binds_stages and pipeline.forward_stages == pipeline.backward_stages == "auto"
         recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)

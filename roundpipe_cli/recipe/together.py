@@ -18,6 +18,7 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
+PAIRS_HINT = "add the line `objective: dpo` (or orpo, simpo)"
 SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
 """Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
@@ -69,26 +70,28 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
-    if recipe.objective != "dpo":
+    if not recipe.trains_pairs:
         for index, dataset in enumerate(recipe.datasets):
             if dataset.type == "preference":
                 path = ("datasets", index, "type")
-                findings.add(path, "preference pairs need another objective", hint="add the line `objective: dpo`")
+                findings.add(path, "preference pairs need another objective", hint=PAIRS_HINT)
         return
-    wanted = (("method", "lora", "the reference is the base model below the adapters"),)
-    off = (("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0))
+    objective = recipe.objective
+    off = [("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
     if recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
-    for key, value, why in wanted:
-        if getattr(recipe, key) != value:
-            findings.add((key,), f"objective dpo needs {key} {value}", found=str(getattr(recipe, key)), hint=why)
+    if objective == "dpo" and recipe.method != "lora":
+        why = "the reference is the base model below the adapters; objective orpo and simpo need none"
+        findings.add(("method",), "objective dpo needs method lora", found=recipe.method, hint=why)
+    if objective != "dpo":  # a prompt's log-probability would be part of the means that are compared
+        off.append(("train_on_inputs", False))
     for key, without in off:
         if getattr(recipe, key) != without:
-            findings.add((key,), f"{key} is not offered with objective dpo", hint=f"delete the line {key}")
+            findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
     for index, dataset in enumerate(recipe.datasets):
         if dataset.type not in ("auto", "preference"):
-            path = ("datasets", index, "type")
-            findings.add(path, "objective dpo needs preference pairs", found=dataset.type, expected="preference")
+            what, path = f"objective {objective} needs preference pairs", ("datasets", index, "type")
+            findings.add(path, what, found=dataset.type, expected="preference")
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
@@ -100,7 +103,7 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
     bound = "all chunks go forward before one goes backward"
     clashes = (
         (recipe.packing, "packing", "chunks of packed rows are not offered yet"),
-        (recipe.objective == "dpo", "objective", "pairs are compared as a whole"),
+        (recipe.trains_pairs, "objective", "pairs are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
         (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),
         (pipeline.recompute == "none", "pipeline.recompute", kept),

@@ -168,7 +168,7 @@ class _Form:
 def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
-    rows = recipe.micro_batch_size * (2 if recipe.objective == "dpo" else 1)
+    rows = recipe.micro_batch_size * (2 if recipe.trains_pairs else 1)
     context = _sequence_tokens(recipe, setup.dataset.rows.lengths, longest=longest)
     return _Form(rows, max(1, context // recipe.pipeline.num_chunks), context)
 

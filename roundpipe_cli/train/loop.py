@@ -312,12 +312,14 @@ class Trainer:
         return self._sharing.finish(result, scale)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
-        """A step's microbatches, pairs with what the base model says of them, and the number of tokens."""
+        """A step's microbatches, DPO's pairs with what the base model says of them, and the number of tokens."""
         batches = self._fit.divide(batches)
         if self.setup.rejected is None:
             return make_microbatches(self.setup, batches)
         microbatches, num_tokens = make_pairs(self.setup, batches)
-        return add_references(self.recipe.dpo, self._references, microbatches, step), num_tokens
+        if self.recipe.objective == "dpo":
+            microbatches = add_references(self._references, microbatches, step)
+        return microbatches, num_tokens
 
     def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
         row = metrics_row(event)

@@ -1,6 +1,6 @@
-"""Preference pairs: from rows with prompt, chosen and rejected to microbatches with reference log-probabilities.
+"""Preference pairs: from rows with prompt, chosen and rejected to microbatches that know their loss.
 
-The reference model is the base model: the same engine with the adapters left out, before each step.
+DPO's reference model is the base model: the same engine with the adapters left out, before each step.
 """
 
 from __future__ import annotations
@@ -8,36 +8,98 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from roundpipe_cli.data.batching import RowBatch, pad_token_id
+from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.preference import Preference, Rewards
-from roundpipe_cli.recipe.schema import DpoConfig
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.evaluate import Scorer
 from roundpipe_cli.train.setup import Setup
 
 
 def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:
-    """Microbatches of the given pairs, chosen rows first, and the number of their tokens without padding."""
+    """Microbatches of a step's pairs, chosen rows first, and the number of their tokens without padding.
+
+    They have their loss, but for DPO's reference: see `add_references`.
+    """
     assert setup.rejected is not None
     pad = pad_token_id(setup.tokenizer)
+    loss, nll_factor = _loss(setup.recipe)
+    on_prompt = setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt
     microbatches, num_tokens = [], 0
     for batch in batches:
         indices = [index for sequence in batch for index in sequence]
         rows = [setup.dataset.rows[index] for index in indices] + [setup.rejected[index] for index in indices]
         num_tokens += sum(len(row.input_ids) for row in rows)
-        microbatches.append(collate_rows(rows, pad))
+        microbatch = replace(collate_rows(rows, pad), preference=loss)
+        if on_prompt:
+            microbatch = with_prompts(microbatch, rows[: len(indices)])
+        microbatches.append(microbatch)
+    by_answer = setup.recipe.objective == "orpo" and not on_prompt
+    if nll_factor:
+        microbatches = with_nll(microbatches, nll_factor, by_answer=by_answer)
     return microbatches, num_tokens
 
 
-def add_references(
-    options: DpoConfig, scorer: Scorer, microbatches: Sequence[Microbatch], step: int
-) -> list[Microbatch]:
+def _loss(recipe: Recipe) -> tuple[Preference, float]:
+    """The recipe's loss, and the factor of the chosen answers' negative log-likelihood in it."""
+    if recipe.objective == "orpo":
+        return Preference(None, recipe.orpo.beta, objective="orpo"), 1.0
+    if recipe.objective == "simpo":
+        own = recipe.simpo
+        loss = Preference(None, own.beta, own.label_smoothing, "simpo", simpo_gamma=own.simpo_gamma)
+        return loss, own.cpo_alpha
+    return Preference(None, recipe.dpo.beta, recipe.dpo.label_smoothing), 0.0
+
+
+def with_prompts(microbatch: Microbatch, chosen: Sequence[Row]) -> Microbatch:
+    """The same with every token of the chosen sequences as a target; which tokens are answers is noted."""
+    assert microbatch.preference is not None
+    is_answer = microbatch.labels != IGNORED_LABEL
+    labels = microbatch.labels.clone()
+    for index, row in enumerate(chosen):
+        length = len(row.input_ids)
+        labels[index, :length] = microbatch.input_ids[index, :length]
+    return replace(microbatch, labels=labels, preference=replace(microbatch.preference, is_answer=is_answer))
+
+
+def with_nll(microbatches: Sequence[Microbatch], factor: float, *, by_answer: bool) -> list[Microbatch]:
+    """A step's microbatches whose loss has `factor` times the negative log-likelihood of the chosen sequences.
+
+    The engine takes the mean over pairs of what each microbatch sums up.
+
+    Args:
+        by_answer: the mean over pairs of each sequence's mean; otherwise the mean over all target tokens of the step,
+            whatever the microbatches.
+    """
+    counts = [_num_targets(microbatch).clamp(min=1) for microbatch in microbatches]
+    mean = torch.cat(counts).mean()
+    result = []
+    for microbatch, count in zip(microbatches, counts, strict=True):
+        assert microbatch.preference is not None
+        weights = torch.zeros(len(microbatch.labels), dtype=torch.float64)
+        weights[: len(count)] = factor / (count if by_answer else mean)
+        result.append(replace(microbatch, preference=replace(microbatch.preference, nll_weights=weights)))
+    return result
+
+
+def _num_targets(microbatch: Microbatch) -> torch.Tensor:
+    """Target tokens of each chosen sequence, float64 [P]."""
+    chosen = microbatch.labels[: len(microbatch.labels) // 2, 1:]
+    return (chosen != IGNORED_LABEL).sum(dim=1).double()
+
+
+def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int) -> list[Microbatch]:
     """The microbatches with the log-probabilities of their sequences under the base model."""
     result = []
     scores = scorer.scores(microbatches, step=step, adapters=False)
     for microbatch, scored in zip(microbatches, scores, strict=True):
-        preference = Preference(scored.sequence_sums, options.beta, options.label_smoothing)
+        assert microbatch.preference is not None
+        preference = replace(microbatch.preference, reference=scored.sequence_sums)
         result.append(replace(microbatch, preference=preference))
     return result
 
@@ -46,9 +108,13 @@ def pair_metrics(rewards: Sequence[Rewards], microbatches: Sequence[Microbatch])
     """Keys of metrics.jsonl beside those of every step; means over the pairs of the step."""
     pairs = sum(len(microbatch.labels) // 2 for microbatch in microbatches)
     chosen, rejected = sum(item.chosen for item in rewards), sum(item.rejected for item in rewards)
-    return {
+    metrics = {
         "rewards_chosen": chosen / pairs,
         "rewards_rejected": rejected / pairs,
         "reward_margin": (chosen - rejected) / pairs,
         "reward_accuracy": sum(item.num_right for item in rewards) / pairs,
     }
+    first = microbatches[0].preference
+    if first is not None and first.nll_weights is not None:
+        metrics["nll_loss"] = sum(item.nll for item in rewards) / pairs
+    return metrics

@@ -18,6 +18,8 @@ from roundpipe_cli.events import Notice, Say, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig
 
+NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
+
 
 def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
     """The recipe's data keys in the data room's terms."""
@@ -47,8 +49,11 @@ def read_rows(
         RefusedError: see `build_dataset` and `build_pairs`.
     """
     settings = data_settings(loaded, offline)
-    if loaded.recipe.objective == "dpo":
-        return build_pairs(settings, tokenizer, tell)
+    if loaded.recipe.trains_pairs:
+        chosen, rejected = build_pairs(settings, tokenizer, tell)
+        if loaded.recipe.objective == "orpo" and loaded.recipe.orpo.nll_on_prompt:
+            chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
+        return chosen, rejected
     return build_dataset(settings, tokenizer, tell), None
 
 

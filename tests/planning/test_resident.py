@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_recomputed_on_the_same_worker(tmp_path: Path) -> N
     [
         *("method=full", "pipeline.weight_cache=0", "pipeline.dispatch=round_robin", "pipeline.head_workers=2"),
         *("pipeline.recompute=layer", "pipeline.keep_activations=1"),
-        *("pipeline.sequence_chunks=2", "pipeline.schedule=1f1b", "lora.modules_to_save=[lm_head]", "objective=dpo"),
+        *("pipeline.sequence_chunks=2", "pipeline.schedule=1f1b", "lora.modules_to_save=[lm_head]", "objective=orpo"),
     ],
 )
 def test_not_where_the_recipe_says_otherwise(tmp_path: Path, override: str) -> None:

@@ -91,14 +91,15 @@ def converted(tool: str, lines: str = "") -> Conversion:
 
 
 OTHER_JOBS = (
-    ("llama-factory", "stage: dpo", "preferences"),
     ("llama-factory", "stage: kto", "preferences"),
+    ("llama-factory", "{stage: dpo, pref_loss: ipo}", "preferences"),
+    ("axolotl", "{rl: dpo, dpo_loss_type: [hinge]}", "preferences"),
+    ("axolotl", "rl: kto", "preferences"),
+    ("trl", "loss_type: ipo", "preferences"),
     ("llama-factory", "stage: rm", "reward model"),
     ("llama-factory", "stage: ppo", "reinforcement"),
-    ("llama-factory", "stage: pt", "pretraining"),
     ("llama-factory", "finetuning_type: freeze", "part of the weights"),
     ("llama-factory", "finetuning_type: oft", "OFT"),
-    ("llama-factory", "pref_loss: simpo", "preferences"),
     ("llama-factory", "do_train: false", "no training"),
     ("llama-factory", "{do_train: false, do_eval: true}", "evaluation"),
     ("llama-factory", "{do_train: null, do_predict: true, eval_dataset: x}", "evaluation"),
@@ -111,7 +112,6 @@ OTHER_JOBS = (
     ("llama-factory", "model_name_or_path: Qwen/Qwen3-VL-4B-Instruct", "images"),
     ("llama-factory", "mixture_of_depths: convert", "mixture of depths"),
     ("llama-factory", "train_from_scratch: true", "random weights"),
-    ("axolotl", "rl: dpo", "preferences"),
     ("axolotl", "rl: grpo", "reinforcement"),
     ("axolotl", "{reward_model: true, num_labels: 1}", "reward model"),
     ("axolotl", "process_reward_model: true", "reward model"),
@@ -120,7 +120,6 @@ OTHER_JOBS = (
     ("axolotl", "is_multimodal: true", "images"),
     ("axolotl", "base_model: meta-llama/Llama-3.2-11B-Vision-Instruct", "images"),
     ("axolotl", "base_model: org/some-tts-1b", "sound"),
-    ("axolotl", "pretraining_dataset: [{path: c4}]", "pretraining"),
     ("axolotl", "merge_lora: true", "merging"),
     ("axolotl", "relora: true", "ReLoRA"),
     ("axolotl", "adapter: llama-adapter", "another kind of adapter"),
@@ -129,7 +128,6 @@ OTHER_JOBS = (
     ("axolotl", "plugins: [axolotl.integrations.kd.KDPlugin]", "teacher"),
     ("trl", "lora_task_type: SEQ_CLS", "classifier"),
     ("trl", "beta: 0.1", "preferences"),
-    ("trl", "loss_type: sigmoid", "preferences"),
     ("trl", "num_generations: 8", "reinforcement"),
 )
 
@@ -141,6 +139,130 @@ def test_file_for_another_job_is_refused(tool: str, lines: str, job: str) -> Non
         converted(tool, lines)
     problem = refused.value.problems[0]
     assert problem.where == "a.yaml" and problem.found and problem.expected
+
+
+TABLE_OF_PAIRS = {
+    "liked": {
+        **{"file_name": "l.json", "ranking": True},
+        "columns": {"prompt": "q", "query": "c", "chosen": "good", "rejected": "bad"},
+    },
+    "talks": {
+        **{"file_name": "t.json", "ranking": True, "formatting": "sharegpt"},
+        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "texts": {"file_name": "c4.jsonl", "columns": {"prompt": "text"}},
+}
+_OF_PAIRS = f"dataset_dir: {json.dumps(TABLE_OF_PAIRS)}"
+_LIKED = f"{_OF_PAIRS}, dataset: liked"
+OBJECTIVES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "llama-factory",
+        f"{{stage: dpo, pref_beta: 0.2, {_LIKED}}}",
+        {
+            **{"objective": "dpo", "dpo.beta": 0.2, "method": "lora", "datasets[0].type": "preference"},
+            "datasets[0].columns": {"instruction": "q", "input": "c", "chosen": "good", "rejected": "bad"},
+        },
+    ),
+    (
+        "llama-factory",
+        f"{{stage: dpo, pref_loss: orpo, finetuning_type: full, {_LIKED}}}",
+        {"objective": "orpo", "orpo.nll_on_prompt": False, "method": "full"},
+    ),
+    (
+        "llama-factory",
+        f"{{stage: dpo, pref_loss: simpo, pref_beta: 2.5, simpo_gamma: 1.2, dataset: talks, {_OF_PAIRS}}}",
+        {
+            **{"objective": "simpo", "simpo.beta": 2.5, "simpo.simpo_gamma": 1.2},
+            "datasets[0].columns": {"conversations": "talk"},
+        },
+    ),
+    ("llama-factory", f"{{stage: dpo, pref_loss: simpo, {_LIKED}}}", {"simpo.beta": 0.1}),
+    (
+        "llama-factory",
+        f"{{stage: pt, dataset: texts, template: null, {_OF_PAIRS}}}",
+        {"packing": True, "long_rows": "split", "datasets[0].type": "text"},
+    ),
+    ("llama-factory", "{stage: pt, packing: false}", {"packing": False, "datasets[0].type": "text"}),
+    ("llama-factory", "{pref_beta: 0.1, pref_loss: sigmoid, ppo_epochs: 4}", {"method": "lora"}),
+    (
+        "axolotl",
+        "{rl: dpo, adapter: lora, lora_r: 8, lora_alpha: 8, datasets: [{path: x, type: chatml.intel}], rl_beta: 0.3}",
+        {"objective": "dpo", "dpo.beta": 0.3, "datasets[0].columns": {"prompt": "question"}},
+    ),
+    (
+        "axolotl",
+        "{rl: orpo, orpo_alpha: 0.25, datasets: [{path: x, type: chat_template.argilla}], train_on_inputs: true}",
+        {"objective": "orpo", "orpo.beta": 0.25, "method": "full", "datasets[0].type": "preference"},
+    ),
+    (
+        "axolotl",
+        "{rl: simpo, trl: {beta: 2}, rl_beta: null, simpo_gamma: 0.4, cpo_alpha: 0.5,"
+        " datasets: [{path: x, type: {field_prompt: q, field_chosen: a, field_rejected: rejected}}]}",
+        {
+            **{"objective": "simpo", "simpo.beta": 2, "simpo.simpo_gamma": 0.4, "simpo.cpo_alpha": 0.5},
+            "datasets[0].columns": {"prompt": "q", "chosen": "a"},
+        },
+    ),
+    ("axolotl", "{rl: simpo, datasets: [{path: x, type: chat_template}]}", {"simpo.cpo_alpha": 1.0}),
+    (
+        "axolotl",
+        "{datasets: null, pretraining_dataset: [{path: c4, name: en, text_column: body}], max_steps: 9}",
+        {"long_rows": "split", "max_steps": 9, "datasets[0].columns": {"text": "body"}, "datasets[0].name": "en"},
+    ),
+    ("axolotl", "{datasets: null, pretraining_dataset: c4.jsonl, max_steps: 9}", {"datasets[0].path": "c4.jsonl"}),
+    ("axolotl", "{rl_beta: 0.1, dpo_label_smoothing: 0.1, simpo_gamma: 1}", {"method": "full"}),
+    (
+        "trl",
+        "{loss_type: [sigmoid], beta: 0.3, use_peft: true, dataset_text_field: null}",
+        {"objective": "dpo", "dpo.beta": 0.3, "learning_rate": 1e-6, "datasets[0].type": "preference"},
+    ),
+    (
+        "trl",
+        "{loss_type: simpo, beta: 2.0, simpo_gamma: 1.0, cpo_alpha: 0.0, dataset_text_field: null}",
+        {"objective": "simpo", "simpo.beta": 2.0, "simpo.simpo_gamma": 1.0, "simpo.cpo_alpha": 0.0},
+    ),
+)
+
+
+@pytest.mark.parametrize(("tool", "lines", "expected"), OBJECTIVES)
+def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str, Any]) -> None:
+    """Such files were refused, as was any file with a stray `pref_beta`; the recipe loads, nothing is left out."""
+    result = converted(tool, lines)
+    recipe = load_text(result.text("a.yaml"), "a.yaml").recipe
+    assert recipe.trains_pairs is ("objective" in result.recipe)
+    for key, value in expected.items():
+        section, _, rest = key.partition("].")
+        found = look_up(result.recipe["datasets"][0], rest) if rest else look_up(result.recipe, key)
+        assert found == value, key
+    assert {entry.key for entry in result.left_out} <= {"template"}
+    stray = {"pref_beta", "ppo_epochs", "rl_beta", "simpo_gamma"} & set(
+        lines.replace("{", " ").replace(":", " ").split()
+    )
+    if not recipe.trains_pairs:
+        assert stray <= set(result.without_effect)
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "said"),
+    [
+        ("llama-factory", f"{{stage: dpo, finetuning_type: full, {_LIKED}}}", "second model"),
+        ("llama-factory", f"{{stage: dpo, dataset: texts, {_OF_PAIRS}}}", "no pairs"),
+        ("llama-factory", f"{{{_LIKED}}}", "preferences"),
+        ("axolotl", "{rl: dpo, datasets: [{path: x, type: chat_template.default}]}", "second model"),
+    ],
+)
+def test_pairs_that_no_recipe_trains_are_refused(tool: str, lines: str, said: str) -> None:
+    with pytest.raises(RefusedError, match=said):
+        converted(tool, lines)
+
+
+def test_what_a_loss_of_pairs_lacks_is_in_the_first_line() -> None:
+    """Other references and added likelihoods make another loss; held-out rows are not evaluated."""
+    lines = f"{{stage: dpo, pref_ftx: 0.5, ref_model: other/model, val_size: 0.1, {_LIKED}}}"
+    result = converted("llama-factory", lines)
+    assert {entry.key for entry in result.left_out} == {"pref_ftx", "ref_model", "template", "val_set_size"}
+    first = result.text("a.yaml").splitlines()[0]
+    assert "pref_ftx: " in first and "ref_model: the reference is the base model" in first
 
 
 @pytest.mark.parametrize("tool", BASES)
@@ -207,7 +329,12 @@ def test_first_line_of_a_faithful_recipe_names_its_source() -> None:
                 **{"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05, "lora.target_modules": ["q_proj", "v_proj"]},
             },
         ),
-        ("axolotl", "", {"warmup_steps": 0.03, "max_seq_length": 512, "long_rows": "drop", "num_train_epochs": 1}),
+        (
+            "axolotl",
+            "datasets: [{path: x, type: chat_template}]",
+            {"warmup_steps": 0.03, "max_seq_length": 512, "long_rows": "drop", "num_train_epochs": 1},
+        ),
+        ("axolotl", "excess_length_strategy: drop", {"long_rows": "split"}),  # its completion texts are cut before
         ("axolotl", "{batch_size: 32, micro_batch_size: 4}", {"gradient_accumulation_steps": 8}),
         ("axolotl", "bf16: false", {"dtype": "float32"}),
         ("axolotl", "cosine_min_lr_ratio: 0.1", {"lr_scheduler_type": "cosine_with_min_lr"}),
@@ -258,6 +385,8 @@ NOT_OF_PEERS = {
     "method",
     "objective",
     "dpo",
+    "orpo",
+    "simpo",
     "lora",
     "datasets",
     "pipeline",
@@ -272,7 +401,7 @@ program's is not read."""
 
 def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     """Reasons outlived their features: early stopping, the best weights and chat templates were all refused once."""
-    sections = ("lora", "dpo", "pipeline", "nodes")
+    sections = ("lora", "dpo", "orpo", "simpo", "pipeline", "nodes")
     keys = {key for key in known_keys(Recipe) if "[]" not in key and key.partition(".")[0] not in sections[1:]}
     assert keys - NOT_OF_PEERS == set(SAMPLES)
     for table in (CHANGES, NO_COUNTERPART, RECIPES_NO_COUNTERPART):

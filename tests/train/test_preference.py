@@ -1,4 +1,5 @@
-"""DPO: the loss and gradients of plain PyTorch, the same bits on any number of workers, and runs whose margins grow."""
+"""Preference pairs: loss and gradients by the papers' equations, the same bits on any number of workers, and runs whose
+margins grow."""
 
 from __future__ import annotations
 
@@ -12,43 +13,76 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
+from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model.preference import Preference
+from roundpipe_cli.model.preference import Preference, preference_loss
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.preference import make_pairs
+from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
 from roundpipe_cli.train.setup import prepare
 from tests.support.e2e import finetune, fresh, make_model, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 BETA = 0.3
 SIZES = [(4, 11), (2, 9), (4, 7)]
+LOSSES: dict[str, tuple[Preference, float]] = {
+    "dpo": (Preference(None, BETA), 0.0),
+    "dpo, smoothed": (Preference(None, BETA, 0.1), 0.0),
+    "orpo by answer": (Preference(None, BETA, objective="orpo"), 1.0),
+    "orpo, nll on prompts": (Preference(None, BETA, objective="orpo"), 1.0),
+    "simpo": (Preference(None, 2.5, objective="simpo", simpo_gamma=0.8), 0.0),
+    "simpo, smoothed, with nll": (Preference(None, 2.5, 0.1, "simpo", simpo_gamma=0.8), 0.7),
+}
+"""A loss without what depends on the rows, and its `cpo_alpha`; ORPO's is 1 by definition."""
 
 
-def pairs(smoothing: float = 0.0) -> list[Microbatch]:
-    """Microbatches of 2, 1 and 2 pairs with made-up reference log-probabilities."""
+def pairs(name: str = "dpo") -> list[Microbatch]:
+    """Microbatches of 2, 1 and 2 pairs, DPO's with made-up reference log-probabilities."""
     generator = torch.Generator().manual_seed(3)
+    loss, nll_factor = LOSSES[name]
     made = []
     for microbatch in random_microbatches(SIZES):
         reference = -30 + torch.randn(len(microbatch.labels), generator=generator, dtype=torch.float64)
-        made.append(replace(microbatch, preference=Preference(reference, BETA, smoothing)))
-    return made
+        preference = replace(loss, reference=reference if loss.objective == "dpo" else None)
+        microbatch = replace(microbatch, preference=preference)
+        if "prompts" in name:
+            lengths = (microbatch.input_ids != 0).sum(dim=1)[: len(microbatch.labels) // 2]
+            ids = [row[:length].numpy() for row, length in zip(microbatch.input_ids, lengths, strict=False)]
+            microbatch = with_prompts(microbatch, [Row(0, tokens, tokens) for tokens in ids])
+        made.append(microbatch)
+    return with_nll(made, nll_factor, by_answer="by answer" in name) if nll_factor else made
 
 
-def plain_dpo(plain: nn.Module, microbatches: list[Microbatch], smoothing: float) -> float:
-    """The mean loss over pairs as TRL writes it (sigmoid loss), its gradients left in `.grad`."""
+def plain_loss(plain: nn.Module, microbatches: list[Microbatch], name: str) -> float:
+    """The step's loss by the papers' equations in float64, its gradients left in `.grad`.
+
+    DPO: equation 7 of arXiv 2305.18290; SimPO: 6 of 2405.14734; ORPO: 4, 6 and 7 of 2403.07691.
+    """
     plain.zero_grad(set_to_none=True)
-    losses = []
+    losses, nlls, counts_of_nll = [], [], []
     for microbatch in microbatches:
+        preference, labels = microbatch.preference, microbatch.labels[:, 1:]
+        assert preference is not None
+        answers = labels if preference.is_answer is None else labels.where(preference.is_answer[:, 1:], -100)
         logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1]
-        labels = microbatch.labels[:, 1:]
-        mask = labels != -100
-        picked = torch.log_softmax(logits.float(), -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-        chosen, rejected = (picked * mask).sum(-1).chunk(2)
-        assert microbatch.preference is not None
-        ref_chosen, ref_rejected = microbatch.preference.reference.chunk(2)
-        logratio = (chosen - rejected) - (ref_chosen - ref_rejected)
-        losses.append(-logsigmoid(BETA * logratio) * (1 - smoothing) - logsigmoid(-BETA * logratio) * smoothing)
-    loss = torch.cat(losses).mean()
+        picked = torch.log_softmax(logits.double(), -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        chosen, rejected = (picked * (answers != -100)).sum(-1).chunk(2)
+        if preference.objective != "dpo":
+            counts = (answers != -100).sum(-1).chunk(2)
+            chosen, rejected = chosen / counts[0], rejected / counts[1]
+        nlls.append(-(picked * (labels != -100)).sum(-1)[: len(chosen)])
+        counts_of_nll.append((labels != -100).sum(-1)[: len(chosen)])
+        if preference.objective == "orpo":
+            odds = [x.exp() / (1 - x.exp()) for x in (chosen, rejected)]
+            losses.append(-preference.beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
+            continue
+        if preference.reference is not None:
+            ref_chosen, ref_rejected = preference.reference.chunk(2)
+            chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
+        z = preference.beta * (chosen - rejected) - preference.simpo_gamma
+        losses.append(-(1 - preference.label_smoothing) * logsigmoid(z) - preference.label_smoothing * logsigmoid(-z))
+    nll, count = torch.cat(nlls), torch.cat(counts_of_nll)
+    mean = (nll / count).mean() if "by answer" in name else nll.sum() / count.sum()
+    loss = torch.cat(losses).mean() + LOSSES[name][1] * mean
     loss.backward()
     return float(loss.detach())
 
@@ -62,28 +96,44 @@ def step(
     return result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]
 
 
-@pytest.mark.parametrize(("model_type", "method"), [("llama", "lora"), ("gemma2", "lora"), ("qwen2", "full")])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_and_gradients_are_those_of_plain_pytorch(model_type: str, method: str, smoothing: float) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "method", "name"),
+    [
+        *(("llama", "lora", name) for name in LOSSES),
+        *(("gemma2", "lora", name) for name in ("dpo", "orpo, nll on prompts")),
+        *(("qwen2", "full", name) for name in ("dpo, smoothed", "orpo, nll on prompts", "simpo, smoothed, with nll")),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_papers_equations(model_type: str, method: str, name: str) -> None:
+    """The reference of a comparison never computes with the code under test."""
     rig = make_rig(model_type, method)
-    microbatches = pairs(smoothing)
-    expected = plain_dpo(rig.plain, microbatches, smoothing)
+    microbatches = pairs(name)
+    expected = plain_loss(rig.plain, microbatches, name)
     loss, _ = step(rig, microbatches)
     assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
     gradients = {name: p.grad for name, p in rig.plain.named_parameters() if p.requires_grad}
     scale = max(float(g.norm()) for g in gradients.values() if g is not None)
-    for name, gradient in gradients.items():
+    for parameter, gradient in gradients.items():
         assert gradient is not None
-        difference = float((rig.store.gradient(name) - gradient).norm())
-        assert difference <= 1e-5 * float(gradient.norm()) + 1e-6 * scale, name
+        difference = float((rig.store.gradient(parameter) - gradient).norm())
+        assert difference <= 1e-5 * float(gradient.norm()) + 1e-6 * scale, parameter
 
 
-def test_the_same_bits_for_any_number_of_workers() -> None:
+@pytest.mark.parametrize("name", ["dpo", "orpo, nll on prompts", "simpo, smoothed, with nll"])
+def test_the_same_bits_for_any_number_of_workers(name: str) -> None:
     rig = make_rig("llama", "lora", lora_dropout=0.2)
-    want_loss, want = step(rig, pairs(), 1, seed=4)
+    want_loss, want = step(rig, pairs(name), 1, seed=4)
     for num_workers, copy in [(2, False), (3, False), (2, True)]:
-        loss, gradients = step(rig, pairs(), num_workers, seed=4, copy=copy)
+        loss, gradients = step(rig, pairs(name), num_workers, seed=4, copy=copy)
         assert loss == want_loss and all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
+
+
+def test_an_answer_of_probability_1_has_a_finite_loss() -> None:
+    """Its odds are infinite, and so is the slope of TRL's formula; float32's log softmax rounds to 0 long before."""
+    for policy in ([0.0, -3.0], [-3.0, 0.0], [0.0, 0.0], [-1e-9, -80.0]):
+        scores = torch.tensor(policy, dtype=torch.float64)
+        loss, slopes, _ = preference_loss(scores, Preference(None, 0.1, objective="orpo"))
+        assert loss.isfinite() and slopes.isfinite().all(), policy
 
 
 # --- the command line ---------------------------------------------------------------------------------------------
@@ -129,6 +179,23 @@ def test_workers_and_a_resume_change_no_bit(folder: Path) -> None:
     assert numbers(folder / "killed") == numbers(folder / "out")
 
 
+@pytest.mark.parametrize("objective", ["orpo", "simpo"])
+def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
+    """Margins grow; another number of workers and a resume change no bit."""
+    words = (f"objective={objective}", "num_train_epochs=3")
+    done = finetune(folder, *words).expect(0)
+    rows = metrics(folder / "out")
+    assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["reward_accuracy"] == 1.0
+    assert rows[-1]["reward_margin"] > rows[0]["reward_margin"] + (0.02 if objective == "orpo" else 1.0)
+    assert ("nll_loss" in rows[0]) is ("orpo.nll_on_prompt" in done.err) is (objective == "orpo")
+    other = ("pipeline={devices: [cpu, cpu, cpu], threads_per_worker: 1}", "output_dir=other")
+    died = finetune(folder, *words, *other, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
+    assert died.code == -9
+    finetune(folder, *words, *other, "--resume").expect(0)
+    assert numbers(folder / "other") == numbers(folder / "out")
+
+
 def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     renamed = [{"q": r["prompt"], "good": r["chosen"], "bad": r["rejected"]} for r in rows]
@@ -145,6 +212,8 @@ def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
     done = fresh(folder, "finetune", "recipe.yaml", "method=full", "packing=true", "val_set_size=2").expect(2)
     for key in ("method", "packing", "val_set_size"):
         assert f"{key}" in done.err
+    done = finetune(folder, "objective=simpo", "method=full", "train_on_inputs=true", "packing=true").expect(2)
+    assert "train_on_inputs is not offered with objective simpo" in done.err and "method" not in done.err
     assert (
         "objective: dpo"
         in finetune(folder, "objective=sft", "datasets=[{path: rows.jsonl, type: preference}]").expect(2).err
