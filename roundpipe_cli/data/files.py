@@ -333,7 +333,7 @@ def _paragraph(lines: list[bytes], number: int) -> RawRow:
 def _dictionary_columns(metadata: Any) -> list[str]:
     """Columns of texts of a parquet file that are stored once and named by rows. They stay so in memory: a file of
     500 bytes can hold a text of 1 MiB that 100,000 rows name."""
-    found = {}
+    found: dict[str, None] = {}
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
             column = metadata.row_group(group).column(index)
