@@ -85,7 +85,7 @@ class NotFiniteError(RoundpipeError):
 
 
 class ResourceError(RoundpipeError):
-    """Out of disk, host memory or device memory. Exit code 5."""
+    """Out of disk, host memory, device memory, threads or processes. Exit code 5."""
 
     exit_code = 5
 

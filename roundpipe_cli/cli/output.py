@@ -91,6 +91,10 @@ def run_command(command: Callable[[], Any]) -> int:
         if _out_of_memory(error):
             say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
             return ResourceError.exit_code
+        if _out_of_threads(error):
+            what = "the system lets this user start no more threads or processes"
+            show_error(ResourceError(what, found=str(error), hint="raise the limit: `ulimit -u`, or the container's"))
+            return ResourceError.exit_code
         if os.environ.get(DEBUG_VARIABLE):
             say("".join(traceback.format_exception(error)).rstrip())
         show_error(_bug(error))
@@ -103,6 +107,11 @@ def _out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def _out_of_threads(error: BaseException) -> bool:
+    """Whether a limit on threads and processes was reached; Rust's and C++'s libraries say so in words only."""
+    return any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN)))
 
 
 def _bug(error: BaseException) -> InternalError:

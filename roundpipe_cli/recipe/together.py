@@ -23,6 +23,10 @@ SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
 """Values with which stages are dealt out in turn, as schedules need that bind their stages to workers."""
 
+MIN_CHUNK_TOKENS = 8
+"""Tokens of a chunk at least, where a row is as long as it may be. A chunk's way through the stages costs some tens of
+milliseconds of Python, whatever it holds."""
+
 
 def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     """Add a problem for each key that another one makes meaningless."""
@@ -113,6 +117,15 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
         if clash:
             what = f"pipeline.sequence_chunks: {pipeline.sequence_chunks} does not go with {key}: {why}"
             findings.add(tuple(key.split(".")), what, hint=f"change {key}, or pipeline.sequence_chunks=1")
+    most = max(1, recipe.max_seq_length // MIN_CHUNK_TOKENS)
+    if pipeline.num_chunks > most:
+        findings.add(
+            ("pipeline", "sequence_chunks"),
+            f"chunks of fewer than {MIN_CHUNK_TOKENS} tokens: passing all stages takes longer than computing them",
+            found=f"{pipeline.num_chunks} chunks of max_seq_length {recipe.max_seq_length}",
+            expected=f"at most {most}",
+            hint=f"pipeline.sequence_chunks={most}, or a larger max_seq_length",
+        )
 
 
 def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:

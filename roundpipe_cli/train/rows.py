@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from roundpipe_cli.data.dataset import build_dataset
@@ -112,3 +114,12 @@ def refuse_unknown_ids(
             expected=f"ids below {num_rows}, the rows of the model's embedding",
             hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
         )
+
+
+def describe_padded_to_chunks(lengths: npt.NDArray[np.int64], num_chunks: int) -> str | None:
+    """Words about rows that are padded because they have fewer tokens than chunks; `lengths`: tokens of each."""
+    num_short = int((lengths < num_chunks).sum())
+    if not num_short:
+        return None
+    what = f"{num_short} of {len(lengths)} rows have fewer tokens than pipeline.sequence_chunks: {num_chunks}"
+    return f"{what}; each is padded to one token a chunk, which takes as long as longer chunks: use fewer of them"

@@ -41,7 +41,13 @@ from roundpipe_cli.train.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
-from roundpipe_cli.train.rows import evaluation_rows, longest_row, read_rows, refuse_unknown_ids
+from roundpipe_cli.train.rows import (
+    describe_padded_to_chunks,
+    evaluation_rows,
+    longest_row,
+    read_rows,
+    refuse_unknown_ids,
+)
 from roundpipe_cli.train.sampling import rows_of_steps
 from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
 from roundpipe_cli.units import format_bytes, format_count
@@ -233,6 +239,8 @@ def _read_data(
         tell(Notice(text))
     base_files = _ending_as_trained(base_files, tokenizer, loaded.recipe, tell)
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
+    if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
+        tell(Notice(padded))
     dataset, evaluation = evaluation_rows(loaded, dataset, tokenizer, offline, tell)
     return _Rows(tokenizer, dataset, rejected, evaluation), base_files
 

@@ -7,6 +7,8 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from roundpipe_cli.data import files
@@ -317,6 +319,23 @@ def test_a_compressed_bomb_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RefusedError, match=r"too long|too large") as caught:
         read(path)
     assert str(path) in str(caught.value) and "64 KiB" in str(caught.value)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_text_that_many_parquet_rows_name_is_not_copied_for_all(tmp_path: Path, nested: bool) -> None:
+    """A small file of a dictionary with one long text took 1,024 times its length at once."""
+    length, rows = 1 << 16, 1000
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["x" * length])
+    column = pyarrow.ListArray.from_arrays(list(range(rows + 1)), texts.cast(pyarrow.string())) if nested else texts
+    path = tmp_path / "bomb.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd", store_schema=False)
+    del texts, column
+    assert path.stat().st_size < 10_000
+    before = pyarrow.total_allocated_bytes()
+    (source,) = find_sources(DatasetSpec(str(path)), None, offline=True)
+    row = next(iter(source.rows()))
+    assert row.columns == {"text": ["x" * length] if nested else "x" * length}
+    assert pyarrow.total_allocated_bytes() - before < 20 * length
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.schedule.validate import InvalidScheduleError, validate_schedule
+from roundpipe_cli.train.rows import describe_padded_to_chunks
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
 
@@ -292,11 +294,26 @@ def test_a_run_in_chunks_resumes_to_the_same_bits(folder: Path) -> None:
         (("pipeline.schedule=1f1b",), "does not go with pipeline.schedule"),
         (("pipeline.recompute=none",), "does not go with pipeline.recompute"),
         (("pipeline.keep_activations=1",), "does not go with pipeline.keep_activations"),
+        (("max_seq_length=31",), "fewer than 8 tokens"),
+        (("max_seq_length=8191", "pipeline.sequence_chunks=1024"), "fewer than 8 tokens"),
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused(folder: Path, words: tuple[str, ...], problem: str) -> None:
     with pytest.raises(RefusedError, match=problem):
         load_recipe(folder / "recipe.yaml", ["pipeline.sequence_chunks=4", *words])
+
+
+def test_chunks_of_eight_tokens_are_accepted(folder: Path) -> None:
+    """1,024 chunks of rows of 64 tokens took minutes a step: the least chunk is what a row can be cut into."""
+    for words in (["pipeline.sequence_chunks=8"], ["max_seq_length=8192", "pipeline.sequence_chunks=1024"]):
+        load_recipe(folder / "recipe.yaml", words)
+
+
+def test_rows_shorter_than_chunks_are_reported() -> None:
+    """They are padded, and a run on them takes as long as on long ones."""
+    lengths = np.array([3, 4, 9])
+    assert describe_padded_to_chunks(lengths, 1) is None
+    assert str(describe_padded_to_chunks(lengths, 8)).startswith("2 of 3 rows have fewer tokens than")
 
 
 @pytest.mark.parametrize(("head_workers", "least"), [(1, 0.85), (8, 0.9)])
