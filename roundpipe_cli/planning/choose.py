@@ -18,7 +18,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest_shape
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
-from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.single_worker import single_cut
@@ -186,7 +186,11 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     if limits is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
         return replace(_quick(case), explanation=(why,))
-    found = plan_partition(case if effort == "full" else replace(case, num_microbatches=few_rounds))
+    if effort == "full":
+        found = plan_partition(case)
+    else:
+        light = LIGHT if case.accounting == "default" else None
+        found = plan_partition(replace(case, num_microbatches=few_rounds), light)
     searched = StageCut(
         found.forward_stages,
         found.backward_stages,
