@@ -11,7 +11,7 @@ from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
 from roundpipe_cli.planning.search.chain import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
 from roundpipe_cli.planning.search.explain import HostUpdates, Scorers, explain
-from roundpipe_cli.planning.search.run import Candidate, Search, SearchEffort
+from roundpipe_cli.planning.search.run import SAME, Candidate, Search, SearchEffort
 from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds
 from roundpipe_cli.planning.stages import (
     StageLimits,
@@ -28,14 +28,14 @@ BRISK = SearchEffort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
 STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
 """For chained steps, of which every score takes many rounds."""
-LIGHT = SearchEffort(cell_work=1.0e7, pattern_cells=60, local_work=2.0e7, enough=2e-3)
+LIGHT = SearchEffort(cell_work=5.0e6, pattern_cells=30, local_work=3.0e7, enough=2e-3)
 """For a recipe's stages, whose costs are not known more exactly."""
 SCOUT = SearchEffort(cell_work=3.0e6, pattern_cells=0, local_work=0.0)
 """For alternatives of which most are far off: other round sizes, fewer workers."""
 DEEP_LAYERS = 48
 """Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
 NEAR = 1.004
-"""An alternative is searched in full if a scout comes as close as this."""
+"""Fewer workers are tried in full if a scout comes as close as this."""
 FAR = 1.05
 """Rounds shorter than those that are slower by this are not tried."""
 
@@ -211,25 +211,18 @@ def _best_rounds(task: _Task) -> _Plan:
     """The best plan over the numbers of microbatches per round that the accounting leaves open.
 
     A scout for each, the longest rounds first: they have the fewest fills and uploads, so that bounds soon rule out the
-    others. Then a search for those that come near the best.
+    others. Then a search for the best.
     """
     if not task.default:
         return _search(task, INFEASIBLE)
-    scouted: list[_Plan] = []
-    best_s = INFEASIBLE
-    for per_round in _round_sizes(task):  # limits of stages do not depend on the round
-        scout = _search(replace(task, per_round=per_round, effort=SCOUT), best_s * FAR)
-        if scout.value_s > best_s * FAR:
-            break
-        best_s = min(best_s, scout.value_s)
-        scouted.append(scout)
     best = _Plan(task, [], INFEASIBLE)
-    for scout in sorted(scouted, key=lambda one: (one.value_s, one.task.round_size)):
-        if scout.value_s < best_s * NEAR:
-            found = _search(replace(scout.task, effort=task.effort), best.value_s * NEAR)
-            if found.value_s < best.value_s * (1 - 1e-9):
-                best = found
-    return best
+    for per_round in _round_sizes(task):  # limits of stages do not depend on the round
+        scout = _search(replace(task, per_round=per_round, effort=SCOUT), best.value_s * FAR)
+        if scout.value_s > best.value_s * FAR:
+            break
+        if not best.found or scout.value_s <= best.value_s * (1 + SAME):  # shorter rounds where equal
+            best = scout
+    return _search(replace(best.task, effort=task.effort), INFEASIBLE) if best.found else best
 
 
 def _round_sizes(task: _Task) -> list[int]:
