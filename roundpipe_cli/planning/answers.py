@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +22,10 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.plain_files import read_regular
-from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
 from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.timeline import Bubble, Timeline
+from roundpipe_cli.schedule.validate import check_stages
 
 MAX_BYTES = 1024**2
 ROOMS = ("costs", "planning", "schedule")
@@ -94,20 +96,50 @@ def cut_document(cut: StageCut) -> dict[str, Any]:
     return asdict(cut)
 
 
-def cut_from(document: Any) -> StageCut:
-    """The inverse of `cut_document`.
+def cut_from(document: Any, schedule: str, num_layers: int, num_workers: int) -> StageCut:
+    """The inverse of `cut_document`, for a schedule of these counts.
 
     Raises:
-        ValueError, TypeError, KeyError: not such a document.
+        ValueError, TypeError, KeyError, RefusedError: not such a document, or stages that do not suit.
     """
     dealing, per_round = document["dealing"], document["microbatches_per_round"]
-    return StageCut(
+    cut = StageCut(
         _ranges(document["forward_stages"]),
         _ranges(document["backward_stages"]),
         None if per_round is None else _count(per_round),
         tuple(_count(worker, least=0) for worker in document["workers"]),
         None if dealing is None else Options(_count(dealing["head_workers"]), dealing["earliest_free"] is True),
         tuple(str(sentence) for sentence in document["explanation"]),
+    )
+    if not set(cut.workers) <= set(range(num_workers)):
+        raise ValueError(f"workers {cut.workers} of {num_workers}")
+    stages = cut.forward_stages, cut.backward_stages
+    check_stages(schedule, *stages, num_layers=num_layers, num_workers=len(cut.workers) or num_workers)
+    return cut
+
+
+def result_document(result: Result) -> dict[str, Any]:
+    """A schedule's figures in JSON's types."""
+    return {"makespan_s": result.makespan_s, "parts": asdict(result.parts), "step_s": result.step_s}
+
+
+def result_from(document: Any, name: str, cut: StageCut, case: SimulationCase) -> Result:
+    """The inverse of `result_document` for these stages; its timeline is empty.
+
+    Raises:
+        ValueError, TypeError, KeyError, RefusedError: not such a document.
+    """
+    schedule, shares = make_schedule(name, cut, case), document["parts"]
+    if not all(-1 <= shares[field.name] <= 1 for field in fields(Bubble)):
+        raise ValueError("a share that cannot be")
+    return Result(
+        schedule,
+        Timeline(schedule.num_workers, ()),
+        number(document["makespan_s"]),
+        Bubble(**{field.name: float(shares[field.name]) for field in fields(Bubble)}),
+        number(document["step_s"]),
+        case.num_workers if case.accounting == "published" else schedule.microbatches_per_round,
+        cut.dealing or case.options,
     )
 
 

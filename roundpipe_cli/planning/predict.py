@@ -45,7 +45,6 @@ from roundpipe_cli.planning.verdict import (
 )
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.schedule.validate import check_stages
 from roundpipe_cli.units import counted, format_bytes, format_seconds
 
 RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
@@ -250,13 +249,10 @@ def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
         return _cut(question)
 
+    schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.analytic.costs.layers)
+
     def read(document: object) -> StageCut:
-        cut, schedule = cut_from(document), question.loaded.recipe.pipeline.schedule
-        layers, workers = len(question.analytic.costs.layers), len(cut.workers) or question.num_workers
-        check_stages(schedule, cut.forward_stages, cut.backward_stages, num_layers=layers, num_workers=workers)
-        if not set(cut.workers) <= set(range(question.num_workers)):
-            raise ValueError(f"workers {cut.workers} of {question.num_workers}")
-        return cut
+        return cut_from(document, schedule, layers, question.num_workers)
 
     return answers.once(("stages", _figures(question)), lambda: _cut(question), cut_document, read)
 

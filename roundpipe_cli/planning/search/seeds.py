@@ -8,6 +8,7 @@ backward stages behind the one with the head, and of units in the head's stage. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from roundpipe_cli.planning.search.batch import Array, Batch, BatchScorer
 from roundpipe_cli.planning.search.chain import RoundChain
@@ -70,26 +71,30 @@ def make_cells(scorer: BatchScorer, bounds: list[int], chain: RoundChain) -> Cel
     body = units - head
     keep = (forward <= body) & (later <= body) & (forward > 0) & (later > 0) | (units + forward + later == 0)
     if scorer.allowed is not None:
-        keep &= _may_fit(scorer, bounds, forward, later, head)
+        keep &= _may_fit(scorer.numpy, scorer.allowed, bounds, (forward, later, head))
     forward, later, head, body = forward[keep], later[keep], head[keep], body[keep]
     bound, guess = _cell_bounds(scorer, bounds, chain, forward, later, head)
     order = numpy.lexsort((head, forward, forward + later, guess))
     return Cells(forward, later, head, bound, guess).take(order)
 
 
-def _may_fit(scorer: BatchScorer, bounds: list[int], forward: Array, later: Array, head: Array) -> Array:
+def _may_fit(numpy: Any, allowed: Array, bounds: list[int], cells: tuple[Array, Array, Array]) -> Array:
     """(C,) whether the head's stage keeps its limit, and some stages of as many units as an even cut needs keep theirs.
 
     Without this most of a search's time would go to cuts that no device can hold.
+
+    Args:
+        allowed: see `BatchScorer`.
+        cells: numbers of forward and later stages, units in the head's stage, each (C,).
     """
-    numpy, units, allowed = scorer.numpy, len(bounds) - 1, scorer.allowed
+    (forward, later, head), units = cells, len(bounds) - 1
     table = numpy.array(bounds)
     most = [
         max((size for size in range(1, units + 1) if allowed[kind, table[:-size], table[size:]].any()), default=0)
         for kind in (0, 1)
     ]
     body = units - head
-    holds = allowed[2, table[body], scorer.num_layers]
+    holds = allowed[2, table[body], -1]
     return holds & (forward * most[0] >= body) & (later * most[1] >= body)
 
 
