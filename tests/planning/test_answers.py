@@ -19,7 +19,7 @@ from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 
-MACHINE = "2x4090,host_memory_gib=64"
+MACHINE = "1x4090,host_memory_gib=64"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatc
     """Another recipe, another machine and other code are searched anew."""
     plan()
     plan("lora.r=32")
-    plan(machine="2x4090,host_memory_gib=48")
+    plan(machine="1x4090,host_memory_gib=48")
     monkeypatch.setattr(known, "code_digest", lambda: "another version")
     plan()
     assert len(searches) == 4
