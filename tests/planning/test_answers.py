@@ -16,6 +16,7 @@ from roundpipe_cli.planning import predict
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 
@@ -28,7 +29,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     noted: list[object] = []
     search = predict._cut
 
-    def counted(question: predict.PlanRequest) -> StageCut:
+    def counted(question: PlanRequest) -> StageCut:
         noted.append(question)
         return search(question)
 
