@@ -13,7 +13,10 @@ from roundpipe_cli.cli.output import say
 from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
+    from roundpipe_cli.choices import ScheduleName
     from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags
+    from roundpipe_cli.planning.answers import Answers
+    from roundpipe_cli.planning.choose import Effort
     from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
 
 
@@ -86,6 +89,7 @@ def bench(
         run_for_real(_to_run(recipe, flags), overrides or [], schedule, repetitions or 5, json_output, plain=plain)
         return
     from roundpipe_cli.choices import BOUND_SCHEDULES
+    from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.compare import check_case, run
     from roundpipe_cli.schedule.dealing import Options
 
@@ -93,9 +97,13 @@ def bench(
     question = _question(recipe, overrides or [], costs, hardware, case_flags)
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
-    partitions = _partitions(schedule, forward_stages, backward_stages, question, changed, flags)
+    answers = Answers()
+    partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
     asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
-    results = [run(*one) for one in asked]
+    needs_timelines = svg is not None or run_really
+    results = [run(*one) if needs_timelines else _known_result(*one, answers) for one in asked]
+    for damage in answers.damage:
+        say(f"notice: {damage}")
     if svg is not None:
         _write_svg(svg, question, results)
     if run_really:
@@ -108,6 +116,33 @@ def bench(
         typer.echo(json.dumps(bench_document(question, results)))
     else:
         _print_table(question, results, flags)
+
+
+def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
+    """The simulated schedule, without a timeline where its figures are known from before."""
+    from roundpipe_cli.planning.answers import result_document, result_from
+    from roundpipe_cli.planning.compare import run
+
+    return answers.once(
+        ("simulated", name, cut, case),
+        lambda: run(name, cut, case),
+        result_document,
+        lambda document: result_from(document, name, cut, case),
+    )
+
+
+def _known_cut(name: ScheduleName, case: SimulationCase, effort: Effort, answers: Answers) -> StageCut:
+    """The planner's stages."""
+    from roundpipe_cli.planning.answers import cut_document, cut_from
+    from roundpipe_cli.planning.choose import choose
+
+    asked = "chosen", name, case, effort
+    return answers.once(
+        asked,
+        lambda: choose(name, case, effort=effort),
+        cut_document,
+        lambda document: cut_from(document, name, len(case.costs.layers), case.num_workers),
+    )
 
 
 def _to_run(recipe: str | None, flags: RoundpipeFlags) -> str:
@@ -169,11 +204,11 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Sim
 
 def _partitions(
     schedules: list[str] | None,
-    forward: str | None,
-    backward: str | None,
+    given: tuple[str | None, str | None],
     question: SimulationCase,
     changed: SimulationCase,
     flags: RoundpipeFlags,
+    answers: Answers,
 ) -> list[tuple[str, StageCut]]:
     """The schedules to simulate with their stages: given ones where they apply, planned ones otherwise.
 
@@ -185,10 +220,10 @@ def _partitions(
     from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
     from roundpipe_cli.cli.bench_options import check_schedules
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.planning.choose import Effort, choose
     from roundpipe_cli.planning.compare import StageCut
     from roundpipe_cli.schedule.builders import schedule_name
 
+    forward, backward = given
     known = SCHEDULES if question.sequence_chunks == 1 else CHUNK_SCHEDULES
     names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
     if forward is None:
@@ -199,7 +234,8 @@ def _partitions(
         check_schedules(flags, names, bool(schedules))
         # a recipe's stages are those that `plan` and a run take
         effort: Effort = "full" if question.limits is None else "quick"
-        return [(name, choose(name, question if name in BOUND_SCHEDULES else changed, effort=effort)) for name in names]
+        cases = [(name, question if name in BOUND_SCHEDULES else changed) for name in names]
+        return [(name, _known_cut(name, case, effort, answers)) for name, case in cases]
     forward_ranges = _stages("--forward-stages", forward)
     backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
     if not schedules and backward is not None:

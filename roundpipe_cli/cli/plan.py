@@ -44,6 +44,7 @@ def plan(
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.cli.plan_compare import show_comparison
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
+    from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.watchdog import watching
@@ -55,9 +56,12 @@ def plan(
     loaded = load_recipe(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
+    answers = Answers()
     with watching(loaded.recipe.watchdog_s):
-        answer = make_plan(loaded, hardware, build_counts)
+        answer = make_plan(loaded, hardware, build_counts, answers)
         solution = solve_recipe(answer) if solve else None
+    for damage in answers.damage:
+        say(f"notice: {damage}")
     if svg is not None:
         _write_picture(answer, svg)
         say(f"wrote {svg}")

@@ -18,7 +18,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest_shape
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
-from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.single_worker import single_cut
@@ -32,7 +32,7 @@ from roundpipe_cli.schedule.timeline import makespan_s
 
 Effort = Literal["quick", "full"]
 MAX_JUDGED_ROUNDS = 4
-"""Microbatches by which even stages are judged, per worker."""
+"""Microbatches by which even stages, and a head on all workers, are judged, per worker."""
 MAX_JUDGED_STEPS = 4
 """Chained steps by which even stages are judged."""
 MAX_JUDGED_LAYERS = 72
@@ -186,7 +186,11 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     if limits is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
         return replace(_quick(case), explanation=(why,))
-    found = plan_partition(case if effort == "full" else replace(case, num_microbatches=few_rounds))
+    if effort == "full":
+        found = plan_partition(case)
+    else:
+        light = LIGHT if case.accounting == "default" else None
+        found = plan_partition(replace(case, num_microbatches=few_rounds), light)
     searched = StageCut(
         found.forward_stages,
         found.backward_stages,
@@ -224,14 +228,20 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     kind = SCHEDULE_KINDS[name]
     max_loops = 1 if kind.one_stage_each else -(-num_layers // num_workers)
     per_round = num_workers if kind.keeps_few else case.num_microbatches
-    scored: list[tuple[bool, float, int, StageCut]] = []
+    drafts: list[tuple[bool, float, int, StageCut]] = []
     for loops in range(1, max_loops + 1):
         num_stages = loops * num_workers
         candidates = {balanced_stages(case.costs, num_stages), even_stages(num_layers, num_stages)}
         cuts = [StageCut(stages, tuple(reversed(stages))) for stages in sorted(candidates)]
-        best = min(cuts, key=lambda cut: _published_s(name, cut, case))
+        least_s, best = min(((_published_s(name, cut, case), cut) for cut in cuts), key=lambda one: one[0])
         breaks = not allowed(replace(best, microbatches_per_round=per_round))
-        scored.append((breaks, run(name, best, replace(case, num_steps=1)).makespan_s, loops, best))
+        drafts.append((breaks, least_s, loops, best))
+    drafts.sort(key=lambda one: one[:3])
+    scored: list[tuple[bool, float, int, StageCut]] = []
+    for breaks, least_s, loops, cut in drafts:  # transfers only add to the published time
+        if scored and (breaks, least_s) > min(scored, key=lambda one: one[:3])[:2]:
+            break
+        scored.append((breaks, run(name, cut, replace(case, num_steps=1)).makespan_s, loops, cut))
     return min(scored, key=lambda one: one[:3])[3]
 
 
@@ -290,7 +300,9 @@ def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None 
         wide = StageCut(
             each[:-1], each[::-1], min(case.num_microbatches, most), dealing=spread, explanation=(spread.why,)
         )
-        return faster(planned, wide, case) if keeps is None or keeps(wide) else planned
+        judged = min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers)
+        short = replace(case, num_microbatches=judged)
+        return faster(planned, wide, short) if keeps is None or keeps(wide) else planned
     if case.costs.equal_workers or not (case.auto_dealing and _leaves_open(case)):
         return planned
     free = Options(earliest_free=True)

@@ -66,7 +66,7 @@ class Result:
     schedule: Schedule
     """The first step's."""
     timeline: Timeline
-    """The first step's."""
+    """The first step's; empty where the figures are remembered."""
     makespan_s: float
     parts: Bubble
     step_s: float

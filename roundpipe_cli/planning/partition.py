@@ -11,7 +11,7 @@ from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.search.batch import INFEASIBLE, Batch, BatchScorer, DeviceMemory
 from roundpipe_cli.planning.search.chain import LinkCosts, RoundChain, chain_of, steady_chain, worker_speeds
 from roundpipe_cli.planning.search.explain import HostUpdates, Scorers, explain
-from roundpipe_cli.planning.search.run import Candidate, Search, SearchEffort
+from roundpipe_cli.planning.search.run import SAME, Candidate, Search, SearchEffort
 from roundpipe_cli.planning.search.seeds import layer_bounds, unit_bounds
 from roundpipe_cli.planning.stages import (
     StageLimits,
@@ -28,12 +28,16 @@ BRISK = SearchEffort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
 STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
 """For chained steps, of which every score takes many rounds."""
-QUICK = SearchEffort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
-"""For alternatives that seldom win: other round sizes, fewer workers."""
+LIGHT = SearchEffort(cell_work=5.0e6, pattern_cells=30, local_work=3.0e7, enough=2e-3)
+"""For a recipe's stages, whose costs are not known more exactly."""
+SCOUT = SearchEffort(cell_work=3.0e6, pattern_cells=0, local_work=0.0)
+"""For alternatives of which most are far off: other round sizes, fewer workers."""
 DEEP_LAYERS = 48
 """Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
 NEAR = 1.004
-"""An alternative is searched in full if a quick search comes as close as this."""
+"""Fewer workers are tried in full if a scout comes as close as this."""
+FAR = 1.05
+"""Rounds shorter than those that are slower by this are not tried."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def _best_workers(task: _Task) -> _Plan:
     while len(workers) > 1 and plan.found:
         idle = min(reversed(workers), key=lambda worker: speeds[worker])
         workers = tuple(worker for worker in workers if worker != idle)
-        fewer = replace(task, workers=workers, effort=QUICK)
+        fewer = replace(task, workers=workers, effort=SCOUT)
         if _least_s(fewer) >= plan.value_s:
             break
         if _search(fewer, plan.value_s * NEAR).value_s < plan.value_s * NEAR:
@@ -204,28 +208,33 @@ def _least_s(task: _Task) -> float:
 
 
 def _best_rounds(task: _Task) -> _Plan:
-    """The best plan over the numbers of microbatches per round that the accounting leaves open."""
-    plan = _search(task, INFEASIBLE)
-    if not task.default or not plan.found:  # limits do not depend on the round
-        return plan
-    for per_round in _other_round_sizes(task):
-        other = replace(task, per_round=per_round)
-        if _search(replace(other, effort=QUICK), plan.value_s * NEAR).value_s < plan.value_s * NEAR:
-            found = _search(other, INFEASIBLE)
-            if found.value_s < plan.value_s * (1 - 1e-9):
-                plan = found
-    return plan
+    """The best plan over the numbers of microbatches per round that the accounting leaves open.
+
+    A scout for each, the longest rounds first: they have the fewest fills and uploads, so that bounds soon rule out the
+    others. Then a search for the best.
+    """
+    if not task.default:
+        return _search(task, INFEASIBLE)
+    best = _Plan(task, [], INFEASIBLE)
+    for per_round in _round_sizes(task):  # limits of stages do not depend on the round
+        scout = _search(replace(task, per_round=per_round, effort=SCOUT), best.value_s * FAR)
+        if scout.value_s > best.value_s * FAR:
+            break
+        if not best.found or scout.value_s <= best.value_s * (1 + SAME):  # shorter rounds where equal
+            best = scout
+    return _search(replace(best.task, effort=task.effort), INFEASIBLE) if best.found else best
 
 
-def _other_round_sizes(task: _Task) -> list[int]:
-    """Microbatches per round to try beside as many as workers. Deep models take longer and gain less, so few there."""
+def _round_sizes(task: _Task) -> list[int]:
+    """Microbatches per round to try, most first: as many as workers, up to four times as many, down to half. Deep
+    models take longer and gain less, so few there."""
     count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
-    sizes = sorted({-(-count // rounds) for rounds in range(1, count + 1)} - {usual})
+    sizes = {-(-count // rounds) for rounds in range(1, count + 1)} - {usual}
     if task.limits is not None:
-        sizes = list(filter(task.limits.keeps_round, sizes))
+        sizes = set(filter(task.limits.keeps_round, sizes))
     if task.sums.num_layers > DEEP_LAYERS:
-        return [size for size in sizes if size == 2 * usual]
-    return [size for size in sizes if usual <= 2 * size and size <= 4 * usual]
+        sizes &= {2 * usual, 4 * usual}
+    return sorted({usual, *(size for size in sizes if usual <= 2 * size and size <= 4 * usual)}, reverse=True)
 
 
 def _search(task: _Task, beat_s: float) -> _Plan:

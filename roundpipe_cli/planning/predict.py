@@ -15,6 +15,7 @@ from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
+from roundpipe_cli.planning.answers import Answers, cut_document, cut_from
 from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
@@ -29,6 +30,8 @@ from roundpipe_cli.planning.simulated_step import (
     per_round_of,
     reference_s,
     simulate_step,
+    step_document,
+    step_from,
 )
 from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_idle_gpus, without_small_cards
@@ -61,12 +64,20 @@ class Plan:
     """Part of `step_s`: interpreter time, one after the other for all workers."""
     bubble_ratio: float
     links: LinkBytes
-    timeline: Timeline
-    """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    cut: StageCut
+    known_timeline: Timeline | None
+    """See `timeline`; None where the step's figures are remembered."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
     needs_s: Mapping[str, float]
     """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+        timeline = self.known_timeline or simulate_step(self.question, self.cut).timeline
+        assert timeline is not None
+        return timeline
 
     @property
     def tokens_per_s(self) -> float:
@@ -119,22 +130,28 @@ def check_fits(loaded: LoadedRecipe) -> None:
     raise error
 
 
-def make_plan(loaded: LoadedRecipe, hardware: str | Hardware | None = None, build: Build | None = None) -> Plan:
+def make_plan(
+    loaded: LoadedRecipe,
+    hardware: str | Hardware | None = None,
+    build: Build | None = None,
+    answers: Answers | None = None,
+) -> Plan:
     """Cut the layers, simulate a step, and judge whether it fits; without the GPUs of less memory than others where
     only that fits, or is faster.
 
     Args:
         hardware, build: as of `ask`.
+        answers: to earlier questions; None: all is worked out anew.
 
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
     question = ask(loaded, hardware, build=build)
-    best = _plan(question)
+    best = _plan(question, answers)
     for fewer in without_small_cards(question):
         if best.verdict.fits and _least_s(fewer) >= best.step_s:
             continue
-        other = _plan(fewer)
+        other = _plan(fewer, answers)
         if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
             why = describe_idle_gpus(question, fewer, fits=best.verdict.fits)
             best = replace(other, explanation=(why, *other.explanation))
@@ -149,16 +166,16 @@ def _least_s(question: PlanRequest) -> float:
     return once_s / sum(costs.worker_speed or (1.0,) * question.num_workers) + host_s
 
 
-def _plan(question: PlanRequest) -> Plan:
+def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
     """The plan for all devices of the question's machine."""
     whole = with_all_weights(question)
-    cut = _cut(question)
+    cut = _known_cut(question, answers)
     verdict = _judged(question, cut)
     question, kept = with_auto_cache(question, verdict)
     if kept is not None:
         verdict = _judged(question, cut)
-    step = simulate_step(question, cut)
-    resident = _resident(whole, step.step_s if verdict.fits else math.inf)
+    step = _known_step(question, cut, answers)
+    resident = _resident(whole, step.step_s if verdict.fits else math.inf, answers)
     if resident is not None:
         question, cut, verdict, step = resident
         held = question.settings.weight_cache_bytes
@@ -178,7 +195,8 @@ def _plan(question: PlanRequest) -> Plan:
         host_s=host_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
-        timeline=step.timeline,
+        cut=cut,
+        known_timeline=step.timeline,
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),
@@ -191,7 +209,7 @@ def _plan(question: PlanRequest) -> Plan:
 
 
 def _resident(
-    question: PlanRequest | None, streamed_s: float
+    question: PlanRequest | None, streamed_s: float, answers: Answers | None
 ) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep] | None:
     """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
     if question is None:
@@ -204,7 +222,7 @@ def _resident(
     if found is None:
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
-    step = simulate_step(question, cut)
+    step = _known_step(question, cut, answers)
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
 
 
@@ -220,6 +238,30 @@ def stage_case(question: PlanRequest) -> SimulationCase:
         overlaps=overlaps,
         weights_stay=on_cpu and recipe.may_hold_all_weights and question.num_workers > 1 and not overlaps,
     )
+
+
+def _figures(question: PlanRequest) -> tuple[object, ...]:
+    """All that the stages and the time of a step depend on."""
+    return question.loaded.recipe, question.architecture, question.settings, question.hardware, question.analytic
+
+
+def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
+    if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
+        return _cut(question)
+
+    schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.analytic.costs.layers)
+
+    def read(document: object) -> StageCut:
+        return cut_from(document, schedule, layers, question.num_workers)
+
+    return answers.once(("stages", _figures(question)), lambda: _cut(question), cut_document, read)
+
+
+def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
+    if answers is None:
+        return simulate_step(question, cut)
+    asked = "step", _figures(question), cut
+    return answers.once(asked, lambda: simulate_step(question, cut), step_document, step_from)
 
 
 def _cut(question: PlanRequest) -> StageCut:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.memory import with_cached_weights
+from roundpipe_cli.planning.answers import number
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.question import PlanRequest
@@ -47,7 +49,23 @@ class SimulatedStep:
     step_s: float
     bubble_ratio: float
     links: LinkBytes
-    timeline: Timeline
+    timeline: Timeline | None
+    """None where the figures are remembered."""
+
+
+def step_document(step: SimulatedStep) -> dict[str, Any]:
+    """A step's figures in JSON's types."""
+    return {"step_s": step.step_s, "bubble_ratio": step.bubble_ratio, "links": asdict(step.links)}
+
+
+def step_from(document: Any) -> SimulatedStep:
+    """The inverse of `step_document`, without the timeline.
+
+    Raises:
+        ValueError, TypeError, KeyError: not such a document.
+    """
+    links = {field.name: int(number(document["links"][field.name])) for field in fields(LinkBytes)}
+    return SimulatedStep(number(document["step_s"]), number(document["bubble_ratio"]), LinkBytes(**links), None)
 
 
 def overlaps_steps(question: PlanRequest) -> bool:

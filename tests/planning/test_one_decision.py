@@ -25,6 +25,7 @@ from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.planning.search.run import SearchEffort
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
 _LLAMA = {
@@ -66,17 +67,17 @@ def recipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 @cache
-def searched(case: SimulationCase) -> PlannedCut:
-    return plan_partition(case)
+def searched(case: SimulationCase, effort: SearchEffort | None) -> PlannedCut:
+    return plan_partition(case, effort)
 
 
 @pytest.fixture(autouse=True)
 def each_case_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal cases get equal cuts; a run's costs also name the devices' memory, in place of which there are limits."""
 
-    def search(case: SimulationCase) -> PlannedCut:
+    def search(case: SimulationCase, effort: SearchEffort | None) -> PlannedCut:
         assert case.limits is not None
-        return searched(replace(case, costs=replace(case.costs, device_memory_bytes=None)))
+        return searched(replace(case, costs=replace(case.costs, device_memory_bytes=None)), effort)
 
     monkeypatch.setattr("roundpipe_cli.planning.choose.plan_partition", search)
 

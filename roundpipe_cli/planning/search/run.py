@@ -16,7 +16,7 @@ from roundpipe_cli.planning.search.seeds import PATTERNS, Cells, make_cells, see
 
 SAME = 1e-9
 """Relative difference below which two times are the same."""
-BLOCK = 2048
+BLOCK = 512
 """Cells tried between two looks at the best time."""
 OVERHEAD = 500
 """Cost of a batch beside that of its candidates, in candidates."""
@@ -29,6 +29,8 @@ class SearchEffort:
     cell_work: float = 1.5e8
     pattern_cells: int = 400
     local_work: float = 1.6e8
+    enough: float = SAME
+    """The search ends when the best time comes as near to the smallest bound, relative."""
     keep: int = 8
     """Partitions remembered of each batch."""
     handicaps: tuple[float, ...] = (1e-3, 1e-2)
@@ -79,6 +81,8 @@ class Search:
     def run(self) -> list[Candidate]:
         """The best partitions found, the fastest first; empty if none keeps the limits or beats `beat_s`."""
         cells = make_cells(self.scorer, self.bounds, self.chain)
+        if not len(cells):
+            return []
         self.least_s = float(cells.bound_s.min())
         values = self._even_cuts(cells)
         order = self.numpy.argsort(values, kind="stable")[: self.effort.pattern_cells]
@@ -101,9 +105,13 @@ class Search:
             index = index[numpy.argsort((cells.forward + cells.later)[index], kind="stable")]
             for patterns in FIRST_PATTERNS if len(index) else ():
                 values[index] = numpy.minimum(values[index], self._try_cells(cells.take(index), patterns))
-            if self.work > limit:
+            if self.work > limit or self._is_enough:
                 break
         return values
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.best_s <= self.least_s * (1 + self.effort.enough)
 
     def _try_cells(self, cells: Cells, patterns: tuple[str, str]) -> Array:
         batch, index = seeds(self.scorer, self.bounds, cells, patterns)
@@ -144,7 +152,7 @@ class Search:
         visits: dict[tuple[int, int], int] = {}
         queue = [(candidate.value_s, key) for key, candidate in self.found.items() if key not in seen]
         heapq.heapify(queue)
-        while queue and self.work < limit and self.best_s > self.least_s * (1 + SAME):
+        while queue and self.work < limit and not self._is_enough:
             priority, key = heapq.heappop(queue)
             start = self.found[key]
             due = start.value_s * (1 + handicap * visits.get(start.shape, 0))

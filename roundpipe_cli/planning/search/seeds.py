@@ -8,6 +8,7 @@ backward stages behind the one with the head, and of units in the head's stage. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from roundpipe_cli.planning.search.batch import Array, Batch, BatchScorer
 from roundpipe_cli.planning.search.chain import RoundChain
@@ -62,17 +63,39 @@ class Cells:
 
 
 def make_cells(scorer: BatchScorer, bounds: list[int], chain: RoundChain) -> Cells:
-    """All cells, in the order of their guesses, ties in that of the number of stages."""
+    """All cells that may keep the limits, in the order of their guesses, ties in that of the number of stages."""
     numpy = scorer.numpy
     units = len(bounds) - 1
     count = numpy.arange(0, units + 1)
     forward, later, head = (axis.ravel() for axis in numpy.meshgrid(count, count, count, indexing="ij"))
     body = units - head
     keep = (forward <= body) & (later <= body) & (forward > 0) & (later > 0) | (units + forward + later == 0)
+    if scorer.allowed is not None:
+        keep &= _may_fit(scorer.numpy, scorer.allowed, bounds, (forward, later, head))
     forward, later, head, body = forward[keep], later[keep], head[keep], body[keep]
     bound, guess = _cell_bounds(scorer, bounds, chain, forward, later, head)
     order = numpy.lexsort((head, forward, forward + later, guess))
     return Cells(forward, later, head, bound, guess).take(order)
+
+
+def _may_fit(numpy: Any, allowed: Array, bounds: list[int], cells: tuple[Array, Array, Array]) -> Array:
+    """(C,) whether the head's stage keeps its limit, and some stages of as many units as an even cut needs keep theirs.
+
+    Without this most of a search's time would go to cuts that no device can hold.
+
+    Args:
+        allowed: see `BatchScorer`.
+        cells: numbers of forward and later stages, units in the head's stage, each (C,).
+    """
+    (forward, later, head), units = cells, len(bounds) - 1
+    table = numpy.array(bounds)
+    most = [
+        max((size for size in range(1, units + 1) if allowed[kind, table[:-size], table[size:]].any()), default=0)
+        for kind in (0, 1)
+    ]
+    body = units - head
+    holds = allowed[2, table[body], -1]
+    return holds & (forward * most[0] >= body) & (later * most[1] >= body)
 
 
 def _cell_bounds(
@@ -89,13 +112,14 @@ def _cell_bounds(
     rest = scorer.backward_s[layers - 1, layers] + head * unit_b
     speed, fastest = scorer.speeds.sum(), scorer.speeds.max()
     busy = lead + rest + body * (unit_f + unit_r + unit_b)
+    carried = _carried_s(scorer, numpy.array(bounds)[body], chain)
     longest = -(-body // numpy.maximum(later, 1)) * (unit_r + unit_b)
     waiting = size * numpy.maximum(lead + rest - longest, 0.0) / fastest * (workers - 1) / workers / 2
     waiting = (waiting + numpy.maximum(forward - workers, 0) * scorer.hop_s) * chain.rounds_per_step
     through = body * (unit_f + unit_b) / fastest + (forward + later) * scorer.hop_s
     single = through + (size * (lead + rest) - lead) / fastest
     if chain.from_round:
-        bound = busy * sum(chain.round_sizes[: chain.rounds_per_step]) / speed
+        bound = numpy.maximum(carried, busy * sum(chain.round_sizes[: chain.rounds_per_step]) / speed)
         if chain.waits:  # two steps are under way at most
             longest = size * numpy.maximum(longest, unit_f * -(-body // numpy.maximum(forward, 1))) / fastest
             bound = numpy.maximum(bound, numpy.maximum(single, through + longest) / 2)
@@ -105,8 +129,22 @@ def _cell_bounds(
     first, last = numpy.minimum(forward, workers - 1), numpy.minimum(later, workers - 1)
     idle = up * first * (first + 1) / 2 + down * last * (last + 1) / 2
     idle = numpy.where(forward + later + 1 >= workers, idle, 0.0) * fastest
-    bound = numpy.maximum(single, (busy * sum(chain.round_sizes) + idle) / speed)
+    bound = numpy.maximum(numpy.maximum(carried, single), (busy * sum(chain.round_sizes) + idle) / speed)
     return bound, bound + waiting
+
+
+def _carried_s(scorer: BatchScorer, top: Array, chain: RoundChain) -> Array:
+    """(C,) seconds of a step in which all links carry weights up, and gradients from the second round on.
+
+    Args:
+        top: the first layer of the head's stage, whose forward needs no weights of its own.
+    """
+    if scorer.links is None:
+        return 0.0 * top
+    layers, rounds = scorer.num_layers, chain.rounds_per_step
+    up_bytes = rounds * (scorer.param_bytes[0, top] + scorer.param_bytes[0, layers])
+    up_bytes = up_bytes + (rounds - 1) * scorer.grad_bytes[0, layers]
+    return up_bytes / scorer.links.bytes_per_s / scorer.num_workers
 
 
 def seeds(scorer: BatchScorer, bounds: list[int], cells: Cells, patterns: tuple[str, str]) -> tuple[Batch, Array]:

@@ -1,0 +1,101 @@
+"""Answers to earlier questions: equal questions are answered once, others anew, and damage is no error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.cli.bench import _known_cut, _known_result
+from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.planning import answers as known
+from roundpipe_cli.planning import predict
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
+from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.question import PlanRequest
+from roundpipe_cli.planning.stages import StageLimits
+from roundpipe_cli.recipe.load import load_recipe
+
+MACHINE = "1x4090,host_memory_gib=64"
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Notes each time that stages are really searched."""
+    noted: list[object] = []
+    search = predict._cut
+
+    def counted(question: PlanRequest) -> StageCut:
+        noted.append(question)
+        return search(question)
+
+    monkeypatch.setattr(predict, "_cut", counted)
+    return noted
+
+
+def plan(*words: str, answers: Answers | None = None, machine: str = MACHINE) -> Plan:
+    return make_plan(load_recipe("qwen3/1.7b_lora_1x16gb", words), machine, None, answers or Answers())
+
+
+def files() -> list[Path]:
+    return sorted(cache_folder("plans").glob("*.json"))
+
+
+def test_a_question_that_comes_again_is_not_searched_again(searches: list[object]) -> None:
+    """The second plan is the first one's, figures and stages; its timeline is made when it is asked for."""
+    first, again = plan(), plan()
+    assert len(searches) == 1
+    assert again.known_timeline is None
+    assert replace(again, known_timeline=first.known_timeline) == first
+    assert again.timeline == first.timeline
+
+
+def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another recipe, another machine and other code are searched anew."""
+    plan()
+    plan("lora.r=32")
+    plan(machine="1x4090,host_memory_gib=48")
+    monkeypatch.setattr(known, "code_digest", lambda: "another version")
+    plan()
+    assert len(searches) == 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", '{"forward_stages": "x"}', "[" * 9000, "gap"],
+    ids=["empty", "list", "text", "deep", "stages with a gap"],
+)
+def test_a_damaged_answer_is_ignored_and_said(content: str, searches: list[object]) -> None:
+    """Whatever the file holds, the plan is made again, and the reader learns why it took longer."""
+    first = plan()
+    for path in files():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if content == "gap" and "forward_stages" in document:
+            document["forward_stages"] = document["forward_stages"][1:]
+            path.write_text(json.dumps(document), encoding="utf-8")
+        elif content != "gap":
+            path.write_text(content, encoding="utf-8")
+    answers = Answers()
+    assert plan(answers=answers).step_s == first.step_s
+    assert len(searches) == 2
+    assert answers.damage and all("cannot be used and is made again" in line for line in answers.damage)
+    assert not Answers().damage and plan().step_s == first.step_s and len(searches) == 2, "it was repaired"
+
+
+def test_bench_remembers_stages_and_figures() -> None:
+    """Stages and figures of each schedule are those of the first time."""
+    layers = tuple(LayerCost(f"block.{index}", 1.0, 2.0, True) for index in range(5))
+    costs = CostModel("small", (*layers, LayerCost("head", 1.0, 2.0, False)))
+    case = SimulationCase(costs, 2, 4, limits=StageLimits())
+    for name in ("roundpipe", "looped_bfs"):
+        cuts = [_known_cut(name, case, "quick", Answers()) for _ in range(2)]
+        assert replace(cuts[0], explanation=()) == replace(cuts[1], explanation=())
+        fresh = run(name, cuts[0], case)
+        _known_result(name, cuts[0], case, Answers())
+        again = _known_result(name, cuts[0], case, Answers())
+        assert not again.timeline.intervals
+        assert replace(again, timeline=fresh.timeline) == fresh
