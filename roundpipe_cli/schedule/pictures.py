@@ -150,7 +150,8 @@ def _bar(css: str, place: tuple[float, float], size: tuple[float, float], name: 
 
 def _host_row(timeline: Timeline, y: float, longest_s: float) -> list[str]:
     """When the host updates weights, which the workers may wait for; pieces without a visible gap are one mark."""
-    scale, pieces = _WIDTH / longest_s, []
+    scale = _WIDTH / longest_s
+    pieces: list[list[float]] = []
     updates = (item for item in timeline.intervals if item.lane == HOST and item.start_s < longest_s)
     for item in sorted(updates, key=lambda one: one.start_s):
         start, end = item.start_s * scale, min(item.end_s, longest_s) * scale
