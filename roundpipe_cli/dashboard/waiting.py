@@ -2,7 +2,9 @@
 
 compute  ....FFFF....BBBB..RRBB........
 up       ..uuu......uuu                     (weights of the next stage)
-         upload  boundary  boundary  tail or host
+             upload  boundary  boundary  tail or host
+
+Simulated steps have all of these. A measured one has no links: there upload and boundary are one cause, `input`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from roundpipe_cli.units import format_seconds
 CAUSES = {
     "upload": "its weights were still on the link",
     "boundary": "results of other workers were not there yet",
+    "input": "weights or results of other workers were not there yet; a measured step does not record its links",
     "host": "the host was updating weights",
     "tail": "no work was left for it in the step",
 }
@@ -65,6 +68,7 @@ def waiting(step: StepTimeline, worker: int) -> Waiting | None:
     busy = _merged([span for span in mine if span.lane == "compute"])
     weights = _merged([span for span in mine if span.lane == "up" and span.microbatch < 0])
     host = _merged([span for span in step.spans if span.lane == "host"])
+    lacks = "boundary" if any(span.lane == "up" for span in step.spans) else "input"
     seconds = dict.fromkeys(CAUSES, 0.0)
     starts, ends = [0.0, *(end for _, end in busy)], [*(start for start, _ in busy), end_s]
     for index, gap in enumerate(zip(starts, ends, strict=True)):
@@ -75,7 +79,7 @@ def waiting(step: StepTimeline, worker: int) -> Waiting | None:
         host_s = min(length_s - upload_s, _overlap(host, gap))
         seconds["upload"] += upload_s
         seconds["host"] += host_s
-        seconds["tail" if is_last else "boundary"] += length_s - upload_s - host_s
+        seconds["tail" if is_last else lacks] += length_s - upload_s - host_s
     kept = {cause: time_s for cause, time_s in seconds.items() if time_s > MIN_SHARE * end_s}
     return Waiting(worker, step.step, end_s, kept)
 

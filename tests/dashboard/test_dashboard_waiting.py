@@ -48,6 +48,13 @@ def test_idle_time_has_a_cause() -> None:
     assert busy is not None and busy.text() == "worker 0 did not wait in step 3"
 
 
+def test_of_a_measured_step_links_are_not_guessed() -> None:
+    """An engine records no transfers: an empty lane before a computation lacked its weights or another's result."""
+    compute = tuple(one for one in STEP.spans if one.lane == "compute")
+    found = waiting(StepTimeline(7, 0.0, compute), 0)
+    assert found is not None and found.by_cause_s == {"input": 2.0, "tail": 2.0}
+
+
 @pytest.mark.parametrize("num_workers", [1, 4, 8])
 def test_causes_sum_to_the_idle_time(num_workers: int) -> None:
     """One definition: what is not busy is waiting."""
