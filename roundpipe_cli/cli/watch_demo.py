@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.predict import Plan
 
 DEMO_RECIPE = "qwen3-32b"
-DEMO_STEPS = 12
+DEMO_S = 120.0
+"""Seconds that a demo lasts, where nobody leaves it before."""
 SHOWN_STEP_S = 10.0
 """Seconds in which a step is played; a shorter one takes its own time."""
 
@@ -151,6 +152,7 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
 
     left, began_s = threading.Event(), time.monotonic()
     speed = max(1.0, makespan_s(run.timeline) / SHOWN_STEP_S)
+    num_steps = max(1, round(DEMO_S * speed / makespan_s(run.timeline)))
 
     def clock() -> float:
         return start_s + speed * (time.monotonic() - began_s)
@@ -162,7 +164,7 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)})
     live.start()
     try:
-        for time_s, event in demo_events(run, DEMO_STEPS, start_s):
+        for time_s, event in demo_events(run, num_steps, start_s):
             if left.wait(max(0.0, (time_s - clock()) / speed)):
                 break
             live.tell(event)
