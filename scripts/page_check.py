@@ -65,7 +65,8 @@ function probe() {
     const ratio = contrast(numbers(paint), ground(node));
     if (ratio < MARK) found.push(`contrast ${ratio.toFixed(1)}: mark ${css}`);
   }
-  if (page.documentElement.scrollWidth > width + 1 && !page.querySelector("svg .back")) found.push("the page scrolls sideways");
+  if (page.documentElement.scrollWidth > width + 1 && !page.querySelector("svg .back"))
+    found.push("the page scrolls sideways");
   const out = document.createElement("pre");
   out.id = "found"; out.textContent = JSON.stringify(found); document.body.append(out);
 }
