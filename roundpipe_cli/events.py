@@ -42,7 +42,8 @@ class RunStarted:
     first_step: int
     """Steps that an earlier part of the run has done; 0 for a new one."""
     goal: str = "loss"
-    """Content of the chart: `loss`, or `speed` where nothing is learnt (`bench --run`)."""
+    """Content of the chart: `loss`, or `speed` where nothing is learnt (`bench --run`); `simulated` where nothing runs
+    (`watch --demo`), which every screen and picture says."""
 
 
 @dataclass(frozen=True, slots=True)

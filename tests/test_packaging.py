@@ -150,6 +150,30 @@ def test_mistakes_in_overrides_of_a_shipped_recipe_are_refused(unpacked: Path, t
     assert "max_steps" in result.stderr and "lora.rr" in result.stderr
 
 
+def test_words_of_the_method_are_explained_and_linked_where_they_first_appear() -> None:
+    """`visit`, `slot` and `bubble` stood in the pages without a word of what they are."""
+    page = (ROOT / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")
+    glossary = page.partition("## Glossary")[2].partition("\n## ")[0]
+    anchors = set(re.findall(r'<a id="(\w+)"></a>', glossary))
+    assert {
+        "stage",
+        "visit",
+        "slot",
+        "boundary",
+        "round",
+        "bubble",
+        "lane",
+        "microbatch",
+        "deal",
+        "recompute",
+    } == anchors
+    before = page.partition("## Glossary")[0]
+    assert set(re.findall(r"\]\(#(\w+)\)", before)) == anchors - {"slot", "round"}, "those appear in the glossary first"
+    for name in ("README.md", "recipes/README.md"):
+        linked = re.findall(r"roundpipe_cli/README\.md#(\w+)", (ROOT / name).read_text(encoding="utf-8"))
+        assert linked and set(linked) <= anchors
+
+
 def test_readme_speaks_of_what_is_there(tmp_path: Path) -> None:
     """Its recipe passes every check, and its commands exist."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -296,8 +296,10 @@ def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
         target = (page.parent / link).resolve() if link else page
         assert target.exists(), f"{page}: {link}"
         if anchor:
-            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+            text = target.read_text(encoding="utf-8")
+            titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            places = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in places | set(re.findall(r'<a id="(\w+)"></a>', text)), anchor
     for name in re.findall(r"`((?:tests|scripts)/[\w*/]+(?:\.\w+)?)", text):
         assert list(ROOT.glob(name)), f"{page}: {name}"
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,18 @@ from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.find_model import hub_answers, is_offline
-from roundpipe_cli.costs.machine import free_disk_bytes, host_memory, lockable_bytes, num_cores, processor_name
+from roundpipe_cli.costs.machine import (
+    cpu_devices,
+    free_disk_bytes,
+    host_memory,
+    lockable_bytes,
+    num_cores,
+    processor_name,
+    this_machine,
+    visible_gpus,
+)
+from roundpipe_cli.costs.models import shipped_figures
+from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, OTHER_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
@@ -56,19 +67,57 @@ class Check:
     """A command, or what to do."""
 
 
-def all_checks(*, offline: bool) -> list[Check]:
-    """Everything, in the order of a report."""
-    checks = [_program(), *_versions()]
+def all_checks(*, offline: bool) -> Iterator[Check]:
+    """Everything, in the order of a report: first what needs neither torch nor the network."""
+    yield _program()
+    yield from _versions()
     rows, driver = _driver()
-    checks.append(driver)
+    yield driver
+    yield from _gpus(rows)
+    yield _memory()
+    yield from _disk()
+    yield from _optional()
+    yield from trainable_checks()
     torch_check, num_gpus = _torch(len(rows))
-    checks.append(torch_check)
-    checks += _gpus(rows)
-    checks.append(_workers(num_gpus))
+    yield torch_check
+    yield _workers(num_gpus)
+    yield _locking(num_gpus)
     if torch_check.state != "fails":
-        checks += [*_links(num_gpus), *triton_check(num_gpus)]
-    checks += [_locking(num_gpus), _memory(), *_disk(), *_hub(offline), *_optional()]
-    return checks
+        yield from _links(num_gpus)
+        yield from triton_check(num_gpus)
+    yield from _hub(offline)
+
+
+def trainable_checks() -> Iterator[Check]:
+    """What this machine can train, by the memory model: its largest models, and what keeps it from larger ones."""
+    gpus, notes = visible_gpus()
+    devices = gpus or cpu_devices(2)
+    machine = this_machine(devices, "this machine", notes, Path("outputs"))
+    free = min(machine.host_memory_bytes, host_memory().available_bytes)
+    for reach in reach_of(replace(machine, host_memory_bytes=free)):
+        models = ", ".join(f"{one.name} at most {one.most_tokens_per_s:,.0f} tokens/s" for one in reach.models)
+        limit = f"; limit: {reach.too_large}, {reach.reason}" if reach.too_large else ""
+        fix = remedy(reach) if reach.reason else None
+        name = f"largest, {reach.method}"
+        yield Check(name, "good" if models else "note", f"{models or 'no model of the table'}{limit}", fix)
+    settings = f"max_seq_length {SEQUENCE}, micro_batch_size 1, {format_bytes(free)} of host memory"
+    bound = "at most: an upper bound, workers that never wait; `roundpipe plan` predicts"
+    yield Check(
+        "about largest", "good", f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
+    )
+
+
+def remedy(reach: Reach) -> str:
+    """What would let the next larger model fit."""
+    reason = reach.reason or ""
+    if reason.startswith("host memory"):
+        options = {"LoRA": "load_in_4bit: true, weights: mmap", "4-bit LoRA": "weights: mmap", "full": "method: lora"}
+        return f"{options[reach.method]}, or more host memory"
+    if reason.startswith("memory of"):
+        return "a shorter max_seq_length, pipeline.recompute: layer, or a GPU of more memory"
+    if reason.startswith("disk"):
+        return "output_dir on another disk, or a smaller save_total_limit"
+    return "a GPU; or pipeline.devices=[cpu,cpu] and patience"
 
 
 def _program() -> Check:

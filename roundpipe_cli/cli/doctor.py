@@ -1,26 +1,43 @@
-"""`roundpipe doctor`: can this machine train, what would slow it down, and the command that mends each thing."""
+"""`roundpipe doctor`: can this machine train, what, what would slow it down, and how to fix each thing."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import textwrap
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roundpipe_cli.cli.checks import Check
+
+NAME_WIDTH = 19
+"""Columns of a check's name."""
 
 
 def doctor(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Do not try to reach the hub.")] = False,
 ) -> None:
-    """Check driver, torch, GPUs, links, memory, disk, hub and libraries. Exit code 2 if this machine cannot train.
+    """Check driver, torch, GPUs, links, memory, disk, hub and libraries, and say what can be trained here.
+
+    Exit code 2 if this machine cannot train.
 
     Example: roundpipe doctor --json
     """
     from roundpipe_cli.cli.checks import all_checks
     from roundpipe_cli.cli.output import say_data
+    from roundpipe_cli.cli.wrap import terminal_width
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.units import counted
 
-    checks = all_checks(offline=offline)
+    checks = []
+    for check in all_checks(offline=offline):  # each is shown as soon as it is known: torch takes a while to load
+        checks.append(check)
+        if not json_:
+            for line in check_lines(check, terminal_width()):
+                say_data(line)
     can_train = not any(check.state == "fails" for check in checks)
     if json_:
         import json
@@ -28,14 +45,28 @@ def doctor(
 
         say_data(json.dumps({"can_train": can_train, "checks": [asdict(check) for check in checks]}, indent=1))
     else:
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            say_data(f"{check.state:5}  {check.name:{width}}  {check.found}")
-            if check.fix:
-                say_data(f"{'':5}  {'':{width}}  fix: {check.fix}")
-        problems = sum(check.fix is not None for check in checks)
+        problems = sum(check.fix is not None and check.state != "good" for check in checks)
         verdict = "Training can run here" if can_train else "Training cannot run here"
         rest = f"; {counted(problems, 'thing')} to look at" if problems else ""
         say_data(f"{verdict}{rest}.")
     if not can_train:
         raise typer.Exit(RefusedError.exit_code)
+
+
+def check_lines(check: Check, width: int | None) -> Iterator[str]:
+    """A check in lines of at most `width` columns; None: as long as they are."""
+    indent = " " * (7 + NAME_WIDTH + 2)
+    texts = [(f"{check.state:5}  {check.name:{NAME_WIDTH}}  ", check.found)]
+    if check.fix:
+        texts.append((indent, f"fix: {check.fix}"))
+    for first, text in texts:
+        if width is None:
+            yield first + text
+        else:
+            yield from textwrap.wrap(
+                text,
+                max(width, len(indent) + 20),
+                initial_indent=first,
+                subsequent_indent=indent,
+                break_on_hyphens=False,
+            )

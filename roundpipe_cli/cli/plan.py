@@ -43,6 +43,7 @@ def plan(
     from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.cli.plan_compare import show_comparison
+    from roundpipe_cli.cli.watch_demo import write_plan_picture
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
@@ -63,8 +64,7 @@ def plan(
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
-        _write_picture(answer, svg)
-        say(f"wrote {svg}")
+        write_plan_picture(answer, svg)
     if json_:
         import json
 
@@ -260,21 +260,3 @@ def _link_lines(answer: Plan) -> list[str]:
             f"of the step, {format_seconds(answer.host_s)} ({100 * share:.0f} %) is the interpreter launching operators"
         )
     return lines
-
-
-def _write_picture(answer: Plan, path: Path) -> None:
-    from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.schedule.pictures import svg_picture
-    from roundpipe_cli.units import format_seconds
-
-    question = answer.question
-    heading = (
-        f"{question.architecture.name} {question.settings.method} on {question.hardware.description}, "
-        f"{answer.tokens_per_s:,.0f} tokens/s"
-    )
-    title = f"{question.loaded.recipe.pipeline.schedule}: {format_seconds(answer.step_s)} a step"
-    text = svg_picture([(title, answer.timeline)], heading=heading, note="simulated by roundpipe plan, not measured")
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RefusedError(f"the picture cannot be written: {error.strerror}", where=str(path)) from None

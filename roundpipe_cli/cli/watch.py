@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,24 +23,45 @@ GRACE_S = 2.0
 
 
 def watch(
-    output_dir: Annotated[str, typer.Argument(help="Output directory of a run, e.g. outputs/first.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OUTPUT_DIR", help="Output directory of a run; with --demo a recipe and KEY=VALUE, or nothing."
+        ),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One line of JSON per step.")] = False,
     follow: Annotated[bool, typer.Option(help="Wait for more until the run is over.")] = True,
     no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write the run so far as a page and leave.")
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Write the newest step as a picture and leave.")
+    ] = None,
+    demo: Annotated[
+        str | None,
+        typer.Option("--demo", metavar="HARDWARE", help="Play the simulated step of a recipe on 8x4090, say."),
+    ] = None,
 ) -> None:
-    """Follow a running or finished run from its files.
+    """Follow a running or finished run from its files, or see a simulated one.
 
-    Example: roundpipe watch outputs/first
+    Example: roundpipe watch outputs/first; roundpipe watch --demo 8x4090 qwen3-8b
     """
     from roundpipe_cli.cli.display import is_terminal
+    from roundpipe_cli.cli.watch_demo import watch_demo, write_picture
     from roundpipe_cli.dashboard.replay import RunFiles
 
-    folder = Path(output_dir).expanduser()
+    if demo is not None:
+        _refuse_beside_demo(json_output=json_output, html=html)
+        watch_demo(demo, words or (), svg)
+        return
+    folder = _folder_of(words or ())
     files = RunFiles(folder)
-    if html is not None:
+    if svg is not None:
+        from roundpipe_cli.dashboard.state import fold_all
+
+        write_picture(fold_all(files.poll()[1]), svg, where=str(folder))
+    elif html is not None:
         from roundpipe_cli.dashboard.html import write_page
 
         write_page(folder, Path(html).expanduser())
@@ -51,6 +72,35 @@ def watch(
         _on_screen(files, follow)
     else:
         _as_lines(files, follow)
+
+
+def _refuse_beside_demo(*, json_output: bool, html: str | None) -> None:
+    from roundpipe_cli.errors import RefusedError
+
+    if json_output or html is not None:
+        other = "--json" if json_output else "--html"
+        raise RefusedError(
+            f"{other} is of a run, and --demo simulates one",
+            where="--demo",
+            found=f"--demo with {other}",
+            expected="--demo alone or with --svg",
+            hint="`roundpipe plan RECIPE --hardware 8x4090 --json` prints the simulated figures",
+        )
+
+
+def _folder_of(words: Sequence[str]) -> Path:
+    from roundpipe_cli.dashboard.replay import run_hint
+    from roundpipe_cli.errors import RefusedError
+
+    if len(words) == 1:
+        return Path(words[0]).expanduser()
+    raise RefusedError(
+        "watch follows one run",
+        where="roundpipe watch",
+        found=" ".join(words) or "no output directory",
+        expected="the output_dir of a run",
+        hint=f"{run_hint(Path.cwd())}; `roundpipe watch --demo 8x4090` simulates one",
+    )
 
 
 def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEvent]]]:

@@ -36,6 +36,8 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
         ("step", format_seconds(step.step_s), ""),
         ("bubble", f"{100 * step.bubble_ratio:.1f} %", median),
     ]
+    if state.is_simulated:
+        return rows
     if has_loss or (state.run is not None and state.run.goal != "loss"):
         rows.insert(0 if has_loss else len(rows), ("loss", f"{step.loss:.4f}", ""))
     if state.run is None or state.run.goal == "loss":

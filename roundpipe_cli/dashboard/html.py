@@ -17,6 +17,7 @@ from roundpipe_cli.dashboard.comparison import comparison, figures
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import Series, curves, timelines
+from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
@@ -115,7 +116,7 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
         _cards(state, report),
         _comparison(report),
         _section("Loss", _loss(state), _loss_legend(state)),
-        _section("Workers", _workers(events, state), _WORK_LEGEND),
+        _section("Workers", _workers(events, state), f"{_waiting(state)}{_WORK_LEGEND}"),
         _section("Memory in GiB", *_memory(events)),
         f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
         _messages(state),
@@ -216,6 +217,15 @@ def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
     steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
     devices = state.run.devices if state.run else ()
     return timelines(steps, devices, title=f"What the workers did in {counted(len(steps), 'step')}")
+
+
+def _waiting(state: DashboardState) -> str:
+    """Why the worker that waited most in the newest step did so."""
+    found = longest_waiting(state.timeline, len(state.workers)) if state.timeline is not None else None
+    if found is None:
+        return ""
+    meanings = "; ".join(f"{cause}: {CAUSES[cause]}" for cause in found.by_cause_s)
+    return f'<p class="sub">{escape(found.text())}. {escape(meanings)}</p>'
 
 
 def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:

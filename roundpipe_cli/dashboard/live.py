@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.text import Text
 
+from roundpipe_cli.dashboard.help import HELP_KEY, help_screen
 from roundpipe_cli.dashboard.state import DashboardState, fold
 from roundpipe_cli.dashboard.terminal import Terminal
 from roundpipe_cli.dashboard.theme import Theme, theme_for
@@ -107,7 +108,8 @@ class LiveDashboard:
         self.state = state or DashboardState()
         self._terminal, self._console, self._clock, self._keys = terminal, console, clock, keys
         self._theme = make_theme(console)
-        self._shown_keys: Sequence[tuple[str, str]] = [(key, entry.meaning) for key, entry in keys.items()]
+        self._shown_keys = (*((key, entry.meaning) for key, entry in keys.items()), (HELP_KEY, "help"))
+        self._has_help = False
         self._queue: deque[Event] = deque()
         self._num_dropped = 0
         self._stop = threading.Event()
@@ -188,7 +190,10 @@ class LiveDashboard:
             for line in self._terminal.new_output():
                 self.state = fold(self.state, Notice(line), self._clock())
             size = self._terminal.size()
-            lines = screen(self.state, self._clock(), *size, self._theme, self._shown_keys)
+            if self._has_help:
+                lines = help_screen(self.state, *size, self._theme, self._shown_keys)
+            else:
+                lines = screen(self.state, self._clock(), *size, self._theme, self._shown_keys)
             self._terminal.paint([ansi(line, self._console) for line in lines], size)
         return time.thread_time() - started_s
 
@@ -211,6 +216,9 @@ class LiveDashboard:
                 return
 
     def _press(self, key: str) -> None:
+        if key == HELP_KEY:
+            self._has_help = not self._has_help
+            return
         entry = self._keys.get(key.lower())
         text = entry.act(self.state) if entry is not None else ""
         if text:

@@ -32,6 +32,8 @@ MAX_SPANS = 4000
 MAX_POINTS = 1024
 """Points of a curve: beyond them, neighbours are merged."""
 MAX_MESSAGES = 100
+SIMULATED = "simulated"
+"""`RunStarted.goal` of a run that nobody ran."""
 SAME_MOMENT_S = 1e-3
 
 
@@ -160,6 +162,24 @@ class DashboardState:
     @property
     def is_over(self) -> bool:
         return self.finished is not None or bool(self.stopped)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether nothing ran: a prediction is played."""
+        return self.run is not None and self.run.goal == SIMULATED
+
+    @property
+    def pool(self) -> str:
+        """The workers in a few words: `8 x cuda`."""
+        devices = self.run.devices if self.run else ()
+        kinds = {device.partition(":")[0] for device in devices}
+        return f"{len(devices)} x {kinds.pop() if len(kinds) == 1 else 'devices'}"
+
+    @property
+    def worker_word(self) -> str:
+        """`GPUs`, or `workers` where one of them is the processor."""
+        devices = self.run.devices if self.run else ()
+        return "workers" if any(device.partition(":")[0] == "cpu" for device in devices) else "GPUs"
 
     @property
     def bubble_ratio(self) -> float | None:

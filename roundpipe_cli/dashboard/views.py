@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from roundpipe_cli.dashboard.chart import chart
+from roundpipe_cli.dashboard.digits import large
 from roundpipe_cli.dashboard.figures import figure_lines
 from roundpipe_cli.dashboard.lane import window_s
 from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed, spread
-from roundpipe_cli.dashboard.state import DashboardState
+from roundpipe_cli.dashboard.state import SIMULATED, DashboardState
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.dashboard.workers import workers_block
+from roundpipe_cli.dashboard.workers import staircase_block, workers_block
 from roundpipe_cli.schedule.palette import WORK_NAMES
 from roundpipe_cli.units import format_seconds
 
@@ -51,7 +52,8 @@ def screen(
         return _exactly(head, width, height, theme)
     foot = [footer(_now_meaning(keys, state), width, theme)]
     room = height - len(head) - len(foot)
-    workers = workers_block(
+    draw = staircase_block if state.is_simulated else workers_block
+    workers = draw(
         state.workers,
         state.seen_s,
         window_s(state.step.step_s if state.step else None),
@@ -82,9 +84,7 @@ def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Tex
     left = Text.assemble((" roundpipe ", "bold"))
     between = f" {theme.glyphs.between} "
     if run is not None:
-        left.append(
-            " " + between.join(escape_controls(part) for part in (run.title, run.settings, _pool(run.devices)) if part)
-        )
+        left.append(" " + between.join(escape_controls(part) for part in (run.title, run.settings, state.pool) if part))
     word, colour = _status(state, theme)
     elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
     right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
@@ -93,13 +93,9 @@ def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Tex
     return spread(left, right, width, theme)
 
 
-def _pool(devices: tuple[str, ...]) -> str:
-    kinds = {device.partition(":")[0] for device in devices}
-    kind = kinds.pop() if len(kinds) == 1 else "devices"
-    return f"{len(devices)} x {kind}"
-
-
 def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
+    if state.is_simulated:
+        return SIMULATED, theme.warn
     if state.finished is not None:
         return "finished", theme.good
     if state.stopped:
@@ -150,13 +146,28 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
     if width < NARROW:
         side = 0
     curve_width = width - side
-    lines = chart(points, () if speed else state.evaluations, curve_width - 4, height - 2, theme)
+    if state.is_simulated:
+        title = Text("a step", style="bold")
+        lines = _busy(state, curve_width - 4, height - 2, theme)
+    else:
+        lines = chart(points, () if speed else state.evaluations, curve_width - 4, height - 2, theme)
     curve = framed(title, "", lines, curve_width, theme)
     if not side:
         return curve
     rows = figure_lines(state, height - 2, side - 4, theme)
     block = framed(Text("this step", style="bold"), "", [*rows, *[Text()] * (height - 2 - len(rows))], side, theme)
     return beside([curve, block], [curve_width, side], theme)
+
+
+def _busy(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
+    """The share of a step in which the workers compute, in large digits, in the middle of the room."""
+    if state.bubble_ratio is None:
+        return [Text("waiting for the first step", style=theme.faint)]
+    busy = f"{state.worker_word} {100 * (1 - state.bubble_ratio):.0f}% busy"
+    lines = large(busy, width, height, theme)
+    margin = " " * ((width - max(line.cell_len for line in lines)) // 2)
+    lines = [Text.assemble(margin, line) for line in lines]
+    return [*[Text()] * ((height - len(lines)) // 2), *lines, *[Text()] * (height - len(lines))][:height]
 
 
 def _short_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:

@@ -3,6 +3,8 @@
 framed      title, lane (of several lines where there is room), figures, bottom
 two lines   lane, figures
 one line    name, lane, busy share, memory
+
+A simulated run has lanes without figures between them, in one column: the staircase of the method.
 """
 
 from __future__ import annotations
@@ -62,6 +64,18 @@ def workers_block(
     return [*_grid(some, _one_line, columns[-1], width), rest]
 
 
+def staircase_block(
+    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
+) -> list[Text]:
+    """One column of lanes, as high as there is room for; arguments as of `workers_block`."""
+    for lines in (3, 2) if theme.has_colour else ():
+        if 0 < lines * len(workers) <= height - RESERVED_LINES:
+            return _grid(_Scene(workers, end_s, seconds, theme), _named(lines), 1, width)
+    if len(workers) > height:
+        return workers_block(workers, end_s, seconds, width, height, theme)
+    return _grid(_Scene(workers, end_s, seconds, theme), _one_line, 1, width)
+
+
 def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
     widths = [width // count + (index < width % count) for index in range(count)]
     lines: list[Text] = []
@@ -89,24 +103,43 @@ def _framed(num_lanes: int) -> _Look:
 
 def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
     worker, theme = scene.workers[index], scene.theme
-    name = Text.assemble((f" {index} ", "bold"), f"{escape_controls(worker.device)} ")
-    indent = max(10, name.cell_len)
+    name = _name_of(scene, index)
+    indent = name.cell_len
     return [
-        Text.assemble(fit(name, indent, theme), *_lane(scene, worker, width - indent - 1)),
+        Text.assemble(name, *_lane(scene, worker, width - indent - 1)),
         Text.assemble(" " * indent, _figures(worker, width - indent - 1, theme)),
     ]
 
 
+def _named(num_lanes: int) -> _Look:
+    """A lane of several lines with its name and share beside one of them, and no line between two lanes."""
+
+    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+        worker, middle = scene.workers[index], (num_lanes - 1) // 2
+        name, tail = _name_of(scene, index), Text(f" {_percent(worker.utilization)} ")
+        blank, after = Text(" " * name.cell_len), Text(" " * tail.cell_len)
+        lanes = _lane(scene, worker, width - name.cell_len - tail.cell_len, num_lanes)
+        return [
+            Text.assemble(name if at == middle else blank, line, tail if at == middle else after)
+            for at, line in enumerate(lanes)
+        ]
+
+    return look
+
+
+def _name_of(scene: _Scene, index: int) -> Text:
+    name = Text.assemble((f" {index} ", "bold"), f"{escape_controls(scene.workers[index].device)} ")
+    return fit(name, max(10, name.cell_len), scene.theme)
+
+
 def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
-    worker, theme = scene.workers[index], scene.theme
-    name = Text.assemble((f" {index} ", "bold"), f"{escape_controls(worker.device)} ")
-    indent = max(10, name.cell_len)
+    worker, name = scene.workers[index], _name_of(scene, index)
     tail = Text(f" {_percent(worker.utilization)}")
     sample = worker.sample
     if sample.used_bytes is not None and sample.total_bytes:
         tail.append(f" {sample.used_bytes / GIB:4.1f}/{sample.total_bytes / GIB:.0f} GiB")
     tail.append(" ")
-    return [Text.assemble(fit(name, indent, theme), *_lane(scene, worker, width - indent - tail.cell_len), tail)]
+    return [Text.assemble(name, *_lane(scene, worker, width - name.cell_len - tail.cell_len), tail)]
 
 
 def _percent(share: float | None) -> str:

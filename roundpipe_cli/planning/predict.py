@@ -149,21 +149,13 @@ def make_plan(
     question = ask(loaded, hardware, build=build)
     best = _plan(question, answers)
     for fewer in without_small_cards(question):
-        if best.verdict.fits and _least_s(fewer) >= best.step_s:
+        if best.verdict.fits and fewer.least_step_s >= best.step_s:
             continue
         other = _plan(fewer, answers)
         if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
             why = describe_idle_gpus(question, fewer, fits=best.verdict.fits)
             best = replace(other, explanation=(why, *other.explanation))
     return best
-
-
-def _least_s(question: PlanRequest) -> float:
-    """No step is faster: workers that never wait, and nothing is computed twice."""
-    costs, settings = question.analytic.costs, question.settings
-    once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
-    host_s = settings.num_microbatches * question.analytic.host_s_per_microbatch
-    return once_s / sum(costs.worker_speed or (1.0,) * question.num_workers) + host_s
 
 
 def _plan(question: PlanRequest, answers: Answers | None) -> Plan:

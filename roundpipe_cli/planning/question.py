@@ -47,6 +47,14 @@ class PlanRequest:
     def num_workers(self) -> int:
         return len(self.hardware.devices)
 
+    @property
+    def least_step_s(self) -> float:
+        """Lower bound on the step time: workers that never wait, and nothing computed twice."""
+        costs, settings = self.analytic.costs, self.settings
+        once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
+        host_s = settings.num_microbatches * self.analytic.host_s_per_microbatch
+        return once_s / sum(costs.worker_speed or (1.0,) * self.num_workers) + host_s
+
 
 def settings_of(recipe: Recipe) -> TrainingSettings:
     """The part of a recipe that decides costs and memory."""

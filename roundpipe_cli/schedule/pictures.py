@@ -24,13 +24,18 @@ from roundpipe_cli.units import format_seconds, round_step
 _LEFT, _WIDTH, _RIGHT = 70, 1000, 20
 """Columns of labels, of lanes, and of the margin."""
 _LANE_HEIGHT, _TITLE_HEIGHT, _GAP = 14, 26, 14
+_HIGH_LANE = 26
+"""Height of a lane in a picture of one timeline."""
 MAX_GAP = 0.8
 """Between two marks."""
+MIN_MARK, MIN_NUMBERED = 4.0, 16.0
+"""Marks of a visit narrower than this are drawn as one; a visit wider than this has its stage's number on it."""
 _TICKS = 6
 """About so many on the axis."""
 _CSS = f"""
 svg {{ font: 12px system-ui, sans-serif; }} text {{ fill: #1c2024; }} .back {{ fill: #ffffff; }}
 .idle {{ fill: #e6e8ec; }} .faint {{ fill: #5a626b; }} .large {{ font-size: 30px; font-weight: 700; }}
+.number {{ fill: #ffffff; font-size: 10px; }} .update {{ fill: #8a929b; }}
 .strong {{ font-weight: 600; }} .heading {{ font-size: 18px; font-weight: 600; }} .tick {{ stroke: #aab2bb; }}
 {" ".join(f".kind-{letter} {{ fill: {colour}; }}" for letter, colour in WORK_COLOURS.items())}
 @media (prefers-color-scheme: dark) {{ text {{ fill: #e6e8ea; }} .back {{ fill: #14171a; }} .idle {{ fill: #2a3037; }}
@@ -38,12 +43,13 @@ svg {{ font: 12px system-ui, sans-serif; }} text {{ fill: #1c2024; }} .back {{ f
 """
 
 
-def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str) -> str:
+def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str, pool: str = "workers") -> str:
     """An SVG document with one row per (title, timeline), all on one axis of seconds; for light and dark pages.
 
     Args:
         heading: what is trained on what.
         note: where the times come from, such as `simulated`; a picture travels without its page.
+        pool: what the workers are, such as `GPUs`.
     """
     longest_s = max((makespan_s(timeline) for _, timeline in rows), default=0.0) or 1.0
     width = _LEFT + _WIDTH + _RIGHT
@@ -52,13 +58,17 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str
         f'<text class="faint" x="10" y="48">{escape(note)}</text>',
     ]
     if len(rows) == 1:
-        busy = f"workers {100 * (1 - bubble_ratio(rows[0][1])):.0f} % busy"
+        busy = f"{pool} {100 * (1 - bubble_ratio(rows[0][1])):.0f} % busy"
         parts.append(f'<text class="large" x="{width - _RIGHT}" y="40" text-anchor="end">{busy}</text>')
-    top = 60
+    top, lane = 60, _HIGH_LANE if len(rows) == 1 else _LANE_HEIGHT
+    has_host = len(rows) == 1 and any(interval.lane == HOST for interval in rows[0][1].intervals)
     for title, timeline in rows:
-        parts += _svg_row(title, timeline, top, longest_s)
-        top += _TITLE_HEIGHT + timeline.num_workers * _LANE_HEIGHT + _GAP
-    parts += [*_axis(top, longest_s), *_legend(top + 30)]
+        parts += _svg_row(title, timeline, top, longest_s, lane)
+        top += _TITLE_HEIGHT + timeline.num_workers * lane + _GAP
+    if has_host:
+        parts += _host_row(rows[0][1], top - _GAP, longest_s)
+        top += _LANE_HEIGHT
+    parts += [*_axis(top, longest_s), *_legend(top + 30, has_host=has_host)]
     height = top + 56
     return "\n".join(
         [
@@ -73,26 +83,88 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str
     )
 
 
-def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float) -> list[str]:
+def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float, lane: int) -> list[str]:
     scale = _WIDTH / longest_s
     parts = [f'<text class="strong" x="{_LEFT}" y="{top + 16}">{escape(title)}</text>']
     span = makespan_s(timeline) * scale
     for worker, row in enumerate(compute_rows(timeline)):
-        y = top + _TITLE_HEIGHT + worker * _LANE_HEIGHT
-        label = f'<text x="{_LEFT - 8}" y="{y + 10}" text-anchor="end">worker {worker}</text>'
-        parts += [label, _bar("idle", _LEFT, y, span, "idle")]
-        for interval in row:
-            name = f"{interval.stage}{interval.kind.value}{interval.microbatch}"
-            length = (interval.end_s - interval.start_s) * scale
-            parts.append(_bar(f"kind-{interval.kind.value}", _LEFT + interval.start_s * scale, y, length, name))
+        y = top + _TITLE_HEIGHT + worker * lane
+        label = f'<text x="{_LEFT - 8}" y="{y + lane / 2 + 3:g}" text-anchor="end">worker {worker}</text>'
+        parts += [label, _bar("idle", (_LEFT, y), (span, lane - 2), "idle")]
+        for visit in _visits(row):
+            if sum(interval.end_s - interval.start_s for interval in visit) * scale < MIN_MARK * len(visit):
+                parts += _svg_visit(visit, y, lane, scale)
+                continue
+            for interval in visit:
+                name = f"{interval.stage}{interval.kind.value}{interval.microbatch}"
+                size = ((interval.end_s - interval.start_s) * scale, lane - 2)
+                parts.append(_bar(f"kind-{interval.kind.value}", (_LEFT + interval.start_s * scale, y), size, name))
     return parts
 
 
-def _bar(css: str, x: float, y: float, length: float, name: str) -> str:
+def _visits(row: Sequence[Interval]) -> list[list[Interval]]:
+    """The runs of intervals of one stage and direction, without a pause that could be seen between them."""
+    visits: list[list[Interval]] = []
+    for interval in row:
+        before = visits[-1][-1] if visits else None
+        same = before is not None and before.stage == interval.stage
+        if (
+            before is not None
+            and same
+            and (before.kind is Kind.FORWARD) == (interval.kind is Kind.FORWARD)
+            and interval.start_s - before.end_s <= 0.5 * (interval.end_s - interval.start_s)
+        ):
+            visits[-1].append(interval)
+        else:
+            visits.append([interval])
+    return visits
+
+
+def _svg_visit(visit: Sequence[Interval], y: float, lane: int, scale: float) -> list[str]:
+    """A visit whose marks are too narrow to be told apart: one mark of as many bands as kinds, high by their time."""
+    seconds: dict[Kind, float] = {}
+    for interval in visit:
+        seconds[interval.kind] = seconds.get(interval.kind, 0.0) + interval.end_s - interval.start_s
+    x, length = _LEFT + visit[0].start_s * scale, (visit[-1].end_s - visit[0].start_s) * scale
+    name = f"stage {visit[0].stage}, " + ", ".join(
+        f"{WORK_NAMES[kind.value]} {format_seconds(time_s)}" for kind, time_s in seconds.items()
+    )
+    parts, at = [], float(y)
+    for kind, time_s in seconds.items():
+        height = (lane - 2) * time_s / sum(seconds.values())
+        parts.append(_bar(f"kind-{kind.value}", (x, at), (length, height), name))
+        at += height
+    if length >= MIN_NUMBERED and lane >= _HIGH_LANE:
+        place = f'x="{x + length / 2:.1f}" y="{y + lane - 5}" text-anchor="middle"'
+        parts.append(f'<text class="number" {place}>{visit[0].stage}</text>')
+    return parts
+
+
+def _bar(css: str, place: tuple[float, float], size: tuple[float, float], name: str) -> str:
     """A mark; the gap to the next one is small against it, where a stroke would hide most of a narrow one."""
+    (x, y), (length, height) = place, size
     length -= min(MAX_GAP, 0.08 * length)
-    place = f'x="{x:.2f}" y="{y}" width="{max(length, 0.05):.2f}" height="{_LANE_HEIGHT - 2}"'
-    return f'<rect class="{css}" {place}><title>{name}</title></rect>'
+    where = f'x="{x:.2f}" y="{y:.6g}" width="{max(length, 0.05):.2f}" height="{height:.4g}"'
+    return f'<rect class="{css}" {where}><title>{name}</title></rect>'
+
+
+def _host_row(timeline: Timeline, y: float, longest_s: float) -> list[str]:
+    """When the host updates weights, which the workers may wait for; pieces without a visible gap are one mark."""
+    scale = _WIDTH / longest_s
+    pieces: list[list[float]] = []
+    updates = (item for item in timeline.intervals if item.lane == HOST and item.start_s < longest_s)
+    for item in sorted(updates, key=lambda one: one.start_s):
+        start, end = item.start_s * scale, min(item.end_s, longest_s) * scale
+        if pieces and start - pieces[-1][1] < MAX_GAP:
+            pieces[-1][1] = max(end, pieces[-1][1])
+        elif end > start:
+            pieces.append([start, end])
+    label = f'<text x="{_LEFT - 8}" y="{y + 10}" text-anchor="end">host</text>'
+    size = _LANE_HEIGHT - 2
+    return [
+        label,
+        *(_bar("update", (_LEFT + start, y), (end - start, size), "optimizer update") for start, end in pieces),
+    ]
 
 
 def _axis(top: float, longest_s: float) -> list[str]:
@@ -107,9 +179,11 @@ def _axis(top: float, longest_s: float) -> list[str]:
     return parts
 
 
-def _legend(top: int) -> list[str]:
+def _legend(top: int, *, has_host: bool) -> list[str]:
     parts = []
     names = {**{f"kind-{letter}": name for letter, name in WORK_NAMES.items()}, "idle": "idle"}
+    if has_host:
+        names["update"] = "optimizer update on the host"
     for index, (css, name) in enumerate(names.items()):
         x = _LEFT + index * 110
         parts.append(f'<rect class="{css}" x="{x}" y="{top}" width="12" height="12"/>')

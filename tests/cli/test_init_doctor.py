@@ -16,13 +16,16 @@ import pytest
 
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
+from roundpipe_cli.cli.doctor import check_lines
 from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.cli.recipes import write_new
+from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.grouped_choice import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.reach import reach_of
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import child_environment, command_line, run
 
@@ -149,6 +152,47 @@ def num_gpus_here() -> int:
     from roundpipe_cli.engine.backends import cuda
 
     return cuda.num_devices()
+
+
+@pytest.mark.parametrize(
+    ("hardware", "method", "largest", "limit"),
+    [
+        ("8x4090,host_memory_gib=256", "LoRA", "gpt-oss-120b", "host memory"),
+        ("8x4090,host_memory_gib=256", "full", "gemma-3-12b-pt", "host memory"),
+        ("1x4060ti-16gb,host_memory_gib=32", "LoRA", "Qwen3-14B", "host memory"),
+        ("1x4060ti-16gb,host_memory_gib=32", "4-bit LoRA", "Qwen3-32B", "host memory"),
+        ("1xcustom:memory_gib=2:acc32_tflops=20,host_memory_gib=512", "LoRA", "", "memory of"),
+    ],
+)
+def test_the_largest_models_of_a_machine(hardware: str, method: str, largest: str, limit: str) -> None:
+    """`doctor` said that training can run, and not what: the three largest models, what limits them, how to fix it."""
+    (found,) = (reach for reach in reach_of(parse_hardware(hardware)) if reach.method == method)
+    assert len(found.models) == (3 if largest else len(found.models))
+    assert not largest or found.models[0].name == largest
+    assert found.reason is not None and found.reason.startswith(limit) and "too little" in found.reason
+    assert all(model.most_tokens_per_s > 0 for model in found.models) and checks.remedy(found)
+
+
+def test_the_upper_bound_of_a_speed_is_one() -> None:
+    answer = make_plan(load_recipe("quickstart", ["gradient_accumulation_steps=2"]), "1x4090")
+    assert 0.3 * answer.step_s < answer.question.least_step_s <= answer.step_s
+
+
+def test_what_can_be_trained_is_said_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts that need no torch came after it, seconds later."""
+
+    def too_early(num_listed: int) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(checks, "_torch", too_early)
+    early = []
+    with pytest.raises(InterruptedError):
+        for check in checks.all_checks(offline=True):
+            early.append(check)
+            assert all(len(line) <= 80 for line in check_lines(check, 80))
+    names = [check.name for check in early]
+    assert {"host memory", "largest, LoRA", "largest, 4-bit LoRA", "largest, full"} <= set(names)
+    assert "upper bound" in early[-1].found
 
 
 def test_doctor_says_whether_triton_can_make_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

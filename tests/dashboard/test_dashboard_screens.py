@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from roundpipe_cli.dashboard.chart import chart
+from roundpipe_cli.dashboard.demo import demo_events
 from roundpipe_cli.dashboard.lane import lane, slices, window_s
 from roundpipe_cli.dashboard.live import ansi
 from roundpipe_cli.dashboard.state import MAX_POINTS, Curve, DashboardState, Median, fold, fold_all
@@ -34,7 +35,7 @@ from roundpipe_cli.events import (
 from roundpipe_cli.schedule.palette import WORK_COLOURS
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.units import format_seconds
-from tests.support.recorded import START_S, recorded_run, recorded_step
+from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KEYS = (("p", "pause"), ("s", "save"), ("q", "quit"))
@@ -52,6 +53,8 @@ SCREENS = {
     "100x30_8gpu_finished": (100, 30, 8, True, LETTERS),
     "100x30_2cpu_loading": (100, 30, 2, False, COLOUR),
     "120x40_16gpu": (120, 40, 16, True, LETTERS),
+    "60x15_8gpu_simulated": (60, 15, 8, True, LETTERS),
+    "120x40_8gpu_simulated": (120, 40, 8, True, COLOUR),
 }
 ENDS: dict[str, Event] = {
     "paused": Paused(40, True),
@@ -64,6 +67,9 @@ def run_in(state: str, num_workers: int, *, gpu: bool = True) -> list[tuple[floa
     """A recorded run that is training, `loading`, or at one of ENDS."""
     if state == "loading":
         return [(START_S, Notice("data: 233 rows")), (START_S + 0.5, Phase("loading 15.3 GiB of weights"))]
+    if state == "simulated":
+        events = [*demo_events(simulated_run(num_workers), 3, START_S)]
+        return events[: 2 * len(events) // 3]
     events = recorded_run(num_workers, gpu=gpu)
     return [*events, (events[-1][0], ENDS[state])] if state in ENDS else events
 
@@ -121,6 +127,19 @@ def test_a_state_shows_at_every_size(state: str) -> None:
             word = "loading 15.3 GiB" if state == "loading" else state
             assert f"● {word}" in lines[0].plain
             assert ("p resume" in lines[-1].plain) == (state == "paused")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8, 16])
+def test_a_simulated_run_says_so_and_has_no_loss(num_workers: int) -> None:
+    """Nothing was trained: the screen has the staircase of lanes and how busy the GPUs are, no curve and no loss."""
+    events = run_in("simulated", num_workers)
+    for width, height in SIZES:
+        for theme in (COLOUR, LETTERS):
+            lines = screen(fold_all(events), events[-1][0], width, height, theme, KEYS)
+            assert [line.cell_len for line in lines] == [width] * height
+            text = "\n".join(line.plain for line in lines)
+            assert "simulated" in lines[0].plain and "loss" not in text and "learning rate" not in text, text
+            assert height < 30 or "GPUs" in text and "busy" in text, text
 
 
 def test_before_the_run_has_begun_a_message_has_no_time() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from roundpipe_cli.dashboard.demo import SimulatedRun
 from roundpipe_cli.events import (
     CheckpointSaved,
     DeviceSample,
@@ -41,6 +42,20 @@ def recorded_step(num_workers: int) -> Timeline:
         if worker + more < num_workers
     )
     return Timeline(num_workers, tuple(intervals))
+
+
+def simulated_run(num_workers: int) -> SimulatedRun:
+    """The recorded step as a prediction."""
+    timeline = recorded_step(num_workers)
+    return SimulatedRun(
+        title="Qwen3-8B",
+        settings="full",
+        devices=tuple(f"4090:{worker}" for worker in range(num_workers)),
+        timeline=timeline,
+        step_s=makespan_s(timeline),
+        tokens=16384,
+        notes=("simulated by roundpipe, not measured",),
+    )
 
 
 def recorded_run(

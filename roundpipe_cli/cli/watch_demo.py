@@ -1,0 +1,189 @@
+"""`roundpipe watch --demo`: the planner's step of a recipe, played in the dashboard of a run. Nothing is trained."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roundpipe_cli.cli.output import say, say_data
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roundpipe_cli.dashboard.demo import SimulatedRun
+    from roundpipe_cli.dashboard.state import DashboardState
+    from roundpipe_cli.planning.predict import Plan
+
+DEMO_RECIPE = "qwen3-32b"
+DEMO_S = 120.0
+"""Seconds that a demo lasts, where nobody leaves it before."""
+SHOWN_STEP_S = 10.0
+"""Seconds in which a step is played; a shorter one takes its own time."""
+
+
+def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
+    """Plan a recipe on a machine and play the simulated step.
+
+    Args:
+        hardware: in words, such as 8x4090.
+        words: a recipe and key=value texts; without a recipe a well-known one.
+        svg: write one step as a picture there, in place of playing it.
+    """
+    from roundpipe_cli.cli.built_model import build_counts
+    from roundpipe_cli.cli.display import is_terminal
+    from roundpipe_cli.planning.predict import make_plan
+    from roundpipe_cli.recipe.load import load_recipe
+
+    recipe, overrides = recipe_and_overrides(words)
+    loaded = load_recipe(recipe, overrides)
+    for notice in loaded.notices:
+        say(f"notice: {notice}")
+    say(f"planning {recipe} on {hardware} ...")
+    answer = make_plan(loaded, hardware, build_counts)
+    if svg is not None:
+        write_plan_picture(answer, svg)
+        return
+    run = simulated_run(answer)
+    if is_terminal():
+        _leave_last(_play(run, time.time()))
+        return
+    last = _after_one_step(run)
+    say_data(_one_line(last))
+    for message in last.messages:
+        say_data(f"  {message.text}")
+
+
+def write_plan_picture(answer: Plan, path: Path) -> None:
+    """Write the simulated step of a plan as a picture; errors as of `write_picture`."""
+    write_picture(_after_one_step(simulated_run(answer)), path, where=str(answer.question.loaded.path))
+
+
+def _after_one_step(run: SimulatedRun) -> DashboardState:
+    from roundpipe_cli.dashboard.demo import demo_events
+    from roundpipe_cli.dashboard.state import fold_all
+
+    return fold_all(demo_events(run, 1, 0.0))
+
+
+def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
+    """(recipe, overrides) of what follows `--demo`."""
+    is_override = bool(words) and "=" in words[0]
+    if not words or is_override:
+        return DEMO_RECIPE, list(words)
+    return words[0], list(words[1:])
+
+
+def simulated_run(answer: Plan) -> SimulatedRun:
+    """A plan as a run that can be played; its notes say what a lane leaves out."""
+    from roundpipe_cli.dashboard.demo import SimulatedRun
+    from roundpipe_cli.planning.simulated_step import MAX_SIMULATED_MICROBATCHES
+    from roundpipe_cli.schedule.timeline import makespan_s
+    from roundpipe_cli.units import format_seconds
+
+    question, settings = answer.question, answer.question.settings
+    names = [device.name.removeprefix("rtx-") for device in question.hardware.devices]
+    notes = ["simulated by roundpipe, not measured"]
+    if not answer.verdict.fits:
+        notes.append(f"it DOES NOT FIT: {answer.verdict.reasons[0]}")
+    shown_s = makespan_s(answer.timeline)
+    if settings.num_microbatches > MAX_SIMULATED_MICROBATCHES:
+        notes.append(f"lanes show {format_seconds(shown_s)}, a part of the {settings.num_microbatches} microbatches")
+    elif answer.host_s > 0.01 * answer.step_s:
+        notes.append(f"lanes leave out {format_seconds(answer.host_s)} in which the interpreter launches operators")
+    packed = f" {settings.packed_bits} bit" if settings.packed_bits else ""
+    return SimulatedRun(
+        title=question.architecture.name.rpartition("/")[2],
+        settings=f"{settings.method}{packed}",
+        devices=tuple(f"{name}:{index}" for index, name in enumerate(names)),
+        timeline=answer.timeline,
+        step_s=answer.step_s,
+        tokens=int(settings.num_microbatches * settings.tokens_per_microbatch),
+        notes=tuple(notes),
+    )
+
+
+def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
+    """Write a run's newest step as a picture.
+
+    Raises:
+        RefusedError: no step to draw, or no such folder.
+        ResourceError: the disk is full or failing.
+    """
+    from roundpipe_cli.dashboard.share import shared_picture
+    from roundpipe_cli.durable import write_atomically
+    from roundpipe_cli.errors import RefusedError
+
+    path = path.expanduser()
+    if not path.parent.is_dir():
+        raise RefusedError(
+            "the picture cannot be written",
+            where=str(path),
+            found=f"no folder {path.parent}",
+            expected="a file in an existing folder",
+            hint=f"mkdir -p {path.parent}",
+        )
+    write_atomically(path, shared_picture(state, where=where).encode(errors="replace"), mode=0o644)
+    say(f"wrote {path}")
+
+
+def _one_line(state: DashboardState) -> str:
+    from roundpipe_cli.units import format_seconds
+
+    assert state.run is not None and state.step is not None
+    busy = f"{state.worker_word} {100 * (1 - state.step.bubble_ratio):.0f} % busy"
+    return (
+        f"{state.run.title} {state.run.settings} on {state.pool.replace(' ', '')}: "
+        f"{format_seconds(state.step.step_s)} a step, {state.step.tokens_per_s:,.0f} tokens/s, {busy}"
+    )
+
+
+def _play(run: SimulatedRun, start_s: float) -> DashboardState:
+    """Tell the events at their time, on a clock that makes a step last `SHOWN_STEP_S`; q and Ctrl-C leave."""
+    import sys
+
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.demo import demo_events
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
+    from roundpipe_cli.dashboard.terminal import Terminal
+    from roundpipe_cli.schedule.timeline import makespan_s
+
+    left, began_s = threading.Event(), time.monotonic()
+    speed = max(1.0, makespan_s(run.timeline) / SHOWN_STEP_S)
+    num_steps = max(1, round(DEMO_S * speed / makespan_s(run.timeline)))
+
+    def clock() -> float:
+        return start_s + speed * (time.monotonic() - began_s)
+
+    def leave(_: DashboardState) -> str:
+        left.set()
+        return ""
+
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)})
+    live.start()
+    try:
+        for time_s, event in demo_events(run, num_steps, start_s):
+            if left.wait(max(0.0, (time_s - clock()) / speed)):
+                break
+            live.tell(event)
+    except KeyboardInterrupt:  # as q
+        pass
+    finally:
+        live.stop()
+    return live.state
+
+
+def _leave_last(state: DashboardState) -> None:
+    """The last frame stays on the terminal."""
+    import shutil
+    import sys
+
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.live import last_frame
+
+    console = Console(file=sys.stdout)
+    for line in last_frame(state, console, shutil.get_terminal_size()):
+        console.print(line, crop=True, no_wrap=True)

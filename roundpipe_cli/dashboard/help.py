@@ -1,0 +1,48 @@
+"""The help of a dashboard: keys, what a lane shows, and why the worker that waited most did so."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from roundpipe_cli.dashboard.layout import fit
+from roundpipe_cli.dashboard.state import DashboardState
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
+
+HELP_KEY = "?"
+_LANES = (
+    "A lane is a worker; time runs to the right. F computes a stage forward, R computes it again from the tensors "
+    "kept at its boundary, B computes its gradients. A stage is a run of layers; a worker takes the next stage, "
+    "whichever that is, and uploads its weights while it computes the stage before."
+)
+
+
+def help_screen(
+    state: DashboardState, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]]
+) -> list[Text]:
+    """Exactly `height` lines of `width` columns: the step first, what is always true after it.
+
+    Args:
+        keys: (key, what it does).
+    """
+    lines = [Text(" why workers waited", style="bold"), *_indented(_why(state), width)]
+    causes = (f"{cause}: {meaning}" for cause, meaning in CAUSES.items())
+    lines += [Text(" causes", style="bold"), *(line for text in causes for line in _indented(text, width))]
+    meanings = "   ".join(f"{key} {meaning}" for key, meaning in keys)
+    lines += [Text(" keys", style="bold"), *_indented(meanings, width)]
+    lines += [Text(" lanes", style="bold"), *_indented(_LANES, width)]
+    lines = [*lines, *[Text()] * height][: height - 1]
+    return [fit(line, width, theme) for line in (*lines, Text(f" {HELP_KEY} back", style=theme.faint))][:height]
+
+
+def _why(state: DashboardState) -> str:
+    """The worker that waited most in the newest step."""
+    found = longest_waiting(state.timeline, len(state.workers)) if state.timeline is not None else None
+    return found.text() if found is not None else "no step is finished yet"
+
+
+def _indented(text: str, width: int) -> list[Text]:
+    return [Text(f"   {line}") for line in textwrap.wrap(text, max(20, width - 4), break_on_hyphens=False)]

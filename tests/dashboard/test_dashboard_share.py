@@ -1,0 +1,83 @@
+"""The picture to share: of a run or of a simulated one, which says so inside the image; and `watch --demo`."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.cli.watch import watch
+from roundpipe_cli.cli.watch_demo import DEMO_RECIPE, recipe_and_overrides
+from roundpipe_cli.dashboard.demo import demo_events
+from roundpipe_cli.dashboard.share import shared_picture
+from roundpipe_cli.dashboard.state import DashboardState, fold_all
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.schedule.timeline import bubble_ratio
+from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts_of(picture: str) -> list[str]:
+    root = xml.etree.ElementTree.fromstring(picture)
+    return [str(element.text) for element in root.iter(f"{SVG}text")]
+
+
+def test_a_picture_of_a_run_says_what_it_is_without_its_page() -> None:
+    shown = texts_of(shared_picture(fold_all(recorded_run(4)), where="outputs/a"))
+    assert shown[0] == "Qwen3-8B lora bfloat16 on 4xcuda, 2,158 tokens/s"
+    assert shown[1] == "measured by roundpipe on 2027-01-15, step 40 of 100"
+    assert f"GPUs {100 * (1 - bubble_ratio(recorded_step(4))):.0f} % busy" in shown
+    assert "one step: 7.59 s, loss 1.1304, bubble 5.7 %" in shown
+    assert "workers" in " ".join(texts_of(shared_picture(fold_all(recorded_run(2, gpu=False)), where="a")))
+
+
+def test_a_simulated_picture_says_so_inside_the_image() -> None:
+    state = fold_all(demo_events(simulated_run(8), 1, START_S))
+    shown = texts_of(shared_picture(state, where="qwen3-8b"))
+    assert shown[0].startswith("Qwen3-8B full on 8x4090, ") and shown[0].endswith(" tokens/s")
+    assert shown[1] == "simulated by roundpipe, not measured"
+    assert not any("loss" in text for text in shown)
+
+
+def test_without_a_step_there_is_no_picture() -> None:
+    for state in (DashboardState(), fold_all(recorded_run(2, num_done=0))):
+        with pytest.raises(RefusedError, match="no step to draw yet") as caught:
+            shared_picture(state, where="outputs/a")
+        assert "watch --demo" in str(caught.value.problems[0].hint)
+
+
+def test_events_of_a_simulated_run_are_in_order_and_end_with_its_last_step() -> None:
+    run = simulated_run(2)
+    times = [time_s for time_s, _ in demo_events(run, 3, START_S)]
+    assert times == sorted(times)
+    state = fold_all(demo_events(run, 3, START_S))
+    assert state.step is not None and (state.step.step, state.step.eta_s) == (3, 0)
+    assert state.median_bubble.value == pytest.approx(bubble_ratio(run.timeline), abs=1e-3)
+
+
+def test_after_demo_comes_a_recipe_or_nothing() -> None:
+    assert recipe_and_overrides([]) == (DEMO_RECIPE, [])
+    assert recipe_and_overrides(["method=full"]) == (DEMO_RECIPE, ["method=full"])
+    assert recipe_and_overrides(["mine.yaml", "lora.r=4"]) == ("mine.yaml", ["lora.r=4"])
+
+
+@pytest.mark.parametrize(
+    ("words", "options"), [([], {}), (["a", "b"], {}), ([], {"demo": "8x4090", "json_output": True})]
+)
+def test_what_watch_cannot_follow_is_refused(words: list[str], options: dict[str, object]) -> None:
+    with pytest.raises(RefusedError) as caught:
+        watch(words, **options)  # type: ignore[arg-type]
+    problem = caught.value.problems[0]
+    assert problem.found and problem.expected and problem.hint
+
+
+def test_demo_plans_a_recipe_and_writes_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["quickstart", "gradient_accumulation_steps=2"]
+    watch(small, demo="1x4090", svg=tmp_path / "run.svg")
+    shown = texts_of((tmp_path / "run.svg").read_text(encoding="utf-8"))
+    assert "on 1x4090, " in shown[0] and shown[1].startswith("simulated by roundpipe, not measured")
+    watch(small, demo="1x4090")  # no terminal: one line
+    out = capsys.readouterr().out
+    assert "on 1x4090: " in out and "% busy\n  simulated by roundpipe, not measured" in out

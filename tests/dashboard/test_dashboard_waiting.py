@@ -1,0 +1,80 @@
+"""Why a worker waited: its idle time by cause, and the help that `?` shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from roundpipe_cli.dashboard.help import help_screen
+from roundpipe_cli.dashboard.html import page
+from roundpipe_cli.dashboard.state import DashboardState, fold_all
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.waiting import longest_waiting, waiting
+from roundpipe_cli.events import Span, StepTimeline
+from roundpipe_cli.schedule.timeline import makespan_s, utilization
+from tests.support.recorded import recorded_run, recorded_step
+
+KEYS = (("p", "pause"), ("q", "quit"), ("?", "help"))
+
+
+def span(lane: str, start_s: float, end_s: float, *, worker: int = 0, microbatch: int = 0) -> Span:
+    return Span(worker, lane, "F", 0, microbatch, start_s, end_s)
+
+
+STEP = StepTimeline(
+    7,
+    1000.0,
+    (
+        span("up", 0, 1, microbatch=-1),  # its weights: 1 s before it can begin
+        span("compute", 1, 2),
+        span("up", 2, 2.5),  # a boundary tensor: half of what it waits for
+        span("compute", 3, 4),
+        span("compute", 0, 6, worker=1),
+        span("host", 6, 8, worker=-1),
+        span("down", 6, 7),  # nobody waits for it
+    ),
+)
+
+
+def test_idle_time_has_a_cause() -> None:
+    """Nothing said why a lane was empty: an upload, another worker, the host, or no work left."""
+    found = waiting(STEP, 0)
+    assert found is not None and found.by_cause_s == {"upload": 1.0, "boundary": 1.0, "host": 2.0, "tail": 2.0}
+    assert found.text().startswith("worker 0 waited 6 s of step 7 (75 %): host 2 s, tail 2 s, ")
+    other = waiting(STEP, 1)
+    assert other is not None and other.by_cause_s == {"host": 2.0}
+    assert longest_waiting(STEP, 2) == found
+    assert longest_waiting(StepTimeline(1, 0.0, ()), 2) is None
+    busy = waiting(StepTimeline(3, 0.0, (span("compute", 0, 1),)), 0)
+    assert busy is not None and busy.text() == "worker 0 did not wait in step 3"
+
+
+def test_of_a_measured_step_links_are_not_guessed() -> None:
+    """An engine records no transfers: an empty lane before a computation lacked its weights or another's result."""
+    compute = tuple(one for one in STEP.spans if one.lane == "compute")
+    found = waiting(StepTimeline(7, 0.0, compute), 0)
+    assert found is not None and found.by_cause_s == {"input": 2.0, "tail": 2.0}
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 8])
+def test_causes_sum_to_the_idle_time(num_workers: int) -> None:
+    """One definition: what is not busy is waiting."""
+    state, timeline = fold_all(recorded_run(num_workers)), recorded_step(num_workers)
+    assert state.timeline is not None
+    for worker, share in enumerate(utilization(timeline)):
+        found = waiting(state.timeline, worker)
+        assert found is not None and found.step_s == pytest.approx(makespan_s(timeline), rel=1e-3)
+        assert found.total_s == pytest.approx((1 - share) * found.step_s, abs=0.005 * found.step_s)
+
+
+def test_help_says_why_the_worker_that_waited_most_waited() -> None:
+    state = fold_all(recorded_run(8))
+    for width, height in ((60, 15), (80, 24), (200, 60)):
+        lines = help_screen(state, width, height, Theme(), KEYS)
+        assert [line.cell_len for line in lines] == [width] * height
+        text = " ".join(" ".join(line.plain for line in lines).split())
+        assert "worker 2 waited" in text and "of step 40 (26 %): " in text and "? back" in text
+    assert "no step is finished yet" in help_screen(DashboardState(), 80, 24, Theme(), KEYS)[1].plain
+
+
+def test_the_page_says_it_too() -> None:
+    assert "worker 2 waited" in page(recorded_run(8), {}, "")
