@@ -36,7 +36,7 @@ from roundpipe_cli.model.meta_counts import counts_of
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.admission import check_model
-from roundpipe_cli.planning.counting import counted
+from roundpipe_cli.planning.counting import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 
@@ -68,7 +68,7 @@ def compare(name: str, size: str, folder: Path) -> str:
     found = find_config(str(folder), folder)
     try:
         check_model(found, load_recipe(folder / "recipe.yaml").recipe)
-        planned = counted(found, lambda _: counts_of(folder, str(folder)))
+        planned = counted_architecture(found, lambda _: counts_of(folder, str(folder)))
     except RefusedError as refusal:
         return _refused_alike(folder, refusal)
     config = load_config(ModelSource(str(folder), folder))

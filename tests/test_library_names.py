@@ -28,6 +28,7 @@ LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gg
 
 TORCH_NAMES = {
     "torch.nn.modules.dropout._DropoutNd": "model/dropout.py",
+    "torch.overrides._get_current_function_mode_stack": "model/dropout.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "backends/cpu.py, launches.py, last_projection.py",
     "torch.utils._pytree.tree_flatten": "backends/cpu.py, launches.py, worker_model.py",
     "torch._C._cuda_clearCublasWorkspaces": "engine/backends/cuda.py; builds for GPUs only",

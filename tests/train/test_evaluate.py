@@ -402,6 +402,7 @@ def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(folder: Path) ->
     saved["tokenizer_hash"] = tokenizer_hash(tokenizer)
     del saved["recipe"]["weight_decay"], saved["recipe"]["lora"]["dropout"]
     setup: Any = SimpleNamespace(
+        fused=None,
         recipe=recipe,
         dataset=SimpleNamespace(content_hash="d"),
         model_hash="m",

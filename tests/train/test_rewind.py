@@ -366,7 +366,12 @@ def test_epochs_may_give_way_to_as_many_steps() -> None:
 
     def check(max_steps: int) -> None:
         setup: Any = SimpleNamespace(
-            recipe=recipe_of(max_steps=max_steps), dataset=dataset, tokenizer=tokenizer, model_hash="", config_hash=""
+            fused=None,
+            recipe=recipe_of(max_steps=max_steps),
+            dataset=dataset,
+            tokenizer=tokenizer,
+            model_hash="",
+            config_hash="",
         )
         check_unchanged(saved, setup, [])
 
