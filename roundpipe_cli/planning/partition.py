@@ -30,12 +30,14 @@ STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
 """For chained steps, of which every score takes many rounds."""
 LIGHT = SearchEffort(cell_work=5.0e6, pattern_cells=30, local_work=3.0e7, enough=2e-3)
 """For a recipe's stages, whose costs are not known more exactly."""
+QUICK = SearchEffort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
+"""For fewer workers, which seldom win."""
 SCOUT = SearchEffort(cell_work=3.0e6, pattern_cells=0, local_work=0.0)
-"""For alternatives of which most are far off: other round sizes, fewer workers."""
+"""For telling numbers of microbatches a round apart, of which most are far off."""
 DEEP_LAYERS = 48
 """Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
 NEAR = 1.004
-"""Fewer workers are tried in full if a scout comes as close as this."""
+"""Fewer workers are searched in full if a quick search comes as close as this."""
 FAR = 1.05
 """Rounds shorter than those that are slower by this are not tried."""
 
@@ -181,7 +183,7 @@ def _best_workers(task: _Task) -> _Plan:
     while len(workers) > 1 and plan.found:
         idle = min(reversed(workers), key=lambda worker: speeds[worker])
         workers = tuple(worker for worker in workers if worker != idle)
-        fewer = replace(task, workers=workers, effort=SCOUT)
+        fewer = replace(task, workers=workers, effort=QUICK)
         if _least_s(fewer) >= plan.value_s:
             break
         if _search(fewer, plan.value_s * NEAR).value_s < plan.value_s * NEAR:

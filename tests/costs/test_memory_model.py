@@ -20,7 +20,7 @@ from roundpipe_cli.costs.memory import device_need, disk_need, host_need, rounds
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.partition import SCOUT, plan_partition
+from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
 from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits, stages_of_blocks
 from roundpipe_cli.schedule.actions import Kind, Schedule
@@ -103,7 +103,7 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
         head = LayerCost("head", 1, 2, False)
         costs = CostModel("random", (*layers, head), hop_s=0.01, worker_speed=speeds)
         num_microbatches = workers * draw.randint(2, 4)
-        plan = plan_partition(SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2), SCOUT)
+        plan = plan_partition(SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2), QUICK)
         schedule = build_schedule(
             "roundpipe",
             forward_stages=plan.forward_stages,

@@ -74,8 +74,8 @@ def test_a_damaged_answer_is_ignored_and_said(content: str, searches: list[objec
     first = plan()
     for path in files():
         document = json.loads(path.read_text(encoding="utf-8"))
-        if content == "gap" and "forward_stages" in document:
-            document["forward_stages"] = document["forward_stages"][1:]
+        if content == "gap" and "backward_stages" in document:
+            document["backward_stages"] = document["backward_stages"][1:]
             path.write_text(json.dumps(document), encoding="utf-8")
         elif content != "gap":
             path.write_text(content, encoding="utf-8")

@@ -11,7 +11,7 @@ from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.forward import forward_stages
-from roundpipe_cli.planning.partition import SCOUT, plan_partition
+from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.stages import limits_for
 from roundpipe_cli.recipe.load import load_recipe
@@ -47,7 +47,7 @@ def test_even_stages_hold_every_layer_once_and_are_no_slower(seed: int) -> None:
     workers, blocks = draw.choice([1, 2, 3, 4, 8]), draw.randint(8, 40)
     costs = drawn(draw, blocks)
     limits = limits_for(costs, sum(layer.param_bytes for layer in costs.layers) * draw.randint(20, 60) // 100)
-    plan = plan_partition(SimulationCase(costs, workers, 4 * workers, limits=limits), SCOUT)
+    plan = plan_partition(SimulationCase(costs, workers, 4 * workers, limits=limits), QUICK)
     step = build_schedule(
         "roundpipe",
         forward_stages=plan.forward_stages,
