@@ -240,6 +240,7 @@ def unlike_rows(folder: Path) -> tuple[str, str]:
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_best_weights_are_the_result(folder: Path, method: str) -> None:
     words = (*unlike_rows(folder), f"method={method}", "eval_steps=2", "max_steps=8", "lr_scheduler_type=constant")
+    words = (*words, "kernels=reference")  # at this rate rounding decides which evaluation is the best
     done = finetune(folder, *words, "load_best_model_at_end=true", "warmup_steps=0").expect(0)
     out = folder / "out"
     losses = {row["step"]: row["loss"] for row in evaluations(out)}
