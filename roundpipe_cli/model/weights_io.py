@@ -49,8 +49,9 @@ def load_weights(
     checked = _Checked(source.name, names, {name: p.shape for name, (_, p) in parameters.items()}, set_parameter)
     buffers = dict(model.named_buffers())
     twins = {found: name for name, found in base.twins.items()}
-    for group in base.groups:
-        with OpenFiles() as files:
+    with OpenFiles() as files:
+        for group in base.groups:
+            files.close_if_read()
             if set_packed is not None and (packed := _packed_name(group, source)):
                 checked.put_packed(packed, read_nf4(next(iter(group.stored.values())), files), set_packed)
                 continue

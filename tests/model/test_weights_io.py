@@ -22,6 +22,7 @@ from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.stored import tensors
 from roundpipe_cli.model.stored.names import base_name
 from roundpipe_cli.model.weights_io import load_weights
 from tests.support.tiny import make_rig, tiny_config
@@ -279,6 +280,22 @@ load_weights(source, skeleton, store.set_parameter)
 weights = sum(layout.num_bytes for layout in layouts)
 print(status_bytes("VmHWM") - base, weights, max(layout.num_bytes for layout in layouts))
 """
+
+
+@pytest.mark.parametrize(("max_bytes", "most"), [(tensors.MAX_MAPPED_BYTES, 1), (50_000, 9)])
+def test_a_file_is_not_opened_for_every_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, most: int
+) -> None:
+    """Opening reads the whole header: 49 s of processor time for a model of 500 layers of width 8, now 1.4 s."""
+    model, opened = save_tiny(tmp_path, "llama"), []
+    opening = tensors.open_shard
+    monkeypatch.setattr(tensors, "open_shard", lambda path: opened.append(path) or opening(path))
+    monkeypatch.setattr(tensors.OpenFiles.close_if_read, "__defaults__", (max_bytes,))
+    store, _, _ = load(tmp_path)
+    check_equal(store, model)
+    headers = 1  # read once before, for the names
+    assert 1 <= len(opened) - headers <= most < len(list(model.parameters()))
+    assert (len(opened) - headers > 1) == (max_bytes == 50_000)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
