@@ -31,8 +31,12 @@ def costs(*, head_s: float = 4.0, trained_head: bool = False, adapters: bool = T
 
 
 def head_workers(schedule: Schedule) -> int:
-    """On how many workers the head's backwards are."""
-    return len({a.worker for row in schedule.actions for a in row if a.kind is Kind.BACKWARD and a.stage == 0})
+    """On how many workers the head's backwards of one round are, at most."""
+    heads = [a for row in schedule.actions for a in row if a.kind is Kind.BACKWARD and a.stage == 0]
+    workers: dict[int, set[int]] = {}
+    for action in heads:
+        workers.setdefault(action.microbatch // schedule.microbatches_per_round, set()).add(action.worker)
+    return max(map(len, workers.values()))
 
 
 def test_a_long_frozen_head_is_shared_by_all() -> None:

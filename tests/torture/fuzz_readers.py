@@ -214,9 +214,9 @@ def _read_run(folder: Path) -> None:
     from roundpipe_cli.dashboard.views import screen
     from roundpipe_cli.train.result.model_card import model_card
 
-    watch(str(folder), html=str(folder / "page.html"))
-    watch(str(folder), json_output=True, follow=False)
-    watch(str(folder), no_dashboard=True, follow=False)
+    watch([str(folder)], html=str(folder / "page.html"))
+    watch([str(folder)], json_output=True, follow=False)
+    watch([str(folder)], no_dashboard=True, follow=False)
     state = fold_all(RunFiles(folder).poll()[1])
     console = Console(width=100, file=io.StringIO())
     console.print(screen(state, 100.0, 100, 30, Theme()))
