@@ -200,10 +200,11 @@ def _now_meaning(keys: Sequence[tuple[str, str]], state: DashboardState) -> list
 
 def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme) -> Text:
     """The keys, and what the colours of a lane mean; the keys lose their meaning before the colours do."""
-    for gap, short in ((3, False), (2, False), (2, True), (1, True)):
+    plain = [(key, "" if key == "?" else meaning) for key, meaning in keys]
+    for gap, short, named in ((3, False, keys), (2, False, keys), (2, True, keys), (1, True, keys), (1, True, plain)):
         left = Text(" ")
-        for key, meaning in keys:
-            left.append(key, "bold").append(f" {meaning}{' ' * gap}")
+        for key, meaning in named:
+            left.append(key, "bold").append(f"{' ' * bool(meaning)}{meaning}{' ' * gap}")
         right = legend(theme, short=short)
         if left.cell_len + right.cell_len <= width:
             return spread(left, right, width, theme)
