@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.cache_size import with_all_weights, with_auto_cache
 from roundpipe_cli.planning.compare import StageCut
@@ -11,13 +13,16 @@ from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.actions import Schedule
 
 
-def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool) -> dict[str, float]:
+def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool, longest_row: int) -> dict[str, float]:
     """Predicted device and host bytes; empty for a model or devices that `plan` has no figures for.
 
-    `holds_all`: the schedule is for GPUs that hold all weights.
+    Args:
+        holds_all: the schedule is for GPUs that hold all weights.
+        longest_row: tokens of the longest row that was computed; before the data is read, `max_seq_length` is assumed.
     """
+    recipe = replace(loaded.recipe, max_seq_length=min(longest_row, loaded.recipe.max_seq_length))
     try:
-        question = ask(loaded, here=True)
+        question = ask(replace(loaded, recipe=recipe), here=True)
     except RefusedError:
         return {}
     if not question.hardware.is_here:

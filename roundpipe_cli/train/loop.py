@@ -190,7 +190,8 @@ class Trainer:
         if figures and (tokens := self._log.tokens) is not None:
             figures["tokens_per_s"] = tokens / figures["step_s"]
         planned, holds_all = self._reporting.planned, self._auto_cache.holds_all
-        needs = [] if planned is None else [planned(schedule, holds_all) for schedule in self._planner.schedules]
+        longest = self._log.longest_row
+        needs = [planned(one, holds_all, longest) for one in self._planner.schedules] if planned and longest else []
         for need in needs:  # what the step that needs most does: a short one is cut in its own way
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
@@ -225,7 +226,7 @@ class Trainer:
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
         pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
-        self._log.computed(result, pipeline_s)
+        self._log.computed(result, pipeline_s, microbatches)
         for text in result.notices:
             self._tell(Notice(text))
         self._tell(step_timeline(result, step + 1, self._clock))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 
-from roundpipe_cli.engine.step import StepResult
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.events import StepFinished
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.result.report import RunFigures
@@ -27,6 +28,8 @@ class RunLog:
         """Seconds that the run took before it was resumed."""
         self.timelines: deque[tuple[float, Timeline]] = deque(maxlen=TRACED_STEPS if trace else 0)
         """The last steps, each with its start, of `time.perf_counter`."""
+        self.longest_row = 0
+        """Tokens of the longest row until now."""
         self._rows: list[StepFinished] = []
         self._pipeline_s: list[float] = []
         self._launch_bound: list[float] = []
@@ -46,8 +49,9 @@ class RunLog:
         """Median of the steps' tokens; None before the first step."""
         return statistics.median(row.tokens for row in self._rows) if self._rows else None
 
-    def computed(self, result: StepResult, pipeline_s: float) -> None:
+    def computed(self, result: StepResult, pipeline_s: float, microbatches: Sequence[Microbatch]) -> None:
         """A step's forward and backward are done, in `pipeline_s` seconds."""
+        self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
         self._pipeline_s.append(pipeline_s)
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
