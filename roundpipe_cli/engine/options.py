@@ -41,7 +41,7 @@ class EngineOptions:
     unread: Mapping[int, Sequence[str]] | None = None
     """Per block, modules whose products a recompute leaves out, from `find_unread`."""
     attends_in_rows: bool = False
-    """Packed rows are attended to one by one rather than under a mask, from `can_attend_in_rows`."""
+    """Rows are told by where they lie rather than by a mask of all pairs of tokens, from `can_attend_in_rows`."""
     keep_inputs: bool = False
     """Keep the input of every layer after such a block on the host, so that its product can be left out within a stage
     too, not only at its end."""

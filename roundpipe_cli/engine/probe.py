@@ -42,8 +42,14 @@ def find_unread_products(
     return worker.find_unread(bind, dropout_seed=0)
 
 
+def has_masks(model: nn.Module, split: ModelSplit, store: WeightStore, tokens: int) -> bool:
+    """Whether blocks of a row of so many tokens need more than the causal mask, which could be told by rows instead."""
+    worker, _ = worker_on_host(model, split, store, WorkerOptions(attends_in_rows=True))
+    return any(call.holds_rows for call in worker.prologue(worker.probe_ids(1, tokens)).calls)
+
+
 def can_attend_in_rows(model: nn.Module, split: ModelSplit, store: WeightStore) -> bool:
-    """Whether all blocks can be told where packed rows lie, and compute what they compute from a mask.
+    """Whether all blocks can be told where rows lie, and compute what they compute from a mask.
 
     Runs one block of each kind, with its own weights, both ways.
     """

@@ -1,4 +1,4 @@
-"""Attention of packed rows without a mask for all pairs of tokens: each row by itself, by torch's causal kernels.
+"""Attention of rows without a mask for all pairs of tokens: each row by itself, by torch's causal kernels.
 
 transformers keeps rows apart by a mask [B, 1, T, T]: a byte a pair on the host, made for every microbatch and uploaded
 to every worker, and no fused kernel skips what it leaves out. Where rows lie is all that it says, so within `in_rows`
@@ -9,6 +9,9 @@ the mask that "sdpa" is given is a `PackedRows` instead, and attention of "sdpa"
     [. . 1 . .]
     [. . 1 1 .]      one call for all rows on GPUs with variable-length flash attention, else a call a row; a row
     [. . 1 1 1]      longer than its window in blocks of queries, each with the keys that it can see
+
+Rows that are not packed need no more than the causal mask, unless they are longer than a sliding window or there are
+sinks. Then the same holds for them, as one row a sequence (`in_whole_rows`).
 """
 
 from __future__ import annotations
@@ -51,6 +54,16 @@ class PackedRows:
         """The same with `function` applied to `ends`, e.g. to move it to a device."""
         return replace(self, ends=function(self.ends))
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether each sequence is one row."""
+        return all(len(lengths) == 1 for lengths in self.lengths)
+
+    @property
+    def is_causal_alone(self) -> bool:
+        """Whether the causal mask of whole sequences says the same."""
+        return self.are_whole and (self.window is None or self.window >= self.lengths[0][0])
+
     def mask(self) -> torch.Tensor:
         """The mask itself, bool [B, 1, T, T]."""
         device = self.ends.device
@@ -75,8 +88,21 @@ def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> Iterator[N
     Args:
         as_masks: tensors instead, as the model's own code makes them.
     """
+    with _within(_row_lengths(position_ids), as_masks):
+        yield
+
+
+@contextmanager
+def in_whole_rows(num_rows: int, tokens: int) -> Iterator[None]:
+    """The same for sequences of one row each, [num_rows, tokens]; the causal mask of all of them stays what it was."""
+    with _within(((tokens,),) * num_rows, as_masks=False):
+        yield
+
+
+@contextmanager
+def _within(lengths: tuple[tuple[int, ...], ...], as_masks: bool) -> Iterator[None]:
     _register()
-    _now.lengths, _now.as_masks = _row_lengths(position_ids), as_masks
+    _now.lengths, _now.as_masks = lengths, as_masks
     try:
         yield
     finally:
@@ -110,7 +136,7 @@ def _register() -> None:
 def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
     """`PackedRows` where this thread is within `in_rows` and they say the same as the mask; else `make_mask`'s."""
     rows = _rows_here(kwargs)
-    if rows is None or args or _now.as_masks or not _is_same(rows, kwargs):
+    if rows is None or args or _now.as_masks or rows.is_causal_alone or not _is_same(rows, kwargs):
         return make_mask(*args, **kwargs)
     return rows
 
@@ -192,6 +218,8 @@ def attend_rows(
         return attend(query, key, value, rows.mask(), **more)
     if _has_own_kernel(query, key, value, more):
         return _attend_at_once(query, key, value, rows, more), None
+    if rows.are_whole:
+        return _attend_row(attend, query, key, value, rows.window, more), None
     found = []
     for index, lengths in enumerate(rows.lengths):
         parts = [tensor[index : index + 1].split(lengths, dim=2) for tensor in (query, key, value)]
@@ -208,7 +236,7 @@ def _attend_row(
     window: int | None,
     more: dict[str, Any],
 ) -> torch.Tensor:
-    """One row, [1, T, heads, D]; in blocks of queries where it is longer than its window."""
+    """One row of each sequence, [B, T, heads, D]; in blocks of queries where it is longer than its window."""
     length = query.shape[2]
     if window is None or length <= window:
         return attend(query, key, value, None, **{**more, "is_causal": True})[0]

@@ -33,7 +33,7 @@ from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_un
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
 from roundpipe_cli.model.module_state import ModuleState
-from roundpipe_cli.model.packed_attention import in_rows
+from roundpipe_cli.model.packed_attention import in_rows, in_whole_rows
 from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.split import ModelSplit
@@ -220,7 +220,7 @@ class WorkerModel:
 
         `position_ids` [B, T] of packed rows restart with each row. With them, no mask and no cache, the model's own
         code makes the masks that keep the rows apart (`model/packing.py` has checked that it does), or says where they
-        lie (`attends_in_rows`).
+        lie (`attends_in_rows`). Rows that are not packed are told so too, where the causal mask is not enough.
 
         `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own.
         """
@@ -235,7 +235,11 @@ class WorkerModel:
             more = {"past_key_values": self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
-        rows = nullcontext() if position_ids is None else in_rows(position_ids, as_masks=not self.attends_in_rows)
+        rows: AbstractContextManager[None] = nullcontext()
+        if position_ids is not None:
+            rows = in_rows(position_ids, as_masks=not self.attends_in_rows)
+        elif start is None and self.attends_in_rows:
+            rows = in_whole_rows(*input_ids.shape)
         with torch.set_grad_enabled(trainable), seeded(dropout_seed), rows:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden

@@ -16,4 +16,4 @@ class WorkerOptions:
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code."""
     attends_in_rows: bool = False
-    """Blocks are told where packed rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""
+    """Blocks are told where rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""

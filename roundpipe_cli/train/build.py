@@ -19,12 +19,11 @@ from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_wor
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import can_attend_in_rows, find_saved_bytes, find_unread_products
+from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
 from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.model.architectures import check_mask_bytes
 from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
@@ -67,28 +66,13 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             label_smoothing=recipe.label_smoothing_factor,
             recompute=recipe.pipeline.recompute,
             unread=unread if skip else None,
-            attends_in_rows=_attends_in_rows(setup),
+            attends_in_rows=setup.attends_in_rows,
             keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
             keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
             weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
             watchdog_s=recipe.watchdog_s or None,
         ),
     )
-
-
-def _attends_in_rows(setup: Setup) -> bool:
-    """Whether packed rows are attended to one by one.
-
-    Raises:
-        RefusedError: they need masks, which would be too large.
-    """
-    recipe = setup.recipe
-    if not recipe.packing:
-        return False
-    if recipe.kernels == "auto" and can_attend_in_rows(setup.model, setup.split, setup.store):
-        return True
-    check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
-    return False
 
 
 def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
@@ -200,7 +184,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
-    options = WorkerOptions(None, setup.fused, _attends_in_rows(setup))
+    options = WorkerOptions(None, setup.fused, setup.attends_in_rows)
     find = functools.partial(
         find_saved_bytes,
         setup.model,

@@ -4,6 +4,7 @@ names first, then the architecture, then the data, then memory, then the weights
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.durable import disk_error, require_free_bytes
+from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.adapter_files import read_adapter_tensors
 from roundpipe_cli.model.all_linear import describe_left_out
+from roundpipe_cli.model.architectures import check_mask_bytes
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
@@ -84,6 +87,24 @@ class Setup:
     """See `config_fingerprint`."""
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
+
+    @functools.cached_property
+    def attends_in_rows(self) -> bool:
+        """Whether blocks are told where rows lie, in place of masks of all pairs of tokens.
+
+        Rows are packed, or longer than a sliding window, or there are sinks.
+
+        Raises:
+            RefusedError: packed rows need masks, which would be too large.
+        """
+        recipe, blocks = self.recipe, (self.model, self.split, self.store)
+        longest = int(self.dataset.rows.lengths.max())
+        needed = recipe.packing or (recipe.pipeline.num_chunks == 1 and has_masks(*blocks, longest))
+        if needed and recipe.kernels == "auto" and can_attend_in_rows(*blocks):
+            return True
+        if recipe.packing:
+            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+        return False
 
 
 def prepare(

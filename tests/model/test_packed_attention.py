@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
-from roundpipe_cli.engine.probe import can_attend_in_rows
+from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model import attention_kernels, packed_attention
 from roundpipe_cli.model.packed_attention import PackedRows, attend_rows, in_rows, rows_or_mask
@@ -179,6 +179,25 @@ def test_a_step_gives_the_numbers_of_masks(model_type: str, changes: dict[str, A
     assert is_equal(found, by_rows.on_processor())
 
 
+@pytest.mark.parametrize(
+    ("model_type", "is_same"), [("llama", True), ("gemma3_text", False), ("mistral", False), ("gpt_oss", False)]
+)
+def test_rows_longer_than_a_window_need_no_mask(model_type: str, is_same: bool) -> None:
+    """Unpacked: a mask of all pairs was made on the host for each microbatch, and uploaded by each worker."""
+    changes = {} if is_same else {"sliding_window": 4}
+    rows = random_microbatches([(2, 9), (1, 14)])
+    base = replace(CASES["packing"], model_type=model_type, model=changes, microbatches=rows)
+    found = replace(base, engine={"attends_in_rows": True}).on_processor()
+    assert is_equal(found, base.on_processor(), 0.0 if is_same else 1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "at_least"), [("llama", None), ("gemma3_text", 5), ("gpt_oss", 1)])
+def test_who_needs_more_than_the_causal_mask(model_type: str, at_least: int | None) -> None:
+    rig = make_rig(model_type, "lora", **({} if model_type == "llama" else {"sliding_window": 4}))
+    needed = [tokens for tokens in (1, 4, 5, 9) if has_masks(rig.skeleton, rig.split, rig.store, tokens)]
+    assert needed == [tokens for tokens in (1, 4, 5, 9) if at_least is not None and tokens >= at_least]
+
+
 def worker_of(rig: Rig) -> WorkerModel:
     return WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, torch.device("cpu"))
 
@@ -224,3 +243,15 @@ def test_long_packed_sequences_have_no_tensor_of_all_pairs(model_type: str) -> N
         hidden = prologue.hidden.detach().requires_grad_()
         worker.run_block(0, prologue.calls[0], hidden).sum().backward()
     assert largest.elements <= 128 * ids.numel()
+
+
+def test_one_long_row_has_no_mask_of_all_pairs() -> None:
+    """16,384 tokens of one row through a window of 128: a mask of 268 MB and 0.3 CPU seconds a microbatch of 8,192."""
+    rig = make_rig("mistral", "full", num_hidden_layers=2, max_position_embeddings=65536, sliding_window=128)
+    worker = worker_of(rig)
+    worker.attends_in_rows = True
+    with Largest() as largest, torch.no_grad():
+        prologue = worker.prologue(torch.arange(16384)[None] % 100)
+        worker.bind(1, {place.name: place.parameter(rig.store.buffers[1]) for place in rig.store.layouts[1].places})
+        worker.run_block(0, prologue.calls[0], prologue.hidden)
+    assert largest.elements <= 256 * 16384

@@ -274,6 +274,7 @@ CASES: dict[str, Case] = {
     "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}),
     "packing": Case("llama", "full", _REFERENCE, microbatches=packed_rows()),
     "packing-by-rows": Case("gemma3_text", "lora", engine={"attends_in_rows": True}, microbatches=packed_rows()),
+    "sliding-window": Case("gemma3_text", "lora", {"sliding_window": 4}, engine={"attends_in_rows": True}),
     "sequence-chunks": Case("llama", "full", chunks=2, microbatches=random_microbatches([(1, 9)]),
                             schedule=partial(roundpipe, sequence_chunks=2)),
     "mlp-chunks": Case("llama", "full", engine={"mlp_chunk_tokens": 5}),
