@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -40,24 +41,27 @@ def try_one(model_type: str) -> dict[str, str]:
     return try_type(config)
 
 
-def in_child(model_type: str, limit_s: float, pipe: Any) -> None:
+def in_child(attempt: Callable[[str], dict[str, str]], model_type: str, limit_s: float, pipe: Any) -> None:
     """Entry of a child."""
     signal.alarm(int(limit_s))
     torch.set_num_threads(1)
     started = time.process_time()
-    answers: dict[str, Any] = try_one(model_type)
+    answers: dict[str, Any] = attempt(model_type)
     answers["cpu_s"] = round(time.process_time() - started, 1)
     pipe.send(answers)
 
 
-def sweep(types: list[str], jobs: int, limit_s: float) -> dict[str, dict[str, Any]]:
+def sweep(
+    types: list[str], jobs: int, limit_s: float, attempt: Callable[[str], dict[str, str]] = try_one
+) -> dict[str, dict[str, Any]]:
+    """What `attempt` answers for each type, in children forked from this process; a line a type."""
     context = multiprocessing.get_context("fork")
     waiting, running, results = list(types), {}, {}
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop(0)
             here, there = context.Pipe(duplex=False)
-            child = context.Process(target=in_child, args=(name, limit_s, there))
+            child = context.Process(target=in_child, args=(attempt, name, limit_s, there))
             child.start()
             there.close()
             running[name] = (child, here)
@@ -100,6 +104,16 @@ def table(files: list[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def warm_up() -> None:
+    """Import what every child needs."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import peft  # noqa: F401
+    import transformers
+
+    import_bitsandbytes()
+    transformers.logging.set_verbosity_error()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
@@ -110,14 +124,8 @@ def main() -> None:
     if arguments.table_of:
         print(table(arguments.table_of), end="")
         return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import peft  # noqa: F401 - here, so that no child imports it
-    import transformers
-
-    import_bitsandbytes()
-    transformers.logging.set_verbosity_error()
-    types = arguments.types or causal_types()
-    sweep(types, arguments.jobs, arguments.limit_s)
+    warm_up()
+    sweep(arguments.types or causal_types(), arguments.jobs, arguments.limit_s)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.errors import InternalError
+from tests.support.every_type import tiny_config_of
 from tests.support.simulated_cases import CASES, Bits, gradient_bits, is_equal, page_locked, simulated, two_workers
+from tests.support.simulated_types import step_of
 
 NUM_SEEDS = 4
 
@@ -33,6 +35,13 @@ def test_the_bits_are_those_of_the_processor(name: str) -> None:
         assert sum(simulation.machine.launches.values()) > 100, "nothing ran on the simulated cards"
         waits = {key: count for key, count in simulation.machine.host_waits.items() if key[0] != "MainThread"}
         assert case.waits or max(waits.values(), default=0) <= (not case.leaves_a_trace), f"seed {seed}: {waits}"
+
+
+@pytest.mark.parametrize("model_type", ["axk1", "dbrx"])
+def test_attention_and_experts_of_other_kinds(model_type: str) -> None:
+    """Heads whose keys and values differ in width, and experts chosen by `one_hot`; all types by a script."""
+    for method in ("lora", "full"):
+        assert step_of(tiny_config_of(model_type), method).startswith("equal")
 
 
 @pytest.mark.parametrize("name", ["lora", "full", "staleness-1", "cache-whole"])

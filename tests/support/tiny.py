@@ -170,15 +170,17 @@ def make_rig(
     bits: int = 0,
     lora_rank: int = 4,
     kernels: str = "reference",
+    config: Any = None,
     **changes: Any,
 ) -> Rig:
     """Build a tiny model with random weights; LoRA's B matrices are random too, so that every gradient is.
 
+    `config`: the model's, in place of this file's for the type.
     `frozen`: parts of names of parameters that are not trained.
     `bits`: 4 or 8, with the base weights packed; the plain module has what they are when unpacked.
     """
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
-    config = tiny_config(model_type, **changes)
+    config = config or tiny_config(model_type, **changes)
     skeleton = build_skeleton(config, dtype)
     split = split_model(skeleton)
     peft_model = None
@@ -187,7 +189,7 @@ def make_rig(
             parameter.requires_grad_(False)
     if method == "lora":
         settings = LoraSettings(r=lora_rank, alpha=8, dropout=lora_dropout)
-        peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny")
+        peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny", blocks_path=split.blocks_path)
     packed = quantizable_names(skeleton, split.blocks_path) if bits else frozenset()
     layouts = [
         make_layout(name, parameters, dtype, packed, bits)

@@ -63,7 +63,8 @@ class Machine:
         self.sticky_error: str | None = None
         """What the driver raises at the next launch."""
         self.inside = threading.local()
-        """Of each thread: `cpu`, while Python code asks for a copy on the host; `real`, within an operation."""
+        """Of each thread: `cpu`, while Python code asks for a copy on the host; `real`, within an operation;
+        `composed`, within a function of torch on a device's tensors whose own code makes tensors beside them."""
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -193,6 +194,8 @@ class CardMode(TorchDispatchMode):
             return self.machine.streams.device if device.index is None else device.index
         if getattr(self.machine.inside, "cpu", False):
             return None
+        if getattr(self.machine.inside, "composed", False):
+            return self.machine.streams.device
         in_backward = torch._C._current_graph_task_id() != -1
         if operation.name == "aten::_to_copy" or (in_backward and source is not None):
             return source  # torch's own formulas name the device that tensors really are on

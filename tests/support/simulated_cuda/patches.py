@@ -18,6 +18,9 @@ from tests.support.simulated_cuda.streams import (
 
 Patch = tuple[Any, str, Any]
 """(owner, name, value)"""
+COMPOSED = ("scaled_dot_product_attention", "one_hot")
+"""Functions whose own code makes tensors where it sees the first argument: a mask where heads of keys and values
+differ in width, zeros to scatter to."""
 REFUSED = 2
 """cudaErrorMemoryAllocation"""
 
@@ -47,7 +50,7 @@ class Runtime:
 
 
 def tensor_patches(machine: Machine) -> list[Patch]:
-    """Methods and attributes of tensors that would show that all tensors lie on the processor."""
+    """Methods and functions of tensors that would show that all tensors lie on the processor."""
     base: Any = torch._C.TensorBase
     real_to, real_numpy, real_tolist = torch.Tensor.to, torch.Tensor.numpy, torch.Tensor.tolist
 
@@ -94,6 +97,18 @@ def tensor_patches(machine: Machine) -> list[Patch]:
             return tensor
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
+    def composed(name: str) -> Callable[..., Any]:
+        real = getattr(torch.nn.functional, name)
+
+        def function(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            machine.inside.composed = machine.device_of(tensor) is not None
+            try:
+                return real(tensor, *args, **kwargs)
+            finally:
+                machine.inside.composed = False
+
+        return function
+
     def host_only(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if is_real() or tensor.is_meta:
@@ -110,6 +125,7 @@ def tensor_patches(machine: Machine) -> list[Patch]:
         return method
 
     return [
+        *((torch.nn.functional, name, composed(name)) for name in COMPOSED),
         (torch.Tensor, "device", property(device)),
         (torch.Tensor, "is_cuda", property(lambda tensor: device(tensor).type == "cuda")),
         (torch.Tensor, "is_cpu", property(lambda tensor: device(tensor).type == "cpu")),
