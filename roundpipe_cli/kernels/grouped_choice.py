@@ -26,6 +26,14 @@ def loops_over_groups(capability: Capability, dtype: torch.dtype) -> bool:
     return capability[0] not in OWN_KERNEL_MAJORS or dtype != torch.bfloat16
 
 
+def forgets_empty_groups(capability: Capability) -> bool:
+    """Whether torch's grouped product may write no gradient for a weight whose group has no rows on such a card.
+
+    As reported by others of sm100; nobody has tried it here.
+    """
+    return capability[0] == 10
+
+
 def takes_triton(
     capabilities: Sequence[Capability | None], dtype: torch.dtype, rank: int = 0, *, allowed: bool = True
 ) -> bool:

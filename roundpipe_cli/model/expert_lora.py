@@ -38,6 +38,7 @@ from roundpipe_cli.model.grouped_experts import (
     kernel_of,
     place_of,
     uses_grouped_products,
+    with_empty_groups,
 )
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
@@ -137,8 +138,8 @@ class _Beside(TorchFunctionMode):
         ends, one = ends_in(args, kwargs), self._adapter
         groups = _groups(ends, tokens.shape[0]) if tokens.device.type == "cpu" else None
         if groups is None:
-            low = functional.grouped_mm(tokens, one.a.transpose(1, 2), offs=ends)
-            beside = functional.grouped_mm(low, one.b.transpose(1, 2), offs=ends)
+            a, b = (with_empty_groups(weights.transpose(1, 2), ends) for weights in (one.a, one.b))
+            beside = functional.grouped_mm(functional.grouped_mm(tokens, a, offs=ends), b, offs=ends)
             return torch.add(func(*args, **kwargs), beside, alpha=one.scaling)
         return _Batched.apply(tokens, weights, one.a, one.b, _ScaledGroups(groups, one.scaling))  # type: ignore[no-untyped-call]
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli.kernels.grouped_choice import forgets_empty_groups
 from roundpipe_cli.kernels.grouped_mm import AdaptedProduct, grouped_mm
 
 Takes = Callable[[torch.dtype, int], bool]
@@ -95,7 +96,33 @@ class GroupedByKernel(TorchFunctionMode):
             return AdaptedProduct.apply(tokens, weights, adapter.a, adapter.b, ends, adapter.scaling)  # type: ignore[no-untyped-call]
         if self.takes(weights.dtype, 0):
             return grouped_mm(tokens, weights, ends_in(args, kwargs))
-        return func(*args, **kwargs)
+        return func(tokens, with_empty_groups(weights, ends_in(args, kwargs)), *args[2:], **kwargs)
+
+
+def with_empty_groups(weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`weights` [E, in, out] for torch's grouped product, with gradients of zero for groups that have no rows.
+
+    `ends` int32 [E]. The same tensor where the device's kernel sees to that itself.
+    """
+    if not weights.requires_grad or weights.device.type != "cuda":
+        return weights
+    if not forgets_empty_groups(torch.cuda.get_device_capability(weights.device)):
+        return weights
+    shown: torch.Tensor = _EmptyGroups.apply(weights, ends)  # type: ignore[no-untyped-call]
+    return shown
+
+
+class _EmptyGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ends)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (ends,) = ctx.saved_tensors
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return gradient.masked_fill_(is_empty[:, None, None], 0.0), None  # in place: made by one product, for us alone
 
 
 def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes) -> frozenset[torch.dtype]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 from roundpipe_cli import faults
+from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import InternalError
 from tests.support.every_type import tiny_config_of
 from tests.support.simulated_cases import CASES, Bits, gradient_bits, is_equal, page_locked, simulated, two_workers
+from tests.support.simulated_cuda import Card
 from tests.support.simulated_types import step_of
 
 NUM_SEEDS = 4
@@ -42,6 +46,17 @@ def test_attention_and_experts_of_other_kinds(model_type: str) -> None:
     """Heads whose keys and values differ in width, and experts chosen by `one_hot`; all types by a script."""
     for method in ("lora", "full"):
         assert step_of(tiny_config_of(model_type), method).startswith("equal")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_experts_without_a_token_have_gradients_of_zero(method: str) -> None:
+    """torch's grouped product leaves what was there for them on sm100, here NaN."""
+    model = {"num_experts": 32, "num_experts_per_tok": 1, "dtype": torch.bfloat16, "lora_rank": 8}
+    case = replace(CASES["expert-adapters"], method=method, model=model)
+    rig, newest = case.rig(), Card("Simulated 100", capability=(10, 0))
+    with simulated(cards=[newest, newest]), page_locked(rig):
+        found = case.on(rig, [cuda.CudaBackend(index) for index in (0, 1)])
+    assert is_equal(found, case.on_processor(), 0.05)
 
 
 @pytest.mark.parametrize("name", ["lora", "full", "staleness-1", "cache-whole"])

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_cli.kernels.grouped_choice import loops_over_groups
+from roundpipe_cli.kernels.grouped_choice import forgets_empty_groups, loops_over_groups
 from tests.support.simulated_cuda.clocks import Access, Actor, History, Unordered, short_stack
 from tests.support.simulated_cuda.memory import Block, CachingAllocator
 from tests.support.simulated_cuda.operations import SUBSTITUTES, Operation, byte_range, operation_of, tensors_in
@@ -234,6 +234,9 @@ class CardMode(TorchDispatchMode):
             outputs = SUBSTITUTES.get(operation.name, func)(*args, **kwargs)
         finally:
             machine.inside.real = False
+        if line is not None and self._forgets_empty_groups(operation, uses):
+            (ends, _, _) = uses[2]
+            outputs[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
         own = {tensor.untyped_storage()._cdata for tensor, _, _ in uses}
         outputs = self._settle(outputs, own, PINNED if target is PINNED else on, line, access)
         if line is not None and (
@@ -249,6 +252,14 @@ class CardMode(TorchDispatchMode):
             return False
         indices = uses[1:] if operation.name == "aten::index" else uses[1:-1]
         return any(tensor.dtype == torch.bool or memory.device is None for tensor, memory, _ in indices)
+
+    def _forgets_empty_groups(self, operation: Operation, uses: Sequence[Use]) -> bool:
+        """Whether a product of two matrices group by group leaves what was there for a group without rows."""
+        if operation.name != "aten::_grouped_mm" or len(uses) < 3:
+            return False
+        (left, memory, _), (right, _, _), *_ = uses
+        assert memory.device is not None
+        return left.dim() == right.dim() == 2 and forgets_empty_groups(self.machine.capabilities[memory.device])
 
     def _loops_over_groups(self, operation: Operation, uses: Sequence[Use]) -> bool:
         """Whether torch reads a grouped product's offsets on the host, to multiply group by group."""
