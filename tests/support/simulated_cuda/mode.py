@@ -64,7 +64,8 @@ class Machine:
         """What the driver raises at the next launch."""
         self.inside = threading.local()
         """Of each thread: `cpu`, while Python code asks for a copy on the host; `real`, within an operation;
-        `composed`, within a function of torch on a device's tensors whose own code makes tensors beside them."""
+        `composed`, within a function of torch on a device's tensors whose own code makes tensors beside them;
+        `backward_of`, the device of the result that is differentiated."""
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -199,8 +200,8 @@ class CardMode(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         if operation.name == "aten::_to_copy" or (in_backward and source is not None):
             return source  # torch's own formulas name the device that tensors really are on
-        if in_backward and self.machine.streams.has_chosen:
-            return self.machine.streams.device
+        if in_backward:
+            return getattr(self.machine.inside, "backward_of", None)
         return None
 
     def _line(self, device: int) -> Line:
@@ -231,7 +232,7 @@ class CardMode(TorchDispatchMode):
                 machine.note(access, uses)
         machine.inside.real = True  # what the operation itself calls sees devices as they are
         try:
-            outputs = SUBSTITUTES.get(operation.name, func)(*args, **kwargs)
+            outputs = SUBSTITUTES.get(str(func), func)(*args, **kwargs)
         finally:
             machine.inside.real = False
         if line is not None and self._forgets_empty_groups(operation, uses):

@@ -34,8 +34,12 @@ def _histogram(values: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.histc(values.float(), *args).to(values.dtype)
 
 
-SUBSTITUTES: dict[str, Callable[..., Any]] = {"aten::histc": _histogram}
-"""What devices can do and the processor cannot: a histogram of integers."""
+def _wider_product(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return torch.mm(left.to(out_dtype), right.to(out_dtype))
+
+
+SUBSTITUTES: dict[str, Callable[..., Any]] = {"aten.histc.default": _histogram, "aten.mm.dtype": _wider_product}
+"""What devices can do and the processor cannot: a histogram of integers, a product with a result of another type."""
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,20 @@ def tensor_patches(machine: Machine) -> list[Patch]:
 
         return function
 
+    def differentiated(name: str) -> Callable[..., Any]:
+        real = getattr(torch.autograd, name)
+
+        def function(results: Any, *args: Any, **kwargs: Any) -> Any:
+            first = results if isinstance(results, torch.Tensor) else results[0]
+            before = getattr(machine.inside, "backward_of", None)
+            machine.inside.backward_of = machine.device_of(first)
+            try:
+                return real(results, *args, **kwargs)
+            finally:
+                machine.inside.backward_of = before
+
+        return function
+
     def host_only(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if is_real() or tensor.is_meta:
@@ -126,6 +140,7 @@ def tensor_patches(machine: Machine) -> list[Patch]:
 
     return [
         *((torch.nn.functional, name, composed(name)) for name in COMPOSED),
+        *((torch.autograd, name, differentiated(name)) for name in ("backward", "grad")),
         (torch.Tensor, "device", property(device)),
         (torch.Tensor, "is_cuda", property(lambda tensor: device(tensor).type == "cuda")),
         (torch.Tensor, "is_cpu", property(lambda tensor: device(tensor).type == "cpu")),

@@ -111,11 +111,6 @@ class Streams:
     def choose(self, stream: SimulatedStream) -> None:
         self._of_thread.__dict__.setdefault("streams", {})[stream.device.index] = stream
 
-    @property
-    def has_chosen(self) -> bool:
-        """Whether the calling thread works on a stream that it chose."""
-        return bool(getattr(self._of_thread, "streams", {}))
-
     def default(self, device: int) -> SimulatedStream:
         with self.lock:
             if device not in self._defaults:
