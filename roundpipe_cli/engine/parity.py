@@ -30,6 +30,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.model.architectures import packing_refusal
 from roundpipe_cli.model.dropout import switch_off_dropout
+from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
@@ -75,18 +76,21 @@ class Proof:
     """Why something could not be tried; empty where everything was."""
     last_position: int | None = None
     """The model has no positions from here on; None: its rows may be longer than its configuration says."""
+    not_fused: str = ""
+    """Why no module computes by fused operators; empty where they may."""
 
 
 class ParityRefusedError(RefusedError):
     """The engine would train something else than the model. Exit code 2."""
 
 
-def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False) -> Proof:
+def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False, fused: bool = False) -> Proof:
     """Compare the engine with the model itself.
 
     Args:
         model: parameters on the meta device, adapters included; is left as it is.
         packing: several rows to a sequence; they are compared with the model's own results for each row alone.
+        fused: the engine computes by fused operators, as far as they are known to suit the model.
 
     Raises:
         ParityRefusedError: they differ, or the engine fails where the model does not.
@@ -96,6 +100,8 @@ def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False) -> Proo
     if reduced.num_parameters > LIMIT_PARAMETERS:
         return Proof(0.0, 0.0, f"one block of each kind has {reduced.num_parameters} parameters, too many to try")
     weights = random_weights(reduced.model)
+    if fused:
+        reduced = replace(reduced, fused=find_fused_ops(reduced.model, split))
     try:
         proof = _prove(reduced, split, weights)
         if packing and not _prove_packing(reduced, split, weights) and not proof.unproven:
@@ -121,11 +127,11 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
         pieces, limit = [*pieces, *beyond], None
     except _PlainFailed:
         plain = _run_plain(exact, split, weights, torch.float32, pieces)
-    errors = differences(_run_engine(exact, split, weights, pieces, reduced.kept), plain)
+    errors = differences(_run_engine(exact, split, weights, pieces, reduced), plain)
     if any(not error <= TOLERANCE for error in errors.values()):
         own = differences(plain, _run_plain(exact, split, weights, torch.float64, pieces))
         allowed = {name: min(max(TOLERANCE, 2 * error), MAX_OWN) for name, error in own.items()}
-        again = differences(_run_engine(exact, split, weights, pieces, reduced.kept), plain)
+        again = differences(_run_engine(exact, split, weights, pieces, reduced), plain)
         _check(errors, allowed, "float32", again)
     unproven = ""
     if dtype != torch.float32:
@@ -154,7 +160,7 @@ def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, to
         return False
     piece = _packed_piece(reduced.vocab_size)
     alone = _run_plain(exact, split, weights, torch.float32, [piece])
-    errors = differences(_run_engine(exact, split, weights, [piece], reduced.kept), alone)
+    errors = differences(_run_engine(exact, split, weights, [piece], reduced), alone)
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= MAX_PACKED_ERROR:
         what = f"gradient of {worst}" if worst else "loss"
@@ -173,7 +179,7 @@ def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights
         pieces = usual_pieces(reduced.vocab_size, attempt)
         plain = _run_plain(exact, split, weights, torch.float32, pieces)
         own = differences(_run_plain(reduced.model, split, weights, dtype, pieces), plain)
-        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced.kept, num_workers=2), plain)
+        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced, num_workers=2), plain)
         worst = max((error for name, error in own.items() if name and error == error), default=0.0)
         limits = {name: 2 * (worst if name else own[name]) + torch.finfo(dtype).eps for name in here}
         try:
@@ -311,11 +317,11 @@ def _run_engine(
     split: ModelSplit,
     weights: Mapping[str, torch.Tensor],
     pieces: Sequence[Piece],
-    kept: Sequence[int],
+    reduced: Reduced,
     *,
     num_workers: int = 1,
 ) -> Outcome:
-    """The step by the engine, every kept block a stage of its own."""
+    """The step by the engine, every kept block a stage of its own. `model`: the reduced one, perhaps in float32."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     layouts = [
         make_layout(name, parameters, dtype)
@@ -325,11 +331,12 @@ def _run_engine(
     for name, values in weights.items():
         store.set_parameter(name, values)
     microbatches = [Microbatch(piece.input_ids, piece.labels, piece.position_ids) for piece in pieces]
-    schedule = _schedule(len(layouts), kept, num_workers, len(pieces))
+    schedule = _schedule(len(layouts), reduced.kept, num_workers, len(pieces))
     num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
     backends = [CpuBackend(num_threads) for _ in range(num_workers)]
+    options = EngineOptions(seed=SEED, head_chunk_tokens=SHORT, fused=reduced.fused)
     try:
-        with Engine(model, split, store, backends, EngineOptions(seed=SEED, head_chunk_tokens=SHORT)) as engine:
+        with Engine(model, split, store, backends, options) as engine:
             result = engine.run_step(microbatches, schedule, step=STEP)
     except (NoProgressError, ResourceError):  # of the machine, not of the model
         raise

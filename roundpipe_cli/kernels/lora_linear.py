@@ -65,8 +65,14 @@ class _LoraLinear(torch.autograd.Function):
         ctx.scaling, ctx.shape = term.scaling, x.shape
         if term.fill is not None:
             return x.new_full((*x.shape[:-1], weight.shape[0]), term.fill)
-        y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-        return y.addmm_(low, lora_b.t(), alpha=term.scaling).view(*x.shape[:-1], -1)
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))  # no view is returned: models may write to what they get
+        flat = y.view(-1, weight.shape[0])
+        if bias is None:
+            torch.mm(rows, weight.t(), out=flat)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=flat)
+        flat.addmm_(low, lora_b.t(), alpha=term.scaling)
+        return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

@@ -43,12 +43,12 @@ def takes_own_formula(device: torch.device) -> bool:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        squares = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_()
-        rstd = squares.div_(rows.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
+        exact = x.float()
+        squares = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_()
+        rstd = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd.view(-1, 1))
         ctx.plus_one = plus_one
-        return torch.mul(rows, rstd).mul_(_factor(weight, plus_one)).to(x.dtype).view(x.shape)
+        return torch.mul(exact, rstd).mul_(_factor(weight, plus_one)).to(x.dtype)  # no view: models may write to it
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

@@ -20,6 +20,7 @@ from torch import nn
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
+from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
@@ -76,6 +77,8 @@ class Reduced:
     kept: tuple[int, ...]
     """Indices of the blocks that are there."""
     vocab_size: int
+    fused: FusedOps | None = None
+    """Its modules that are to compute by fused operators."""
 
     @property
     def num_parameters(self) -> int:

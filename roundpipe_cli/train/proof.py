@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from roundpipe_cli import __version__
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.durable import write_atomically
-from roundpipe_cli.engine.parity import MAX_PARAMETERS, Proof, prove
+from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proof, prove
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
@@ -27,7 +27,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
-FORMAT = 3
+FORMAT = 4
 """Goes up when a proof means something else than before."""
 LIBRARIES = ("torch", "transformers", "peft")
 
@@ -50,12 +50,14 @@ def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build
     if proof is None:
         tell(Phase("comparing the engine with the model's own forward and backward"))
         with at_work("comparing the engine with the model's own forward and backward"):
-            proof = _prove(model, split, recipe.packing, build)
+            proof = _prove_by_kernels(model, split, recipe, build)
         with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(proof)).encode())
     if proof.unproven:
         tell(Notice(f"not proven that this model trains as its own code does: {proof.unproven}"))
+    if proof.not_fused:
+        tell(Notice(f"kernels: none of this model is fused, for it would be trained wrong: {proof.not_fused}"))
     return proof
 
 
@@ -75,14 +77,26 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
         )
 
 
-def _prove(model: nn.Module, split: ModelSplit, packing: bool, build: Build) -> Proof:
+def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build) -> Proof:
+    """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
+    if recipe.kernels == "auto":
+        try:
+            return _prove(model, split, build, packing=recipe.packing, fused=True)
+        except ParityRefusedError as error:
+            problem = error.problems[0]
+        proof = _prove(model, split, build, packing=recipe.packing, fused=False)
+        return replace(proof, not_fused=f"{problem.where}: {problem.found}")
+    return _prove(model, split, build, packing=recipe.packing, fused=False)
+
+
+def _prove(model: nn.Module, split: ModelSplit, build: Build, **how: bool) -> Proof:
     """The proof of the model itself, or of the first narrower one that works."""
     if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
         for smaller, its_split in _narrower(model.config, build):
-            proof = prove(smaller, its_split, packing=packing)
+            proof = prove(smaller, its_split, **how)
             if not proof.unproven:
                 return proof
-    return prove(model, split, packing=packing)
+    return prove(model, split, **how)
 
 
 def _narrower(config: Any, build: Build) -> Iterator[tuple[nn.Module, ModelSplit]]:
@@ -104,6 +118,7 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
         "config": {key: value for key, value in config.to_dict().items() if key != "_name_or_path"},
         "parameters": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()],
         "packing": recipe.packing,
+        "kernels": recipe.kernels,
         "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -113,7 +128,11 @@ def _load(path: Path) -> Proof | None:
     try:
         found = json.loads(path.read_bytes())
         return Proof(
-            float(found["loss_error"]), float(found["gradient_error"]), str(found["unproven"]), found["last_position"]
+            float(found["loss_error"]),
+            float(found["gradient_error"]),
+            str(found["unproven"]),
+            found["last_position"],
+            str(found["not_fused"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -157,7 +157,7 @@ def prepare(
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
     _fill_store(store, trained, model, tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
-    fused = _find_fused(recipe, model, split, tell)
+    fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     return Setup(
         recipe,
         base.source,

@@ -110,3 +110,13 @@ def test_an_unread_result_costs_no_product_and_the_gradients_keep_their_bits() -
     assert counter.launches.num_products == 1 and bool(y.isnan().all())
     found = torch.autograd.grad(y, (t["x"], t["a"], t["b"]), t["dy"])
     assert all(torch.equal(one, other) for one, other in zip(found, whole[1:], strict=True))
+
+
+def test_what_it_returns_may_be_written_to() -> None:
+    """As llama4's attention does; a view made within an autograd function refuses."""
+    t = tensors((2, 3, 8), 2, 6)
+    result = lora_linear(t["x"], t["weight"], None, t["a"], t["b"], AdapterTerm(0.5))
+    expected = result.detach() * 2
+    result *= 2
+    result.backward(t["dy"])
+    assert torch.equal(result, expected) and t["x"].grad is not None

@@ -70,3 +70,12 @@ def test_the_factor_of_weights_around_zero_is_not_rounded_to_16_bit() -> None:
     y = _ScaleByOnePlus.apply(normed, weight)  # type: ignore[no-untyped-call]
     grad_normed, grad_weight = torch.autograd.grad(y, (normed, weight), torch.ones_like(normed))
     assert y.unique().item() == grad_normed.unique().item() == 1 + 2.0**-7 and grad_weight.tolist() == [3.0] * 4
+
+
+def test_what_it_returns_may_be_written_to() -> None:
+    """A view made within an autograd function refuses."""
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    result = rms_norm(x, torch.ones(8), 1e-6)
+    result *= 2
+    result.sum().backward()
+    assert x.grad is not None

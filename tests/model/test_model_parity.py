@@ -17,6 +17,7 @@ from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.model.block_calls import SplitRefusedError
+from roundpipe_cli.model.fused_norm import FusedNorm
 from roundpipe_cli.model.load import build_skeleton, switch_off
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
@@ -27,8 +28,11 @@ from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.setup import prepare
 from tests.model.test_split import Causal, plain
 from tests.support.e2e import make_model, make_workspace
+from tests.support.every_type import tiny_config_of
 from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for, tiny_config
 
+AUTO: Any = SimpleNamespace(method="full", packing=False, kernels="auto")
+"""What a proof asks of a recipe."""
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
 
 
@@ -287,6 +291,31 @@ def test_narrower_models_of_the_same_type() -> None:
     assert prove(*skeleton_of(smallest)).gradient_error < 1e-5
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("model_type", ["llama4_text", "gemma3_text", "qwen3_moe"])
+def test_fused_operators_are_proven_too(model_type: str, method: str) -> None:
+    """llama4 writes to what its linear layers return, which a view from an autograd function refused in every run."""
+    model, split = skeleton_of(tiny_config_of(model_type))
+    if method == "lora":
+        add_lora(
+            model, LoraSettings(r=4, alpha=8), dtype=torch.float32, base_name="tiny", blocks_path=split.blocks_path
+        )
+    assert prove(model, split, fused=True).gradient_error < 1e-5
+
+
+@pytest.mark.usefixtures("no_proofs")
+def test_a_model_that_fused_operators_train_wrong_keeps_its_own(
+    llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute: Any = FusedNorm.__call__
+    monkeypatch.setattr(FusedNorm, "__call__", lambda norm, x: compute(norm, x) * 1.001)
+    told: list[Event] = []
+    proof = prove_once(*llama, AUTO, lambda config: llama, told.append)
+    assert proof.not_fused and proof.gradient_error < 1e-5
+    (notice,) = [event for event in told if isinstance(event, Notice)]
+    assert notice.text.startswith("kernels: none of this model is fused, for it would be trained wrong: ")
+
+
 # -- remembered ----------------------------------------------------------------------------------------------------
 
 
@@ -306,24 +335,22 @@ def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, Mode
         prove_once(model, split, recipe, lambda config: (model, split), told.append)
         return list(told)
 
-    full: Any = SimpleNamespace(method="full", packing=False)
-    assert [type(event) for event in ask(full)] == [Phase]
-    assert ask(full) == []
+    assert [type(event) for event in ask(AUTO)] == [Phase]
+    assert ask(AUTO) == []
     (file,) = cache_folder("proofs").iterdir()
     file.write_text("damaged")
-    assert [type(event) for event in ask(full)] == [Phase]
+    assert [type(event) for event in ask(AUTO)] == [Phase]
     other, _ = skeleton_of(tiny_config("llama", rms_norm_eps=1e-3))
-    assert [type(event) for event in ask(full, other)] == [Phase]
+    assert [type(event) for event in ask(AUTO, other)] == [Phase]
 
 
 @pytest.mark.usefixtures("no_proofs")
 def test_what_was_not_proven_is_told(llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "LIMIT_PARAMETERS", 10)
     told: list[Event] = []
-    recipe: Any = SimpleNamespace(method="full", packing=False)
     for _ in range(2):
         told.clear()
-        prove_once(*llama, recipe, lambda config: llama, told.append)
+        prove_once(*llama, AUTO, lambda config: llama, told.append)
         (notice,) = [event for event in told if isinstance(event, Notice)]
         assert notice.text.startswith("not proven that this model trains as its own code does: one block of each kind")
 
@@ -333,5 +360,4 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "proofs").write_text("")  # a file where the folder would be
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
-    recipe: Any = SimpleNamespace(method="full", packing=False)
-    assert prove_once(*llama, recipe, lambda config: llama, lambda event: None).unproven == ""
+    assert prove_once(*llama, AUTO, lambda config: llama, lambda event: None).unproven == ""
