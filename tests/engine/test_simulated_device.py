@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -84,7 +85,9 @@ def test_a_card_without_bfloat16_trains_in_float16(dtype: str, names: tuple[str,
 def test_what_a_run_changes_of_torch(
     card: Card, variable: str | None, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments that grow, unless the user or the driver has it otherwise; no plans of cuDNN for every new length."""
+    """Segments that grow, unless the user or the driver has it otherwise; no plans of cuDNN for every new length; lanes
+    do not wait 5 ms for the interpreter."""
+    before_s = sys.getswitchinterval()
     for name in cuda.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
@@ -93,6 +96,8 @@ def test_what_a_run_changes_of_torch(
         made = make_backends(["cuda:0", "cuda:0"], 1)
         assert simulation.machine.grows_segments is grows and not torch.backends.cuda.cudnn_sdp_enabled()
         assert made[0].allocate(5).nbytes == 5
+    assert sys.getswitchinterval() < 1e-3
+    sys.setswitchinterval(before_s)
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -189,6 +194,16 @@ def test_a_result_answers_on_the_card_with_most_free_memory() -> None:
         with simulated(cards=[Card(total_bytes=GIB // 2)]):
             assert generate.move_to_gpu(model, said.append).device.type == "cpu"
     assert torch.equal(found, expected) and "no GPU has room" in said[0]
+
+
+def test_a_result_without_room_after_all_answers_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was free when it was asked for, and is not when the model comes."""
+    model, said = make_rig("llama", "full", num_hidden_layers=1, vocab_size=20_000).plain.eval(), []
+    monkeypatch.setattr(generate, "roomy_device", lambda model_bytes, free_bytes: 0)
+    with simulated(cards=[Card(total_bytes=4 * MIB)]):
+        moved = generate.move_to_gpu(model, said.append)
+        assert {parameter.device.type for parameter in moved.parameters()} == {"cpu"}
+    assert "no GPU has room" in said[0]
 
 
 def test_links_are_measured() -> None:

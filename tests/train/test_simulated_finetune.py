@@ -15,6 +15,7 @@ import torch
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.bench_run import compare_for_real
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.signals import StoppedError, StopSignals
@@ -130,3 +131,14 @@ def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, monkeypatch: py
     labels = 4096  # of the microbatch that was copied ahead, or was not yet
     assert len(left) > 2 and max(left) <= slots + labels, "a step that failed leaves nothing on a device but the slots"
     assert losses(adapted) == pytest.approx(losses(usual), rel=1e-6)  # microbatches may have been divided too
+
+
+def test_bench_compares_schedules(folder: Path) -> None:
+    """The same step by two schedules on both cards, with measured costs; the losses are compared there."""
+    said: list[str] = []
+    loaded = load_recipe("recipe.yaml", (ON_CARDS,))
+    with simulated():
+        found = compare_for_real(loaded, ("roundpipe", "1f1b"), repetitions=1, tell=lambda event: None, say=said.append)
+    assert found.devices == ("cuda:0", "cuda:1") and [len(one.steps) for one in found.schedules] == [1, 1]
+    assert all(one.device_peak_bytes > 0 for one in found.schedules)
+    assert not any("counting memory" in text for text in said), "cards count it themselves"

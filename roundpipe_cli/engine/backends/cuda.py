@@ -21,6 +21,8 @@ from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention_kernels import set_up_attention
 
+SWITCH_INTERVAL_S = 0.5e-3
+"""Within which one of our threads lets another have the interpreter."""
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """How often a lane asks whether what it waits for has happened: at first, and after a while."""
 POLL_SHARE = 1 / 8
@@ -73,8 +75,10 @@ def set_up_process(indices: Collection[int]) -> None:
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
     which builds a plan of about half a second for every new shape in every thread, and is torch's first choice on sm90
-    and sm100; nor by the math kernel where copies of shared keys avoid it.
+    and sm100; nor by the math kernel where copies of shared keys avoid it. A thread that wants the interpreter gets it
+    within half a millisecond: Python's 5 ms are longer than two chunks on a PCIe 5 link.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.backends.cuda.enable_cudnn_sdp(False)
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
