@@ -24,7 +24,7 @@ from bench_emulated import compressed
 from simulated_gains import HUB_IDS, Column
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.costs.models import shipped_architecture
+from roundpipe_cli.costs.shipped_models import shipped_architecture
 from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.planning.choose import chunk_cut
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule

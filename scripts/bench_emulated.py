@@ -27,7 +27,7 @@ from pathlib import Path
 from simulated_gains import HUB_IDS, MICROBATCHES, WORKERS, Column
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.costs.models import shipped_architecture
+from roundpipe_cli.costs.shipped_models import shipped_architecture
 from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule

@@ -28,7 +28,7 @@ from roundpipe_cli.costs.machine import (
     this_machine,
     visible_gpus,
 )
-from roundpipe_cli.costs.models import shipped_figures
+from roundpipe_cli.costs.shipped_models import shipped_figures
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, OTHER_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from roundpipe_cli.costs.gguf_header import read_gguf_config
-from roundpipe_cli.costs.models import Architecture, figures_of, parse_config, shipped_figures
+from roundpipe_cli.costs.models import Architecture, parse_config
+from roundpipe_cli.costs.shipped_models import figures_of, shipped_figures
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model_packages import CARRIERS, missing_package
 from roundpipe_cli.plain_files import read_regular

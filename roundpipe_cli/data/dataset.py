@@ -8,7 +8,7 @@ Only a few chunks are in memory at a time. A shard whose key is in the cache is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.keys import digest_tokenizer, shard_key
 from roundpipe_cli.data.processes import Chunk, EncoderPool
 from roundpipe_cli.data.report import MAX_LISTED, DataReport, SourceReport, listed
-from roundpipe_cli.data.rows import RawRow, fault_problem
+from roundpipe_cli.data.rows import RawRow, fault_problem, in_chunks
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
@@ -35,10 +35,6 @@ from roundpipe_cli.events import Say
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK_ROWS = 500
-"""Rows of one chunk at most."""
-CHUNK_CHARACTERS = 2_000_000
-"""Characters in the rows of one chunk, about: bounds the memory that chunks need."""
 UNTRAINED_WARN_SHARE = 0.01
 TELL_EVERY_S = 5.0
 
@@ -128,7 +124,7 @@ class _Builder:
     def _make_shard(self, source: Source, key: str | None) -> Shard:
         report = SourceReport(source.name)
         notices: list[str] = []
-        chunks = _chunks(source.rows())
+        chunks = in_chunks(source.rows())
         first = next(chunks, None)
         if first is None:
             raise RefusedError(
@@ -375,29 +371,3 @@ def _unused_notices(report: DataReport) -> Iterator[str]:
     for source in report.sources:
         if source.unused_columns:
             yield f"{source.name}: columns that are not used: {source.unused_text()}"
-
-
-def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    chunk: list[RawRow] = []
-    characters = 0
-    for row in rows:
-        own = _num_characters(row.columns)
-        if chunk and own >= CHUNK_CHARACTERS:  # alone, so that an error names it
-            yield chunk
-            chunk, characters = [], 0
-        chunk.append(row)
-        characters += own
-        if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def _num_characters(value: object) -> int:
-    """About how much text a row's columns hold."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_characters, value.values()))
-    return sum(map(_num_characters, value)) if isinstance(value, (list, tuple)) else 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from roundpipe_cli.errors import Problem
 
 MAX_SHOWN_CHARACTERS = 200
 """No message shows more than this of a row's text (RELIABILITY S20)."""
+CHUNK_ROWS = 500
+"""Rows of one chunk at most."""
+CHUNK_CHARACTERS = 2_000_000
+"""Characters in the rows of one chunk, about: bounds the memory that chunks need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +108,30 @@ def check_text(text: str, field: str) -> None:
                 found=f"a broken character at position {error.start + 1} of {len(text)}",
                 expected="UTF-8 text",
             ) from None
+
+
+def in_chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    """`rows`, so many at a time as one process is given at once."""
+    chunk: list[RawRow] = []
+    characters = 0
+    for row in rows:
+        own = _num_characters(row.columns)
+        if chunk and own >= CHUNK_CHARACTERS:  # alone, so that an error names it
+            yield chunk
+            chunk, characters = [], 0
+        chunk.append(row)
+        characters += own
+        if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_characters(value: object) -> int:
+    """About how much text a row's columns hold."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, (list, tuple)) else 0

@@ -42,7 +42,7 @@ from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.kernels.grouped_choice import describe_experts, takes_triton, why_no_triton
+from roundpipe_cli.kernels.grouped_choice import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.preference import Rewards
@@ -104,7 +104,8 @@ class Engine:
             worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device, how)
             worker_model.leave_out(options.unread or {})
             if backend.capability is not None:
-                expert_dtypes = use_grouped_kernel(worker_model.blocks, takes)
+                forgets = forgets_empty_groups(backend.capability)
+                expert_dtypes = use_grouped_kernel(worker_model.blocks, takes, forgets=forgets)
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )

@@ -33,12 +33,12 @@ from torch.overrides import TorchFunctionMode
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.grouped_experts import (
     ExpertAdapter,
+    GroupedByKernel,
     ends_in,
     is_grouped_product,
     kernel_of,
     place_of,
     uses_grouped_products,
-    with_empty_groups,
 )
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
@@ -81,7 +81,7 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
         with _added(wrapper, adapters[0], layer, name, low_precision):
             yield
         return
-    mode = _Beside(weights, _adapter(wrapper, adapters[0]))
+    mode = _Beside(weights, _adapter(wrapper, adapters[0]), kernel)
     with mode:
         yield
     assert mode.num_products, f"{type(layer).__name__} does not multiply {name} by a grouped product"
@@ -124,9 +124,9 @@ def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: boo
 class _Beside(TorchFunctionMode):
     """While active in a thread, grouped products with one weight get its adapter's product added."""
 
-    def __init__(self, weights: torch.Tensor, adapter: ExpertAdapter) -> None:
+    def __init__(self, weights: torch.Tensor, adapter: ExpertAdapter, kernel: GroupedByKernel | None) -> None:
         super().__init__()
-        self._place, self._adapter = place_of(weights), adapter
+        self._place, self._adapter, self._kernel = place_of(weights), adapter, kernel
         self.num_products = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +138,9 @@ class _Beside(TorchFunctionMode):
         ends, one = ends_in(args, kwargs), self._adapter
         groups = _groups(ends, tokens.shape[0]) if tokens.device.type == "cpu" else None
         if groups is None:
-            a, b = (with_empty_groups(weights.transpose(1, 2), ends) for weights in (one.a, one.b))
+            a, b = one.a.transpose(1, 2), one.b.transpose(1, 2)
+            if self._kernel is not None:
+                a, b = (self._kernel.with_empty_groups(weights, ends) for weights in (a, b))
             beside = functional.grouped_mm(functional.grouped_mm(tokens, a, offs=ends), b, offs=ends)
             return torch.add(func(*args, **kwargs), beside, alpha=one.scaling)
         return _Batched.apply(tokens, weights, one.a, one.b, _ScaledGroups(groups, one.scaling))  # type: ignore[no-untyped-call]

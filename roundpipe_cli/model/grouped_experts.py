@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_cli.kernels.grouped_choice import forgets_empty_groups
 from roundpipe_cli.kernels.grouped_mm import AdaptedProduct, grouped_mm
 
 Takes = Callable[[torch.dtype, int], bool]
@@ -64,9 +63,10 @@ def uses_grouped_products(module: nn.Module) -> bool:
 class GroupedByKernel(TorchFunctionMode):
     """While active in a thread, grouped products are our kernels'."""
 
-    def __init__(self, takes: Takes) -> None:
+    def __init__(self, takes: Takes, *, forgets: bool) -> None:
         super().__init__()
         self.takes = takes
+        self._forgets = forgets
         self._adapters: dict[tuple[int, int], ExpertAdapter] = {}
         """By the place of the weights that they adapt."""
         self._used: set[tuple[int, int]] = set()
@@ -96,20 +96,17 @@ class GroupedByKernel(TorchFunctionMode):
             return AdaptedProduct.apply(tokens, weights, adapter.a, adapter.b, ends, adapter.scaling)  # type: ignore[no-untyped-call]
         if self.takes(weights.dtype, 0):
             return grouped_mm(tokens, weights, ends_in(args, kwargs))
-        return func(tokens, with_empty_groups(weights, ends_in(args, kwargs)), *args[2:], **kwargs)
+        return func(tokens, self.with_empty_groups(weights, ends_in(args, kwargs)), *args[2:], **kwargs)
 
+    def with_empty_groups(self, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`weights` [E, in, out] for torch's own product, with gradients of zero for groups that have no rows.
 
-def with_empty_groups(weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`weights` [E, in, out] for torch's grouped product, with gradients of zero for groups that have no rows.
-
-    `ends` int32 [E]. The same tensor where the device's kernel sees to that itself.
-    """
-    if not weights.requires_grad or weights.device.type != "cuda":
-        return weights
-    if not forgets_empty_groups(torch.cuda.get_device_capability(weights.device)):
-        return weights
-    shown: torch.Tensor = _EmptyGroups.apply(weights, ends)  # type: ignore[no-untyped-call]
-    return shown
+        `ends` int32 [E]. The same tensor where the device's kernel sees to that itself.
+        """
+        if not self._forgets or not weights.requires_grad:
+            return weights
+        shown: torch.Tensor = _EmptyGroups.apply(weights, ends)  # type: ignore[no-untyped-call]
+        return shown
 
 
 class _EmptyGroups(torch.autograd.Function):
@@ -125,8 +122,10 @@ class _EmptyGroups(torch.autograd.Function):
         return gradient.masked_fill_(is_empty[:, None, None], 0.0), None  # in place: made by one product, for us alone
 
 
-def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes) -> frozenset[torch.dtype]:
+def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes, *, forgets: bool = False) -> frozenset[torch.dtype]:
     """Have the fused experts in `blocks` (one worker's own) multiply by our kernels where `takes` says so.
+
+    `forgets`: torch's own product writes no gradient for an expert without a token on this worker's device.
 
     Returns:
         types of their weights; empty: there are none.
@@ -134,7 +133,7 @@ def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes) -> frozenset[t
     found = set()
     for module in (module for block in blocks for module in block.modules()):
         if uses_grouped_products(module):
-            module.__dict__[_MODE] = GroupedByKernel(takes)
+            module.__dict__[_MODE] = GroupedByKernel(takes, forgets=forgets)
             module.__dict__["forward"] = types.MethodType(_forward, module)
             found |= {p.dtype for p in module._parameters.values() if p is not None and p.ndim == 3}
     return frozenset(found)

@@ -16,17 +16,16 @@ from typing import Literal
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.chunk_partition import balanced_sizes, chunk_shapes, fastest_shape
+from roundpipe_cli.planning.chunk_partition import balanced_stages, chunk_shapes, fastest_shape
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.single_worker import single_cut
-from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, forward_ranges, within_limits
+from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds, options_of
-from roundpipe_cli.schedule.durations import stage_times
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -380,23 +379,3 @@ def _published_s(name: str, partition: StageCut, case: SimulationCase) -> float:
         costs=case.costs,
     )
     return makespan_s(simulate_published(schedule, case.costs))
-
-
-def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
-    """Equal numbers of blocks, larger stages last; the head, layer `num_layers - 1`, joins the last stage."""
-    size, larger = divmod(num_layers - 1, num_stages)
-    sizes = [size + (index >= num_stages - larger) for index in range(num_stages)]
-    sizes[-1] += 1
-    return forward_ranges(sizes)
-
-
-def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]:
-    """The cut whose slowest stage (forward, recompute and backward) is fastest; early stages are filled first.
-
-    A bisection over the time of the slowest stage: a greedy fill tells whether so many stages suffice.
-    """
-    whole = [(index, index) for index in range(len(costs.layers))]
-    times = stage_times(costs, whole, whole, fused_head=False)
-    layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
-    sizes = balanced_sizes(layer_s, num_stages)
-    return forward_ranges(sizes + [0] * (num_stages - len(sizes)))

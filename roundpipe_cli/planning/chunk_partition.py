@@ -97,3 +97,15 @@ def _fill(layer_s: Sequence[float], limit_s: float) -> list[int]:
         sizes[-1] += 1
         filled += seconds
     return sizes
+
+
+def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]:
+    """The cut whose slowest stage (forward, recompute and backward) is fastest; early stages are filled first.
+
+    A bisection over the time of the slowest stage: a greedy fill tells whether so many stages suffice.
+    """
+    whole = [(index, index) for index in range(len(costs.layers))]
+    times = stage_times(costs, whole, whole, fused_head=False)
+    layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
+    sizes = balanced_sizes(layer_s, num_stages)
+    return forward_ranges(sizes + [0] * (num_stages - len(sizes)))

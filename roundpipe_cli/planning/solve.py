@@ -13,7 +13,8 @@ from itertools import combinations
 
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
-from roundpipe_cli.costs.models import Architecture, shipped_architecture, shipped_figures
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.shipped_models import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.units import GIB, format_count

@@ -199,3 +199,11 @@ def check_costs(costs: CostModel) -> None:
     for worker, speed in enumerate(costs.worker_speed or ()):
         if not 0 < speed < float("inf"):
             raise RefusedError("a worker's speed must be above 0", where=f"worker_speed[{worker}]", found=str(speed))
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
+    """Equal numbers of blocks, larger stages last; the head, layer `num_layers - 1`, joins the last stage."""
+    size, larger = divmod(num_layers - 1, num_stages)
+    sizes = [size + (index >= num_stages - larger) for index in range(num_stages)]
+    sizes[-1] += 1
+    return forward_ranges(sizes)

@@ -16,7 +16,8 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import parse_config, shipped_architecture, shipped_figures
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.shipped_models import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import resolve_model
