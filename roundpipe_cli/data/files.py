@@ -364,7 +364,7 @@ def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
                     number += 1
                     progress.known_share = number / table.metadata.num_rows
                     yield RawRow(number, columns)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, LookupError) as error:
         raise RefusedError(
             "cannot read the parquet file", where=f"{path}: behind row {number}", found=printable(str(error))
         ) from error
