@@ -353,6 +353,20 @@ def test_a_parquet_column_of_two_names_is_one_error(tmp_path: Path) -> None:
     assert refused >= 1
 
 
+def test_a_parquet_head_that_ends_pyarrow_is_one_error(tmp_path: Path) -> None:
+    """Story: a column of texts that says it is of numbers ended the whole program by SIGABRT, without a word."""
+    path, refused = tmp_path / "x.parquet", []
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["hello"] * 50}), path)
+    whole = path.read_bytes()
+    for place in [found.start() for found in re.finditer(rb"\x15\x0c", whole)]:  # BYTE_ARRAY in thrift; 04: INT64
+        path.write_bytes(whole[: place + 1] + b"\x04" + whole[place + 2 :])
+        try:
+            read(path)
+        except RefusedError as error:
+            refused.append(str(error))
+    assert any("reading the head of the parquet file ended its process" in text for text in refused), refused
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_damaged_deflate_bytes_are_one_error(tmp_path: Path, seed: int) -> None:
     """`zlib.error` is neither an OSError nor an EOFError."""
