@@ -75,19 +75,30 @@ def run_limited(work: Callable[[], T], limits: Limits) -> T:
         warnings.simplefilter("ignore", DeprecationWarning)  # on forks beside threads: the child runs Python only
         process.start()
     theirs.close()
+    ended = threading.Event()
+
+    def end() -> None:
+        ended.set()
+        process.kill()
+
+    overdue = threading.Timer(limits.wall_s, end)
+    overdue.daemon = True
+    overdue.start()  # a timer, since the child may be stopped while it sends: then the reply begins and never ends
     try:
-        if not ours.poll(limits.wall_s):
-            raise limits.refusal("does not end", f"no result within {limits.wall_s:g} s")
         is_value, reply = ours.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):  # no reply, or the beginning of one
         process.join()
+        if ended.is_set():
+            raise limits.refusal("does not end", f"no result within {limits.wall_s:g} s") from None
         if process.exitcode == -signal.SIGPROF:
             raise limits.too_slow() from None
         raise limits.refusal("ended its process", f"exit code {process.exitcode}") from None
     finally:
         with signals_held():
+            overdue.cancel()
             process.kill()
             process.join()
+            overdue.join()
             ours.close()
     if not is_value:
         raise reply

@@ -11,7 +11,7 @@ from roundpipe_cli.errors import RefusedError
 MAX_LAYERS = 2048
 """The deepest published decoders have a few hundred."""
 MAX_EXPERTS = 1 << 16
-"""Of one layer, or bytes of an expert's width: both are below it."""
+"""Of one layer, or bytes of an expert's width: both are below it. Also labels, each of which is given a name."""
 MAX_MODULES = 1 << 17
 """Experts of all layers: each is a module that is built."""
 MAX_WIDTH = 1 << 27
@@ -20,8 +20,8 @@ MAX_NUMBER = 1 << 48
 """Any other whole number."""
 
 _LIMITS = (
-    (re.compile(r"(^|_)layers?$"), MAX_LAYERS),
-    (re.compile(r"experts?(_|$)"), MAX_EXPERTS),
+    (re.compile(r"(^|_)(layers?|attention_types)$"), MAX_LAYERS),
+    (re.compile(r"(experts?(_|$)|(^|_)labels$)"), MAX_EXPERTS),
     (re.compile(r"(size|dim|rank|heads?|embd|inner|d_model|positions?|position_embeddings|n_ctx)$"), MAX_WIDTH),
 )
 

@@ -1,4 +1,7 @@
-"""Files that somebody else may have made: regular, inside their folder, of limited size, opened without waiting."""
+"""Files that somebody else may have made: regular, inside their folder, of limited size, opened without waiting.
+
+And paths that somebody wrote, which no file may have.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,30 @@ from typing import BinaryIO
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes
+
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""Linux's limits.h: NAME_MAX, and PATH_MAX without the zero behind it."""
+
+
+def named_path(text: str | Path) -> Path:
+    """The path that a user or a file wrote, with `~` expanded.
+
+    Raises:
+        RefusedError: a user without a home folder, or longer than any path.
+    """
+    path = Path(text)
+    longest = max((len(part.encode("utf-8", errors="replace")) for part in path.parts), default=0)
+    if longest > MAX_NAME_BYTES or len(str(path)) > MAX_PATH_BYTES:
+        raise RefusedError(
+            "a path is longer than any can be",
+            where=f"{str(path)[:60]!r}...",
+            found=f"{len(str(path))} characters, {longest} bytes between two slashes",
+            expected=f"at most {MAX_PATH_BYTES}, and {MAX_NAME_BYTES} between two slashes",
+        )
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise RefusedError("there is no home folder of this user", where=repr(str(path)[:200])) from None
 
 
 def stays_inside(path: Path, folder: Path) -> bool:

@@ -192,8 +192,11 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Sim
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.units import format_seconds
+    from roundpipe_cli.watchdog import watching
 
-    question = ask(load_recipe(recipe, overrides), hardware, build=build_counts)
+    loaded = load_recipe(recipe, overrides)
+    with watching(loaded.recipe.watchdog_s):
+        question = ask(loaded, hardware, build=build_counts)
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     if host_s:
         say(

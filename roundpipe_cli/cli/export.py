@@ -12,6 +12,7 @@ from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.cli.publish import CONVERTER, GGUF_NAME, convert_to_gguf, find_converter, push
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def export(
         raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
     if dtype is not None and not merge:
         raise RefusedError("--dtype is for merged weights", hint="add --merge")
-    target = (to or output_dir / ("merged" if merge else "exported")).expanduser()
+    target = named_path(to or output_dir / ("merged" if merge else "exported"))
     if target.exists():
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
@@ -169,21 +170,21 @@ def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSou
     Raises:
         RefusedError: it is not to be found, or is not the commit that was trained.
     """
-    import yaml
-
     from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.errors import RecipeError
     from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.recipe.strict_yaml import parse_text
 
     recipe, report, adapter = output_dir / "recipe.yaml", output_dir / "report.json", output_dir / "adapter_config.json"
     values: dict[str, object] = {}
     commit = None
     try:
         if recipe.is_file():
-            values = yaml.safe_load(_small_text(recipe))
+            values = parse_text(_small_text(recipe), str(recipe)).data
         if report.is_file():
             commit = json.loads(_small_text(report)).get("model_commit")
         model = named or values.get("model") or json.loads(_small_text(adapter))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RecipeError) as error:
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +17,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import (
     Event,
 )
+from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.load import LoadedRecipe
@@ -58,7 +58,7 @@ def finetune(
         if is_first:
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held
 
-            refuse_if_held(Path(loaded.recipe.output_dir).expanduser())
+            refuse_if_held(named_path(loaded.recipe.output_dir))
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
@@ -79,7 +79,7 @@ def finetune(
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
             train(loaded, Start(resume, offline, allow_changed or ()), reporting, signals)
         if is_first:
-            show_end(Path(loaded.recipe.output_dir).expanduser())
+            show_end(named_path(loaded.recipe.output_dir))
 
 
 def _silent(event: Event) -> None:

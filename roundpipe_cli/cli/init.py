@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundpipe_cli.plain_files import named_path
+
 if TYPE_CHECKING:
     from roundpipe_cli.cli.init_choice import Choice
 
@@ -48,7 +50,7 @@ def init(
     write_new(path, recipe_text(choice, data, path).encode())
     load_recipe(path)
     say(f"wrote {path}")
-    if _is_local_file(data) and not Path(data).expanduser().exists():
+    if _is_local_file(data) and not named_path(data).exists():
         say(f"put your rows into {data}: a JSON object a line, with messages, or prompt and completion")
     say(f"next: roundpipe {'finetune' if choice.is_here else 'plan'} {path}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plain_files import kind_of_file, named_path, stays_inside
 from roundpipe_cli.redact import redact
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -31,7 +32,7 @@ def find_converter(named: Path | None) -> Path:
     Raises:
         RefusedError: it is not there; the hint is the command that installs it.
     """
-    found = named.expanduser() if named is not None else Path(shutil.which(CONVERTER) or "")
+    found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
     if not found.is_file():
         where = str(named) if named is not None else "the PATH"
         raise RefusedError(f"--gguf needs llama.cpp's {CONVERTER}", where=where, found="no such file", hint=INSTALL)
@@ -98,8 +99,9 @@ def push(folder: Path, name: str) -> str:
     """Upload `folder` to the hub, as a private repository if it is new; returns its address.
 
     Raises:
-        RefusedError: not logged in, no network, or the hub refuses.
+        RefusedError: not logged in, no network, the hub refuses, or a file is a link that leads out of the folder.
     """
+    check_upload(folder)
     import huggingface_hub
 
     api: Any = huggingface_hub.HfApi()
@@ -114,3 +116,20 @@ def push(folder: Path, name: str) -> str:
             hint=f"hf auth login, then: hf upload {name} {folder}",
         ) from error
     return address
+
+
+def check_upload(folder: Path) -> None:
+    """Refuse to upload what does not lie in `folder`: the hub's client reads through links.
+
+    Raises:
+        RefusedError: a link that leads out of it, or no regular file.
+    """
+    for path in sorted(folder.rglob("*")):
+        leads_out = not stays_inside(path, folder)
+        if leads_out or not (path.is_dir() or path.is_file()):
+            raise RefusedError(
+                "a file of the folder is not uploaded, and so none is",
+                where=str(path),
+                found=f"a link to {path.resolve()}" if leads_out else kind_of_file(path.stat().st_mode),
+                expected="regular files of the folder itself",
+            )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
@@ -64,7 +65,7 @@ def watch(
     elif html is not None:
         from roundpipe_cli.dashboard.html import write_page
 
-        write_page(folder, Path(html).expanduser())
+        write_page(folder, named_path(html))
         say(f"written: {html}")
     elif json_output:
         _as_json(files, follow)
@@ -93,7 +94,7 @@ def _folder_of(words: Sequence[str]) -> Path:
     from roundpipe_cli.errors import RefusedError
 
     if len(words) == 1:
-        return Path(words[0]).expanduser()
+        return named_path(words[0])
     raise RefusedError(
         "watch follows one run",
         where="roundpipe watch",

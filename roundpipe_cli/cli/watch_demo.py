@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +116,7 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
     from roundpipe_cli.durable import write_atomically
     from roundpipe_cli.errors import RefusedError
 
-    path = path.expanduser()
+    path = named_path(path)
     if not path.parent.is_dir():
         raise RefusedError(
             "the picture cannot be written",

@@ -100,6 +100,11 @@ def _packaged(model: str) -> FoundConfig:
 
 
 def _local(model: str, path: Path) -> FoundConfig:
+    with at_work("reading the model's configuration"):
+        return _read_local(model, path)
+
+
+def _read_local(model: str, path: Path) -> FoundConfig:
     if path.is_file():
         if path.suffix != ".gguf":
             raise RefusedError(

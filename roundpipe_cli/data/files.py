@@ -13,7 +13,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import IO, Any, AnyStr, cast
 
 from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.units import format_bytes
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
@@ -29,6 +30,9 @@ MAX_LINE_BYTES = 64 * 1024**2
 """A row's text may have 16 Mi characters of up to 4 bytes."""
 MAX_UNPACKED_BYTES = 1024**3
 """A compressed .json file is read whole: a few megabytes of it can unpack to more than any memory."""
+
+PARQUET_HEAD_S = 20.0
+"""Processor time; tables of thousands of columns have large heads."""
 
 
 @dataclass
@@ -351,20 +355,44 @@ def _batch_rows(metadata: Any) -> int:
 
 
 def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
-    import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    try:
-        number = 0
+    limits = Limits("reading the head of the parquet file", str(path), PARQUET_HEAD_S, hint="is the file whole?")
+    dictionary_columns, batch_rows = run_limited(lambda: _parquet_head(path), limits)
+    number = 0
+    with (
+        _refusing_parquet(path, lambda: number),
+        pyarrow.parquet.ParquetFile(path, read_dictionary=dictionary_columns) as table,
+    ):
+        for batch in table.iter_batches(batch_size=batch_rows):
+            for index in range(batch.num_rows):  # one by one: texts of a dictionary are copied for each row
+                (columns,) = batch.slice(index, 1).to_pylist()
+                number += 1
+                progress.known_share = number / table.metadata.num_rows
+                yield RawRow(number, columns)
+
+
+def _parquet_head(path: Path) -> tuple[list[str], int]:
+    """(columns of texts by dictionary, rows to unpack at a time). For a child: pyarrow ends its process over some
+    damaged heads, by a C++ exception that nobody catches."""
+    import pyarrow.parquet
+
+    with _refusing_parquet(path, lambda: 0):
         metadata = pyarrow.parquet.read_metadata(path)
-        with pyarrow.parquet.ParquetFile(path, read_dictionary=_dictionary_columns(metadata)) as table:
-            for batch in table.iter_batches(batch_size=_batch_rows(metadata)):
-                for index in range(batch.num_rows):  # one by one: texts of a dictionary are copied for each row
-                    (columns,) = batch.slice(index, 1).to_pylist()
-                    number += 1
-                    progress.known_share = number / table.metadata.num_rows
-                    yield RawRow(number, columns)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        return _dictionary_columns(metadata), _batch_rows(metadata)
+
+
+@contextmanager
+def _refusing_parquet(path: Path, last_row: Callable[[], int]) -> Iterator[None]:
+    """
+    Raises:
+        RefusedError: pyarrow refuses the file in the body.
+    """
+    import pyarrow  # type: ignore[import-untyped]
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
         raise RefusedError(
-            "cannot read the parquet file", where=f"{path}: behind row {number}", found=printable(str(error))
+            "cannot read the parquet file", where=f"{path}: behind row {last_row()}", found=printable(str(error))
         ) from error

@@ -87,8 +87,7 @@ class EncoderPool:
             RefusedError: it is not valid, or too slow, or too large.
         """
         child = self._children[0] if self._children else self._start()
-        with suppress(BrokenPipeError):
-            child.connection.send(None)
+        self._send(child, None)
         return cast("TemplateFacts | None", self._receive(child))
 
     def encode(self, chunks: Iterable[Chunk], name: str = "datasets") -> Iterator[ChunkResult]:
@@ -107,8 +106,7 @@ class EncoderPool:
         for chunk in chunks:
             child = self._idle_child(results)
             child.place = _place(name, chunk[1])
-            with suppress(BrokenPipeError):  # it has died: what it leaves is read below
-                child.connection.send((*chunk, child.place))
+            self._send(child, (*chunk, child.place))
             child.chunk, num_given = num_given, num_given + 1
             while num_given - num_done > CHUNKS_AHEAD * self._max_children and num_done not in results:
                 self._wait(results)
@@ -139,6 +137,10 @@ class EncoderPool:
             assert child.chunk is not None
             results[child.chunk], child.chunk = cast("ChunkResult", result), None
 
+    def _send(self, child: _Child, request: object) -> None:
+        with at_work("handing rows to a tokenising process"), suppress(BrokenPipeError):  # died: `_receive` tells
+            child.connection.send(request)
+
     def _ready(self, connections: Sequence[Connection]) -> list[Any]:
         with at_work("tokenising rows"):  # the watchdog ends a run whose children are stuck
             return list(wait(connections))
@@ -146,8 +148,9 @@ class EncoderPool:
     def _receive(self, child: _Child) -> object:
         self._ready([child.connection])
         try:
-            reply = child.connection.recv()
-        except (EOFError, ConnectionError):
+            with at_work("taking tokens from a tokenising process"):  # stopped in the middle of them, it never ends
+                reply = child.connection.recv()
+        except (EOFError, OSError):  # no reply, or the beginning of one
             child.process.join()
             raise _died(child.process.exitcode, child.place) from None
         if isinstance(reply, RoundpipeError):

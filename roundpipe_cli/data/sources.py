@@ -15,6 +15,7 @@ from roundpipe_cli.data.folders import folder_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.plain_files import named_path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_BESIDE = 1000
@@ -215,7 +216,7 @@ def _near(tried: Sequence[Path]) -> str | None:
 
 
 def _candidates(path: str, folder: Path | None) -> list[Path]:
-    written = Path(path).expanduser()
+    written = named_path(path)
     candidates = [Path.cwd() / written]
     if folder is not None and (folder / written) not in candidates:
         candidates.append(folder / written)

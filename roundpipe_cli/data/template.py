@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,7 @@ def _with_defaults(template: str, variables: Mapping[str, bool | int | float | s
 
 
 def _read_template(path: str, folder: Path | None) -> str:
-    written = Path(path).expanduser()
+    written = named_path(path)
     tried = [Path.cwd() / written] + ([folder / written] if folder is not None else [])
     for candidate in tried:
         if candidate.is_file():

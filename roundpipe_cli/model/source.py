@@ -15,6 +15,7 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.untrusted import check_model_folder
 from roundpipe_cli.model_packages import missing_package
+from roundpipe_cli.plain_files import named_path
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 HUB_TIMEOUT_S = 4.0
@@ -88,7 +89,7 @@ def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, of
 
 
 def _local_path(name: str, recipe_folder: Path) -> Path | None:
-    path = Path(name).expanduser()
+    path = named_path(name)
     for candidate in (path, recipe_folder / path):
         if candidate.exists():
             return candidate.resolve()
@@ -114,7 +115,7 @@ def _package_model(name: str) -> ModelSource:
 
 def _near_folder(name: str, recipe_folder: Path) -> str | None:
     """A hint for a misspelt local folder."""
-    parent, word = Path(name).expanduser().parent, Path(name).name
+    parent, word = named_path(name).parent, Path(name).name
     for start in dict.fromkeys((parent, recipe_folder / parent)):
         models = [path.name for path in start.iterdir() if (path / "config.json").exists()] if start.is_dir() else []
         nearest = closest(word, models)

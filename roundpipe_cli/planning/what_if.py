@@ -13,6 +13,7 @@ from roundpipe_cli.planning.counting import Build
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.summary import Summary, summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
+from roundpipe_cli.watchdog import watching
 
 MAX_COMBINATIONS = 64
 _FIGURE = re.compile(r"\s*[a-z_]+=")
@@ -118,7 +119,9 @@ def compare_plans(
     for index, values in enumerate(combinations):
         tell(index, len(combinations), values)
         try:
-            plan = make_plan(_loaded(recipe, fixed, values), hardware, build)
+            loaded = _loaded(recipe, fixed, values)
+            with watching(loaded.recipe.watchdog_s):
+                plan = make_plan(loaded, hardware, build)
         except (RefusedError, ResourceError) as error:
             if isinstance(error, RecipeError) and not isinstance(error, ContradictionError):
                 raise  # a key or value that no recipe has

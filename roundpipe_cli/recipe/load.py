@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references
@@ -85,7 +86,7 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
 
 def tried_paths(text: str, folder: Path) -> tuple[Path, ...]:
     """Where a path of a recipe is looked for: the working directory, then the recipe's `folder`. `~` is expanded."""
-    path = Path(text).expanduser()
+    path = named_path(text)
     if path.is_absolute():
         return (path,)
     here, there = Path.cwd() / path, folder.absolute() / path

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import roundpipe_cli
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.units import GIB
 
 _VERDICT = re.compile(
@@ -145,7 +146,7 @@ def find_recipe(name: Path | str) -> tuple[Path, str | None]:
     Raises:
         RefusedError: no such file, with the places tried and the nearest names.
     """
-    path = Path(name).expanduser()
+    path = named_path(name)
     if path.is_file():
         return path, None
     if path.exists():

@@ -12,6 +12,7 @@ from roundpipe_cli.costs.processes import was_restarted
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import Notice
 from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, is_of_other_run, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import load_newest
@@ -45,7 +46,7 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
     """
     recipe, tell = loaded.recipe, reporting.tell
     with nodes_of(recipe) as nodes, ExitStack() as stack:
-        output_dir = Path(recipe.output_dir).expanduser()
+        output_dir = named_path(recipe.output_dir)
         resume = start.resume or recipe.resume_from_checkpoint is not None
         if was_restarted() and list_checkpoints(output_dir):  # its own ones, wherever it began
             recipe, resume = replace(recipe, resume_from_checkpoint="auto"), True

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.model.source import check_model_name
 from roundpipe_cli.model_sizes import check_sizes
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.checkpoint.output_dir import check_start, is_of_other_run
 from roundpipe_cli.train.floors import check_floors
@@ -23,7 +22,7 @@ def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:
         NoCheckpointError: nothing to resume from.
     """
     recipe = loaded.recipe
-    output_dir = Path(recipe.output_dir).expanduser()
+    output_dir = named_path(recipe.output_dir)
     resume = resume or recipe.resume_from_checkpoint is not None
     check_start(output_dir, resume and not is_of_other_run(recipe, output_dir))
     require_trackers(recipe.report_to)

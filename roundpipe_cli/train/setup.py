@@ -38,6 +38,7 @@ from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import load_weights, packed_names
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.devices import choose_devices, with_dtype_of
@@ -337,7 +338,7 @@ def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewher
     short = recipe.weights == "auto" and recipe.method == "lora" and num_bytes > MAX_MEMORY_SHARE * available
     if recipe.weights != "mmap" and not short:
         return WeightStore(layouts, staleness, elsewhere=elsewhere)
-    folder = Path(recipe.output_dir).expanduser()
+    folder = named_path(recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     what = f"{format_bytes(num_bytes)} of weights are mapped from a file in {folder}"
     tell(Notice(f"{what}: {format_bytes(available)} of host memory are free" if short else what))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from roundpipe_cli.cli import publish
-from roundpipe_cli.cli.publish import GGUF_NAME, convert_to_gguf
+from roundpipe_cli.cli.publish import GGUF_NAME, check_upload, convert_to_gguf, push
 from roundpipe_cli.errors import RefusedError
 
 
@@ -36,3 +37,22 @@ def test_a_converter_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(publish, "LOOK_S", 0.05)
     (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write('gguf')")
     assert convert_to_gguf(tmp_path / "convert.py", tmp_path).read_text() == "gguf"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt", "deep"])
+def test_nothing_outside_the_folder_is_uploaded(tmp_path: Path, name: str) -> None:
+    """The hub's client reads through links; a converter or another program may have put one there."""
+    private, folder = tmp_path / "private", tmp_path / "merged"
+    private.mkdir()
+    (private / "key").write_text("secret")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "model.safetensors").write_text("x")
+    (folder / "same").symlink_to("model.safetensors")
+    check_upload(folder)
+    (folder / name).symlink_to(private / "key" if "." in name else private)
+    with pytest.raises(RefusedError, match=r"(?s)not uploaded.*private"):
+        push(folder, "me/model")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(RefusedError, match=r"(?s)not uploaded.*a named pipe"):
+        push(folder, "me/model")

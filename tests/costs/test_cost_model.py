@@ -273,6 +273,8 @@ def test_published_throughput_is_met_within_5_percent() -> None:
         {"num_hidden_layers": 1000, "num_experts": 1000},
         {"vocab_size": 2**40},
         {"layers": [{"anything": 2**62}]},
+        {"num_labels": 2**40},
+        {"attention_types": [[["global", "local"], 2**40]]},
     ],
     ids=str,
 )

@@ -196,6 +196,21 @@ def test_two_at_once_both_have_all_rows(tmp_path: Path) -> None:
     assert build(path).num_cached == 1
 
 
+def test_two_programs_at_once_fill_one_cache(tmp_path: Path) -> None:
+    """Each may find the other's shard half made, or made meanwhile."""
+    path, pids = write_rows(tmp_path / "rows.jsonl", ROWS * 100), []
+    for _ in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            code = 1
+            try:
+                code = 0 if len(build(path).rows) == 2000 else 2
+            finally:
+                os._exit(code)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+    assert len(shards()) == 1 and build(path).num_cached == 1
+
+
 def test_without_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     expected = tokens(build(path))

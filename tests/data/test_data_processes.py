@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -14,11 +15,15 @@ import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.data import processes
+from roundpipe_cli.data.chunks import RowEncoder
 from roundpipe_cli.data.dataset import build_dataset
+from roundpipe_cli.data.processes import EncoderPool
+from roundpipe_cli.data.rows import RawRow
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset
-from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.errors import InternalError, NoProgressError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import signals_held
+from roundpipe_cli.watchdog import watching
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 
 ROW = {"prompt": "Hi", "completion": "Yo"}
@@ -134,6 +139,44 @@ def test_a_killed_process_is_one_clear_error(
     finally:
         killer.join()
     assert "memory runs out" in (caught.value.problems[0].found or "")
+    assert children() == before
+
+
+@pytest.mark.parametrize("num_bytes", [10, 8 * 1024**2])
+def test_a_stopped_process_is_one_error_within_the_watchdog(num_bytes: int) -> None:
+    """Story: rows for a process that was stopped filled its pipe, and nobody watched that wait."""
+    settings = DataSettings((DatasetSpec("rows.jsonl"),), 1000)
+    row, before = RawRow(1, {"prompt": "x" * num_bytes, "completion": "y"}), children()
+    with (
+        pytest.raises(NoProgressError, match="no progress for 0.5 s"),
+        watching(0.5),
+        EncoderPool(settings, byte_tokenizer(template=CHATML), 1) as pool,
+    ):
+        pool.facts()
+        (child,) = children() - before
+        os.kill(child, signal.SIGSTOP)
+        list(pool.encode([(None, [row], False)]))
+    assert children() == before
+
+
+def test_a_process_that_is_killed_while_it_answers_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: half an answer was "a bug of roundpipe": `got end of file during message`."""
+    read, before = Connection.recv, children()
+
+    def kill_then_read(connection: Connection) -> object:
+        if os.getpid() == ours:
+            time.sleep(0.3)  # the pipe is full by then
+            for child in children() - before:
+                os.kill(child, signal.SIGKILL)
+        return read(connection)
+
+    ours = os.getpid()
+    monkeypatch.setattr(RowEncoder, "encode", lambda *_, **__: b"x" * 8 * 1024**2)  # the child has it by its fork
+    with EncoderPool(DataSettings((DatasetSpec("rows.jsonl"),), 1000), byte_tokenizer(template=CHATML), 1) as pool:
+        pool.facts()
+        monkeypatch.setattr(Connection, "recv", kill_then_read)
+        with pytest.raises(ResourceError, match="ended by SIGKILL"):
+            list(pool.encode([(None, [RawRow(1, ROW)], False)]))
     assert children() == before
 
 

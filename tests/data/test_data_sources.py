@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow  # type: ignore[import-untyped]
@@ -336,6 +337,34 @@ def test_a_text_that_many_parquet_rows_name_is_not_copied_for_all(tmp_path: Path
     row = next(iter(source.rows()))
     assert row.columns == {"text": ["x" * length] if nested else "x" * length}
     assert pyarrow.total_allocated_bytes() - before < 20 * length
+
+
+def test_a_parquet_column_of_two_names_is_one_error(tmp_path: Path) -> None:
+    """Story: one flipped bit in the name that the schema or the column has was a KeyError, "a bug of roundpipe"."""
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["hello"] * 50}), path)
+    whole, refused = path.read_bytes(), 0
+    for place in [found.start() for found in re.finditer(b"question", whole)]:
+        path.write_bytes(whole[:place] + b"quesuion" + whole[place + 8 :])
+        try:
+            read(path)
+        except RefusedError as error:
+            refused += "cannot read the parquet file" in str(error)
+    assert refused >= 1
+
+
+def test_a_parquet_head_that_ends_pyarrow_is_one_error(tmp_path: Path) -> None:
+    """Story: a column of texts that says it is of numbers ended the whole program by SIGABRT, without a word."""
+    path, refused = tmp_path / "x.parquet", []
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["hello"] * 50}), path)
+    whole = path.read_bytes()
+    for place in [found.start() for found in re.finditer(rb"\x15\x0c", whole)]:  # BYTE_ARRAY in thrift; 04: INT64
+        path.write_bytes(whole[: place + 1] + b"\x04" + whole[place + 2 :])
+        try:
+            read(path)
+        except RefusedError as error:
+            refused.append(str(error))
+    assert any("reading the head of the parquet file ended its process" in text for text in refused), refused
 
 
 @pytest.mark.parametrize("seed", range(20))

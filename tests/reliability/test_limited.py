@@ -8,6 +8,8 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -47,13 +49,25 @@ def end(number: int) -> None:
         (lambda: os._exit(3), "exit code 3"),
     ],
 )
-def test_work_beyond_its_limits_is_one_error(
-    monkeypatch: pytest.MonkeyPatch, work: Callable[[], object], words: str
-) -> None:
-    monkeypatch.setattr(limited, "WALL_S", 1.0 if words == "does not end" else 30.0)
+def test_work_beyond_its_limits_is_one_error(work: Callable[[], object], words: str) -> None:
     with pytest.raises(RefusedError, match=words):
-        run_limited(work, LIMITS)
+        run_limited(work, replace(LIMITS, wall_s=1.0 if words == "does not end" else 30.0))
     assert not [child for child in multiprocessing.active_children() if child.name == "roundpipe-limited"]
+
+
+def test_a_child_that_is_stopped_while_it_answers_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: the first byte of an answer was waited for with a limit, and the rest of it for ever."""
+    read = Connection.recv
+
+    def stop_then_read(connection: Connection) -> object:
+        time.sleep(0.3)  # the pipe is full by then
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGSTOP)
+        return read(connection)
+
+    monkeypatch.setattr(Connection, "recv", stop_then_read)
+    with pytest.raises(RefusedError, match="does not end"):
+        run_limited(lambda: b"x" * 8 * 1024**2, replace(LIMITS, wall_s=1.0))
 
 
 def test_values_and_errors_come_back() -> None:

@@ -84,9 +84,10 @@ def test_offline_is_total_for_names_of_the_hub(folder: Path) -> None:
     assert report.read_text() == ""
 
 
-def test_state_is_private_and_the_result_is_not(folder: Path) -> None:
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_state_is_private_and_the_result_is_not(folder: Path, mask: int) -> None:
     """Whatever umask the user has."""
-    before = functools.partial(os.umask, 0)
+    before = functools.partial(os.umask, mask)
     launch(folder, "finetune", "recipe.yaml", "output_dir=new/out", before=before).finish().expect(0)
     out = folder / "new" / "out"
     modes = {path.relative_to(out).as_posix(): path.stat().st_mode & 0o777 for path in out.rglob("*")}

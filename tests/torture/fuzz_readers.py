@@ -306,6 +306,40 @@ def _read_gz(folder: Path) -> None:
                 assert row.number > 0
 
 
+# --- parquet ----------------------------------------------------------------------------------------------------------
+
+
+def _make_parquet(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    folder.mkdir()
+    texts = [f"hello {n % 7}" for n in range(200)]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    table = pyarrow.table({"text": texts, "messages": messages, "n": list(range(200))})
+    for compression in ("none", "snappy", "gzip", "zstd"):
+        pyarrow.parquet.write_table(table, folder / f"{compression}.parquet", compression=compression)
+
+
+def _damage_parquet(folder: Path, draw: random.Random) -> None:
+    """One file of the four; the others go."""
+    chosen = draw.choice(sorted(folder.glob("*.parquet")))
+    for path in folder.glob("*.parquet"):
+        if path != chosen:
+            path.unlink()
+    damage_bytes(chosen, draw)
+
+
+def _read_parquet(folder: Path) -> None:
+    from roundpipe_cli.data.settings import DatasetSpec
+    from roundpipe_cli.data.sources import find_sources
+
+    for path in sorted(folder.glob("*.parquet")):
+        for source in find_sources(DatasetSpec(str(path)), None, offline=True):
+            for row in source.rows():
+                assert row.number > 0
+
+
 READERS = {
     "gguf": Reader(_make_gguf, _damage_gguf, _read_gguf),
     "config": Reader(_make_configs, _damage_configs, _read_configs),
@@ -313,5 +347,6 @@ READERS = {
     "events": Reader(_make_run, _damage_run, _read_run),
     "cache": Reader(_make_cache, _damage_cache, _read_cache),
     "gz": Reader(_make_gz, _damage_gz, _read_gz),
+    "parquet": Reader(_make_parquet, _damage_parquet, _read_parquet),
 }
 TRIALS = {name: functools.partial(fuzz, name, reader) for name, reader in READERS.items()}

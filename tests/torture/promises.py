@@ -107,6 +107,7 @@ PROMISES = (
             ("events", "a run's events, metrics and report, watched"),
             ("cache", "measured times and tokens in the cache"),
             ("gz", "compressed rows"),
+            ("parquet", "tables of rows"),
         )
     ),
 )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from roundpipe_cli.cli.export import find_base
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train.checkpoint.resume import may_ask_for_more
 from roundpipe_cli.train.result.model_card import model_card
 
 
@@ -59,3 +65,25 @@ def test_odd_values_in_a_result_are_no_bug(tmp_path: Path) -> None:
     for odd in (None, 3, "x", [], [[1]], {"a": {"b": []}}):
         keys = ("loss", "evaluation", "data", "num_steps", "model_commit")
         assert card(tmp_path / "o", None, dict.fromkeys(keys, odd), {"datasets": odd, "model": odd})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a0 {k: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)),
+        "model: 1" + ":0" * 400_000,
+        "model: m\nx:\n" + "- 1\n" * 200_000,
+        "model: " + "[" * 5000,
+    ],
+    ids=["merged keys", "a number to the base of 60", "many values", "deep"],
+)
+def test_a_recipe_beside_a_result_takes_no_time(tmp_path: Path, text: str) -> None:
+    """Story: the recipe of a stranger's result was read by a YAML reader without limits: 40 lines took for ever."""
+    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    before_s = time.process_time()
+    assert "## Recipe" not in model_card(tmp_path, base=None, merged=False, usage="") or "1:0:0" in text
+    with pytest.raises(RefusedError, match="the base model"):
+        find_base(tmp_path, None, offline=True)
+    assert not may_ask_for_more(tmp_path, load_text("model: m\ndatasets: [{path: rows.jsonl}]\n", "r.yaml").recipe)
+    assert time.process_time() - before_s < 5

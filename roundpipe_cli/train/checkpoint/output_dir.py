@@ -31,7 +31,7 @@ from roundpipe_cli.durable import (
     write_atomically,
 )
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.plain_files import kind_of_file, open_regular, read_regular
+from roundpipe_cli.plain_files import kind_of_file, named_path, open_regular, read_regular
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 
@@ -71,7 +71,7 @@ def read_state(folder: Path) -> RunState:
 def named_checkpoint(recipe: Recipe) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` names; None for the newest one, and where it is not set."""
     named = recipe.resume_from_checkpoint
-    return None if named in (None, "auto") else Path(str(named)).expanduser()
+    return None if named in (None, "auto") else named_path(str(named))
 
 
 def is_of_other_run(recipe: Recipe, folder: Path) -> bool:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
+from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
 from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.setup import Setup
@@ -97,8 +98,9 @@ def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
     old: Any = next((meta["recipe"] for meta in metas if meta and isinstance(meta.get("recipe"), dict)), None)
     if old is None:
         try:
-            old = yaml.safe_load((output_dir / "recipe.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            path = output_dir / "recipe.yaml"
+            old = parse_bytes(read_regular(path, MAX_BYTES), str(path)).data
+        except (OSError, RefusedError):
             return False
     new = plain_data(recipe)
     if not isinstance(old, dict):

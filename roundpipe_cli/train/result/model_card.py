@@ -10,7 +10,9 @@ from typing import Any
 
 import yaml
 
+from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.recipe.strict_yaml import parse_bytes
 from roundpipe_cli.redact import redact
 
 MAX_FILE_BYTES = 16 * 1024**2
@@ -85,10 +87,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(read_regular(path, MAX_FILE_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        value = parse_bytes(read_regular(path, MAX_FILE_BYTES), str(path)).data
+    except (OSError, RecipeError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return dict(value)
 
 
 def _told(recipe: Mapping[str, Any]) -> list[str]:
