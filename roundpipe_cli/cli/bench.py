@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def bench(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to take costs and counts from.")
+        str | None, typer.Argument(metavar="RECIPE", help="Recipe to take costs and counts from.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe's keys.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe's keys.")
     ] = None,
     costs: Annotated[Path | None, typer.Option(help="Costs file (JSON, seconds) in place of a recipe.")] = None,
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,

@@ -51,10 +51,11 @@ def call(*words: str) -> tuple[int, str, str]:
 # --- 80 columns -------------------------------------------------------------------------------------------------------
 
 
-def test_help_cuts_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [(), ("recipes",)])
+def test_help_cuts_no_word(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan  Say whether a recipe fits, how its layers are cut, and how...`."""
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = call("--help")
+    _, out, _ = call(*words, "--help")
     assert "..." not in out.replace("[ARGS]...", "") and max(map(len, out.splitlines())) <= 80
 
 
