@@ -153,6 +153,34 @@ def test_help_has_an_example_and_imports_little(command: str) -> None:
     assert int(done.stderr.split()[0]) < 200
 
 
+LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")
+"""What may take long to answer."""
+
+
+def test_a_long_command_says_its_first_line_at_once() -> None:
+    """`data` said nothing for 53 times the processor time of `import typer, rich`; `plan` and `bench` for 5 times."""
+    program = (
+        "import sys\n"
+        "from roundpipe_cli.cli.app import main\n"
+        "class FirstLine:\n"
+        "    def write(self, text):\n"
+        "        loaded = {'pydantic', 'yaml', 'omegaconf', 'numpy', 'torch'} & set(sys.modules)\n"
+        "        print(text, sorted(loaded))\n"
+        "        raise SystemExit\n"
+        "    flush = write\n"
+        "sys.stderr = FirstLine()\n"
+        f"for command in {LONG_COMMANDS!r}:\n"
+        "    sys.argv = ['roundpipe', *command.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit: pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=child_environment(), timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(LONG_COMMANDS) and all(line.endswith(" ... []") for line in lines), done.stdout
+
+
 def test_an_interrupt_before_a_run_has_handlers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,8 @@ def bench(
 
     Example: roundpipe bench recipes/quickstart.yaml --run
     """
+    if recipe or costs:
+        say(f"reading {recipe or costs} ...")
     from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags, changed_question
 
     flags = RoundpipeFlags(head_workers, earliest_free, skip_projection, keep_activations)

@@ -40,6 +40,7 @@ def export(
 
     Example: roundpipe export outputs/quickstart --merge --to quickstart-merged
     """
+    say(f"reading {output_dir} ...")
     kind = kind_of(output_dir)
     if merge and kind == "model":
         raise RefusedError(

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
-from roundpipe_cli.cli.lines import LinePrinter
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import (
-    Event,
-)
 
 if TYPE_CHECKING:
+    from roundpipe_cli.events import Event
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 
@@ -60,6 +57,7 @@ def finetune(
 
             refuse_if_held(Path(loaded.recipe.output_dir).expanduser())
         from roundpipe_cli.cli.display import Display, training_keys
+        from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
         from roundpipe_cli.train.preflight import check_names

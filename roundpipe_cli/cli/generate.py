@@ -32,6 +32,7 @@ def generate(
 
     Example: roundpipe generate outputs/quickstart "How do I undo the last commit?"
     """
+    say(f"reading {output_dir} ...")
     kind = kind_of(output_dir)
     if dtype not in ("bfloat16", "float16", "float32"):
         raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")

@@ -71,7 +71,10 @@ class PlainValue:
         """The value that the command's function gets; typer's signature."""
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
-        make = PLAIN.get(param.type_descriptor.annotation)
+        annotation = param.type_descriptor.annotation
+        if type(value) is annotation:  # a default
+            return value
+        make = PLAIN.get(annotation)
         if make is not None:
             return make(value)
         param._runtime_param = None
