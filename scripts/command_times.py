@@ -19,11 +19,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from roundpipe_cli.cli.app import COMMANDS
 
+ROOT = Path(__file__).resolve().parent.parent
 HELP_MOST = 1.5
 """Most for a `--help`, as a multiple."""
 NUM_RUNS = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list}
-"""Types of options whose values need no check, with what makes these."""
+PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list, int: int}
+"""Types of options whose values need little check, with what makes these."""
 
 
 def add_commands(app: typer.Typer, short_helps: Mapping[str, str]) -> None:
@@ -74,8 +75,8 @@ class PlainValue:
         annotation = param.type_descriptor.annotation
         if type(value) is annotation:  # a default
             return value
-        make = PLAIN.get(annotation)
-        if make is not None:
-            return make(value)
-        param._runtime_param = None
+        if annotation in PLAIN and not param.type_descriptor.is_ranged:
+            with contextlib.suppress(ValueError):
+                return PLAIN[annotation](value)
+        param._runtime_param = None  # typer refuses it in its words, or converts it
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
