@@ -153,6 +153,20 @@ def test_help_has_an_example_and_imports_little(command: str) -> None:
     assert int(done.stderr.split()[0]) < 200
 
 
+NO_RESULT = {"init", "recipes cp", "recipes show", "recipes schema"}
+"""Commands that write files, or print a file as it is."""
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
+def test_every_command_that_prints_results_prints_json(words: str) -> None:
+    """`finetune`, `export` and `generate` had words only."""
+    command: Any = typer.main.get_command(app)
+    for name in words.split():
+        command = command.resolve_command(command.make_context("roundpipe", [name], resilient_parsing=True), [name])[1]
+    has_json = any("--json" in param.opts for param in command.params)
+    assert has_json == (words not in {*NO_RESULT, "recipes"})
+
+
 LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")
 """What may take long to answer."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import time
 from collections.abc import Callable
 
@@ -39,8 +42,16 @@ class LinePrinter:
     Once a minute, and at the first and the last step, they say all that a dashboard shows of the workers.
     """
 
-    def __init__(self, logging_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logging_steps, self._clock = logging_steps, clock
+    def __init__(
+        self, logging_steps: int, clock: Callable[[], float] = time.monotonic, *, as_json: bool = False
+    ) -> None:
+        """
+        Args:
+            logging_steps: a line for every so many steps, and for the first and the last.
+            clock: seconds.
+            as_json: on stdout a line of JSON for each of these steps, and nothing else.
+        """
+        self._logging_steps, self._clock, self._as_json = logging_steps, clock, as_json
         self._state = DashboardState()
         self._details_s = -DETAILS_S
 
@@ -49,10 +60,10 @@ class LinePrinter:
             self._state = fold(self._state, event, self._clock())
         if isinstance(event, StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
-                say_data(step_line(event))
+                say_data(step_json(event) if self._as_json else step_line(event))
                 self._say_details(event)
         elif isinstance(event, EvaluationFinished):
-            say_data(evaluation_line(event))
+            (say if self._as_json else say_data)(evaluation_line(event))
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
@@ -81,6 +92,13 @@ class LinePrinter:
         self._details_s = self._clock()
         for line in details(self._state):
             say(f"  {line}")
+
+
+def step_json(event: StepFinished) -> str:
+    """The step as `watch --json` and `finetune --json` print it: null for a gradient norm that is no number."""
+    row = {**dataclasses.asdict(event), "loss_hex": event.loss.hex()}
+    row["grad_norm"] = event.grad_norm if math.isfinite(event.grad_norm) else None
+    return json.dumps(row)
 
 
 def evaluation_line(event: EvaluationFinished) -> str:
