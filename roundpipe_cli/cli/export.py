@@ -165,12 +165,18 @@ def kind_of(folder: Path) -> Literal["adapter", "model"]:
 
     unfinished = any(folder.glob("step-*")) if folder.is_dir() else False
     raise RefusedError(
-        "there is no result to export",
+        "there is no result of a run in this folder",
         where=str(folder),
-        found="a run that is not finished" if unfinished else "no such folder" if not folder.is_dir() else None,
+        found="a run that is not finished" if unfinished else _what_is_there(folder),
         expected="adapter_model.safetensors or model.safetensors with its configuration",
         hint="finish it with `roundpipe finetune RECIPE --resume`" if unfinished else run_hint(Path.cwd()),
     )
+
+
+def _what_is_there(folder: Path) -> str:
+    if folder.is_dir():
+        return "no weights in safetensors"
+    return "a file" if folder.exists() else "no such folder"
 
 
 def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:

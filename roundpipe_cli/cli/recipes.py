@@ -267,7 +267,8 @@ def write_new(path: Path, content: bytes) -> None:
             f"{path} is there already and is not overwritten", hint="name another file, or remove it first"
         ) from None
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {error.strerror}") from None
+        hint = f"name a file in a folder that can be written, such as {path.name}"
+        raise RefusedError("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
