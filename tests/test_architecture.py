@@ -242,23 +242,6 @@ def test_finetune_is_a_command() -> None:
     assert "finetune" in command_names()
 
 
-@pytest.mark.parametrize("command", ["", *command_names()])
-def test_help_loads_no_torch(command: str) -> None:
-    arguments = [*command.split(), "--help"]
-    result = run_python(
-        "import sys\n"
-        f"sys.argv = ['roundpipe', *{arguments!r}]\n"
-        "from roundpipe_cli.cli.app import main\n"
-        "try: main()\n"
-        "except SystemExit as leave: assert not leave.code, leave.code\n"
-        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
-        "assert not heavy, f'loaded: {heavy}'\n"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "Usage: roundpipe" in result.stdout
-    assert result.stderr == ""
-
-
 def dotted(node: ast.AST) -> str:
     """`torch.cuda.Stream` for the attribute chain of that name, otherwise an empty text."""
     if isinstance(node, ast.Name):

@@ -163,8 +163,10 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
     expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     words = ("generate", "out", prompt, "--max-new-tokens", "12", "--dtype", "float32")
     assert run(trained, *words, "--offline").expect(0).out.strip("\n") == expected.strip("\n")
-    run(trained, "export", "out", "--merge", "--to", "whole").expect(0)
-    assert run(trained, "generate", "whole", *words[2:]).expect(0).out.strip("\n") == expected.strip("\n")
+    exported = json.loads(run(trained, "export", "out", "--merge", "--to", "whole", "--json").expect(0).out)
+    assert exported["folder"] == "whole" and exported["merged"] and exported["files"]["model.safetensors"] > 10_000
+    document = json.loads(run(trained, "generate", "whole", *words[2:], "--json").expect(0).out)
+    assert document == {"prompt": prompt, "system": None, "answer": expected, "tokens": 12, "ended": False}
     assert "no result" in run(trained, "generate", "nowhere", "x").expect(2).err
 
 

@@ -9,21 +9,27 @@ from typing import Annotated
 
 import typer
 
-from roundpipe_cli.cli.bench import bench
-from roundpipe_cli.cli.convert import convert
-from roundpipe_cli.cli.data import data
-from roundpipe_cli.cli.doctor import doctor
-from roundpipe_cli.cli.export import export
-from roundpipe_cli.cli.finetune import finetune
-from roundpipe_cli.cli.generate import generate
-from roundpipe_cli.cli.init import init
+from roundpipe_cli.cli.lazy import LazyGroup, add_commands
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
-from roundpipe_cli.cli.plan import plan
-from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.cli.usage import UsageError, explain_usage
-from roundpipe_cli.cli.watch import watch
+
+COMMANDS = {
+    "finetune": "Fine-tune a model as a recipe says.",
+    "plan": "Does a recipe fit, how is it cut, how long does it take?",
+    "bench": "Compare pipeline schedules on a recipe or a costs file.",
+    "watch": "Follow a running or finished run from its files.",
+    "data": "Show what training would see: rows, lengths, tokens.",
+    "recipes": "List, show, copy and check recipes; list every recipe key.",
+    "init": "Write a recipe from three answers: model, data, hardware.",
+    "doctor": "Check this machine: driver, torch, GPUs, memory, disk.",
+    "convert": "Turn a file of axolotl, LLaMA-Factory or TRL into a recipe.",
+    "export": "Write the result of a run as a folder for other programs.",
+    "generate": "Answer a prompt with the result of a run.",
+}
+"""What `roundpipe --help` says of each command."""
 
 app = typer.Typer(
+    cls=LazyGroup,
     name="roundpipe",
     help="Fine-tune language models larger than your GPUs, from one YAML recipe.",
     no_args_is_help=True,
@@ -53,17 +59,7 @@ def options(
     """Fine-tune language models larger than your GPUs, from one YAML recipe."""
 
 
-app.command(short_help="Fine-tune a model as a recipe says.")(finetune)
-app.command(short_help="Does a recipe fit, how is it cut, how long does it take?")(plan)
-app.command(short_help="Compare pipeline schedules on a recipe or a costs file.")(bench)
-app.command(short_help="Follow a running or finished run from its files.")(watch)
-app.command(short_help="Show what training would see: rows, lengths, tokens.")(data)
-app.add_typer(recipes)
-app.command(short_help="Write a recipe from three answers: model, data, hardware.")(init)
-app.command(short_help="Check this machine: driver, torch, GPUs, memory, disk.")(doctor)
-app.command(short_help="Turn a file of axolotl, LLaMA-Factory or TRL into a recipe.")(convert)
-app.command(short_help="Write the result of a run as a folder for other programs.")(export)
-app.command(short_help="Answer a prompt with the result of a run.")(generate)
+add_commands(app, COMMANDS)
 
 
 def _interrupt_once() -> None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def bench(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to take costs and counts from.")
+        str | None, typer.Argument(metavar="RECIPE", help="Recipe to take costs and counts from.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe's keys.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe's keys.")
     ] = None,
     costs: Annotated[Path | None, typer.Option(help="Costs file (JSON, seconds) in place of a recipe.")] = None,
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
@@ -79,6 +79,8 @@ def bench(
 
     Example: roundpipe bench recipes/quickstart.yaml --run
     """
+    if recipe or costs:
+        say(f"reading {recipe or costs} ...")
     from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags, changed_question
 
     flags = RoundpipeFlags(head_workers, earliest_free, skip_projection, keep_activations)

@@ -33,6 +33,7 @@ def data(
 
     Example: roundpipe data recipes/quickstart.yaml
     """
+    say(f"reading {recipe} ...")
     from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
@@ -44,6 +45,7 @@ def data(
             say(f"note: {text}")
         if offline:
             go_offline()
+        say("loading the tokenizer ...")
         quiet_libraries()
         with watching(loaded.recipe.watchdog_s):
             look = _look(loaded, offline)

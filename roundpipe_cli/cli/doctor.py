@@ -26,8 +26,10 @@ def doctor(
 
     Example: roundpipe doctor --json
     """
+    from roundpipe_cli.cli.output import say, say_data
+
+    say("checking this machine ...")
     from roundpipe_cli.cli.checks import all_checks
-    from roundpipe_cli.cli.output import say_data
     from roundpipe_cli.cli.wrap import terminal_width
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.units import counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -36,11 +36,15 @@ def export(
         str | None, typer.Option("--push", metavar="REPO", help="Upload the folder to the hub; private if new.")
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout: the folder and its files.")
+    ] = False,
 ) -> None:
     """Write the result of a run as a new folder: the adapter alone, or merged into its base model.
 
     Example: roundpipe export outputs/quickstart --merge --to quickstart-merged
     """
+    say(f"reading {output_dir} ...")
     kind = kind_of(output_dir)
     if merge and kind == "model":
         raise RefusedError(
@@ -91,7 +95,13 @@ def export(
         say(f"wrote {convert_to_gguf(program, target)}")
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
-    say_data(str(target))
+    say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+
+
+def export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
+    """What was written, with the bytes of each file."""
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    return {"folder": str(folder), "merged": merged, "pushed_to": pushed, "files": files}
 
 
 def _notes(done: Merged, source: ModelSource) -> list[str]:
@@ -156,12 +166,18 @@ def kind_of(folder: Path) -> Literal["adapter", "model"]:
 
     unfinished = any(folder.glob("step-*")) if folder.is_dir() else False
     raise RefusedError(
-        "there is no result to export",
+        "there is no result of a run in this folder",
         where=str(folder),
-        found="a run that is not finished" if unfinished else "no such folder" if not folder.is_dir() else None,
+        found="a run that is not finished" if unfinished else _what_is_there(folder),
         expected="adapter_model.safetensors or model.safetensors with its configuration",
         hint="finish it with `roundpipe finetune RECIPE --resume`" if unfinished else run_hint(Path.cwd()),
     )
+
+
+def _what_is_there(folder: Path) -> str:
+    if folder.is_dir():
+        return "no weights in safetensors"
+    return "a file" if folder.exists() else "no such folder"
 
 
 def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
-from roundpipe_cli.cli.lines import LinePrinter
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import (
-    Event,
-)
 from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
+    from roundpipe_cli.events import Event
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 
@@ -27,6 +24,9 @@ def finetune(
     recipe: Annotated[str, typer.Argument(help="Recipe file, e.g. recipes/quickstart.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. lora.r=32 learning_rate=1e-4.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One line of JSON per step on stdout, as of watch; no dashboard.")
+    ] = False,
     no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
     allow_changed: Annotated[
         list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although KEY changed.")
@@ -60,6 +60,7 @@ def finetune(
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
         from roundpipe_cli.cli.display import Display, training_keys
+        from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
         from roundpipe_cli.train.preflight import check_names
@@ -72,8 +73,8 @@ def finetune(
         from roundpipe_cli.train.finetune import run_finetune as train
         from roundpipe_cli.train.reporting import Reporting, Start
 
-        plain = LinePrinter(loaded.recipe.logging_steps) if is_first else _silent
-        with Display(plain, dashboard=is_first and not no_dashboard, keys=training_keys(signals)) as display:
+        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
+        with Display(plain, dashboard=is_first and not (no_dashboard or json_), keys=training_keys(signals)) as display:
             signals.announce = display.announce
             planned = functools.partial(planned_bytes, loaded)
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)

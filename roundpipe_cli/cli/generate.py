@@ -11,7 +11,7 @@ import typer
 
 from roundpipe_cli.cli.export import find_base, kind_of
 from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
-from roundpipe_cli.cli.output import say
+from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.errors import RefusedError
 
 
@@ -24,6 +24,9 @@ def generate(
     base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout, when the answer is whole.")
+    ] = False,
 ) -> None:
     """Answer a prompt with the result of a run, on the GPU with the most free memory where it fits, else the processor.
 
@@ -32,6 +35,7 @@ def generate(
 
     Example: roundpipe generate outputs/quickstart "How do I undo the last commit?"
     """
+    say(f"reading {output_dir} ...")
     kind = kind_of(output_dir)
     if dtype not in ("bfloat16", "float16", "float32"):
         raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
@@ -47,12 +51,17 @@ def generate(
         source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
     say("loading torch and transformers ...")
     quiet_libraries()
-    from roundpipe_cli.train.result.generate import answer, describe_answer, load_result, move_to_gpu
+    from roundpipe_cli.train.result.generate import Prompt, answer, describe_answer, load_result, move_to_gpu
 
     model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))
     say(describe_answer(model, tokenizer, temperature))
-    answer(model, tokenizer, text, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
+    found = answer(model, tokenizer, Prompt(text, system, max_new_tokens, temperature), is_shown=not json_)
+    if json_:
+        import json
+
+        document = {"prompt": text, "system": system, "answer": found.text, "tokens": found.num_tokens}
+        say_data(json.dumps({**document, "ended": found.is_ended}))
 
 
 MIN_TEMPERATURE = 1e-3

@@ -17,7 +17,7 @@ from roundpipe_cli.planning.fitting import fitting_recipe
 from roundpipe_cli.planning.question import PlanRequest, hardware_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text, resolve_path
-from roundpipe_cli.units import format_bytes, format_count
+from roundpipe_cli.units import counted, format_bytes, format_count
 
 SEQUENCES = (2048, 1024, 512, 256)
 """Tokens, longest first."""
@@ -151,5 +151,5 @@ def _rows(architecture: Architecture, settings: TrainingSettings, machine: Hardw
         why = f"{wanted} rows of {settings.max_seq_length} tokens would not fit"
     return tried, (
         f"micro_batch_size {rows}: {why}. gradient_accumulation_steps {count}: {rows * count} rows a step, "
-        f"{count / workers:g} microbatches for each of {workers} workers."
+        f"{count / workers:g} microbatches for each of {counted(workers, 'worker')}."
     )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+
 from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.dashboard.state import DashboardState, fold
+from roundpipe_cli.dashboard.words import details
 from roundpipe_cli.events import (
     CheckpointSaved,
     EvaluationFinished,
@@ -13,6 +21,7 @@ from roundpipe_cli.events import (
     RunFinished,
     RunStarted,
     StepFinished,
+    WorkSeen,
 )
 from roundpipe_cli.units import counted, format_seconds
 
@@ -23,18 +32,38 @@ SAMPLE_CHARACTERS = 200
 """Shown of a generated answer, and of the end of its prompt; eval.jsonl has the whole."""
 
 
-class LinePrinter:
-    """Plain lines: one per logged step on stdout, everything else on stderr."""
+DETAILS_S = 60.0
+"""Least time between two looks at the workers; the first and the last step always have one."""
 
-    def __init__(self, logging_steps: int) -> None:
-        self._logging_steps = logging_steps
+
+class LinePrinter:
+    """Plain lines: one per logged step on stdout, everything else on stderr.
+
+    Once a minute, and at the first and the last step, they say all that a dashboard shows of the workers.
+    """
+
+    def __init__(
+        self, logging_steps: int, clock: Callable[[], float] = time.monotonic, *, as_json: bool = False
+    ) -> None:
+        """
+        Args:
+            logging_steps: a line for every so many steps, and for the first and the last.
+            clock: seconds.
+            as_json: on stdout a line of JSON for each of these steps, and nothing else.
+        """
+        self._logging_steps, self._clock, self._as_json = logging_steps, clock, as_json
+        self._state = DashboardState()
+        self._details_s = -DETAILS_S
 
     def __call__(self, event: Event) -> None:
+        if not isinstance(event, WorkSeen):
+            self._state = fold(self._state, event, self._clock())
         if isinstance(event, StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
-                say_data(step_line(event))
+                say_data(step_json(event) if self._as_json else step_line(event))
+                self._say_details(event)
         elif isinstance(event, EvaluationFinished):
-            say_data(evaluation_line(event))
+            (say if self._as_json else say_data)(evaluation_line(event))
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
@@ -54,6 +83,22 @@ class LinePrinter:
                 f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; "
                 f"the result is in {event.output_dir}"
             )
+
+    def _say_details(self, event: StepFinished) -> None:
+        """What a dashboard shows beside the step's line; only of a run whose start was seen."""
+        is_due = event.step in (1, event.num_steps) or self._clock() - self._details_s >= DETAILS_S
+        if self._state.run is None or not is_due:
+            return
+        self._details_s = self._clock()
+        for line in details(self._state):
+            say(f"  {line}")
+
+
+def step_json(event: StepFinished) -> str:
+    """The step as `watch --json` and `finetune --json` print it: null for a gradient norm that is no number."""
+    row = {**dataclasses.asdict(event), "loss_hex": event.loss.hex()}
+    row["grad_norm"] = event.grad_norm if math.isfinite(event.grad_norm) else None
+    return json.dumps(row)
 
 
 def evaluation_line(event: EvaluationFinished) -> str:

@@ -40,8 +40,10 @@ def plan(
 
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
-    from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say, say_data
+
+    say(f"planning {recipe} ...")
+    from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.plan_compare import show_comparison
     from roundpipe_cli.cli.watch_demo import write_plan_picture
     from roundpipe_cli.cli.wrap import terminal_width, wrapped

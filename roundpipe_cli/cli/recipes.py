@@ -9,24 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli.cli.lazy import PlainGroup
 from roundpipe_cli.units import GIB
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.shipped import ShippedRecipe
 
 recipes = typer.Typer(
+    cls=PlainGroup,
     name="recipes",
     help="List, show, copy and check recipes; list every recipe key."
     "\n\nExample: roundpipe recipes cp qwen3-8b mine.yaml",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 
 
-@recipes.command("ls")
+@recipes.command("ls", short_help="List the recipes that come with the tool, with figures.")
 def list_recipes(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only names with all of these, e.g. qwen3 2x24gb.")
+        list[str] | None, typer.Argument(metavar="WORD", help="Only names with all of these, e.g. qwen3 2x24gb.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -92,7 +95,7 @@ def copy(
 @recipes.command("validate")
 def validate(
     words: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="Recipe files, or names of shipped ones; key=value for all.")
+        list[str], typer.Argument(metavar="FILE", help="Recipe files, or names of shipped ones; key=value for all.")
     ],
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -135,7 +138,7 @@ def validate(
 @recipes.command("keys")
 def keys(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only keys with all of these, e.g. lora, eval.")
+        list[str] | None, typer.Argument(metavar="WORD", help="Only keys with all of these, e.g. lora, eval.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A Markdown table on stdout.")] = False,
@@ -163,7 +166,7 @@ def keys(
         say(f"no key has {' and '.join(words or ())} in its name; `roundpipe recipes keys` lists all")
 
 
-@recipes.command("schema")
+@recipes.command("schema", short_help="Print the JSON Schema of recipes, for editors.")
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors that complete and check YAML by it.
 
@@ -264,7 +267,8 @@ def write_new(path: Path, content: bytes) -> None:
             f"{path} is there already and is not overwritten", hint="name another file, or remove it first"
         ) from None
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {error.strerror}") from None
+        hint = f"name a file in a folder that can be written, such as {path.name}"
+        raise RefusedError("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:

@@ -19,6 +19,9 @@ _EXAMPLES = {
     "roundpipe finetune": "roundpipe finetune recipes/quickstart.yaml",
     "roundpipe plan": "roundpipe plan recipes/qwen3-8b.yaml --hardware 2x3090",
     "roundpipe bench": "roundpipe bench recipes/quickstart.yaml --run",
+    "roundpipe data": "roundpipe data recipes/quickstart.yaml",
+    "roundpipe generate": 'roundpipe generate outputs/quickstart "How do I undo the last commit?"',
+    "roundpipe export": "roundpipe export outputs/quickstart --merge",
     "roundpipe convert": "roundpipe convert axolotl.yaml --output mine.yaml",
     "roundpipe recipes show": "roundpipe recipes show qwen3-8b",
     "roundpipe recipes cp": "roundpipe recipes cp qwen3-8b mine.yaml",
@@ -39,7 +42,13 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     kind = type(error).__name__
     if kind == "MissingParameter" and error.param is not None and error.param.param_type_name == "argument":
         name = str(error.param.name)
-        return RefusedError(f"{program} needs a {name}", hint=_EXAMPLES.get(program, f"{program} --help"))
+        article = "an" if name[0] in "aeiou" else "a"
+        return RefusedError(f"{program} needs {article} {name}", hint=_EXAMPLES.get(program, f"{program} --help"))
+    if kind == "BadParameter" and error.param is not None:
+        return _bad_value(error, program, words)
+    if kind == "BadOptionUsage":
+        named = program if context else f"roundpipe {words[0]}"
+        return RefusedError(f"{error.option_name} needs a value", where=named, hint=f"{named} --help")
     if kind == "NoSuchOption":
         return _no_such_option(error, program, words)
     commands = getattr(context.command, "commands", None) if context else None
@@ -47,6 +56,22 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
         inside = program.split()[1:]  # `recipes` of `roundpipe recipes`
         return _no_such_command(program, list(commands), words[len(inside) :])
     return RefusedError(error.format_message().rstrip("."), hint=f"{program} --help")
+
+
+def _bad_value(error: Any, program: str, words: Sequence[str]) -> RefusedError:
+    """A value of an option that is no number, or out of range, in place of the words of typer's library."""
+    option = next((name for name in error.param.opts if name.startswith("--")), str(error.param.name))
+    following = dict(zip(words, words[1:], strict=False))
+    found = next((word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")), following.get(option))
+    descriptor = getattr(error.param, "type_descriptor", None)
+    expected = {"int": "an integer", "float": "a number"}.get(getattr(descriptor, "annotation", str).__name__)
+    limits = getattr(descriptor, "parameter_info", None)
+    if expected and limits is not None and limits.min is not None:
+        expected += f" of at least {limits.min:g}" if limits.max is None else f" from {limits.min:g} to {limits.max:g}"
+    if expected is None:
+        return RefusedError(error.format_message().rstrip("."), hint=f"{program} --help")
+    what = f"{option} has a value that is not accepted"
+    return RefusedError(what, found=found, expected=expected, hint=f"{program} --help")
 
 
 def _no_such_command(program: str, commands: list[str], words: Sequence[str]) -> RefusedError:

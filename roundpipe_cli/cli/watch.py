@@ -126,10 +126,7 @@ def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEven
 
 
 def _as_json(files: RunFiles, follow: bool) -> None:
-    import dataclasses
-    import json
-    import math
-
+    from roundpipe_cli.cli.lines import step_json
     from roundpipe_cli.events import StepFinished
 
     last = 0
@@ -139,9 +136,7 @@ def _as_json(files: RunFiles, follow: bool) -> None:
         for _, event in events:
             if isinstance(event, StepFinished) and event.step > last:
                 last = event.step
-                row = {**dataclasses.asdict(event), "loss_hex": event.loss.hex()}
-                row["grad_norm"] = event.grad_norm if math.isfinite(event.grad_norm) else None
-                say_data(json.dumps(row))
+                say_data(step_json(event))
 
 
 def _as_lines(files: RunFiles, follow: bool) -> None:

@@ -17,13 +17,6 @@ from roundpipe_cli.events import Span
 IDLE, WAIT = ".", "~"
 ROUNDING = 1e-6
 """A share below this is an error of rounding."""
-NICE_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
-
-
-def window_s(step_s: float | None) -> float:
-    """How many seconds a lane shows: about one and a half steps, a round number."""
-    wanted = 1.5 * (step_s or 5.0)
-    return next((seconds for seconds in NICE_S[1:] if seconds >= wanted), NICE_S[-1])
 
 
 def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: int) -> str:

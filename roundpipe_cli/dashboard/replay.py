@@ -71,6 +71,12 @@ class _GrowingFile:
         return rows
 
 
+def _instead_of_a_run(folder: Path) -> str:
+    if folder.is_dir():
+        return f"neither {METRICS_NAME} nor {EVENTS_NAME}"
+    return "a file" if folder.exists() else "no such folder"
+
+
 def run_hint(folder: Path) -> str:
     """Which folder to name: the newest run below `folder`, or how to make one."""
     found = [
@@ -99,7 +105,7 @@ class RunFiles:
             raise RefusedError(
                 "there is no run in this folder",
                 where=str(folder),
-                found="no such folder" if not folder.is_dir() else f"neither {METRICS_NAME} nor {EVENTS_NAME}",
+                found=_instead_of_a_run(folder),
                 expected="the output_dir of a run",
                 hint=run_hint(Path.cwd()),
             )

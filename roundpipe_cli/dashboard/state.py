@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from roundpipe_cli.dashboard.spans import recent
 from roundpipe_cli.events import (
     CheckpointSaved,
     DeviceSample,
@@ -25,10 +26,6 @@ from roundpipe_cli.events import (
 )
 from roundpipe_cli.units import format_seconds
 
-KEPT_SPANS_S = 240.0
-"""Work older than this is forgotten; a lane shows half of it and begins its sums up to a lane's length before."""
-MAX_SPANS = 4000
-"""Per worker."""
 MAX_POINTS = 1024
 """Points of a curve: beyond them, neighbours are merged."""
 MAX_MESSAGES = 100
@@ -244,13 +241,14 @@ def _said(state: DashboardState, now_s: float, text: str) -> DashboardState:
 
 def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
     running = {span.worker: span for span in event.running}
+    step_s = state.step.step_s if state.step else None
     by_worker: dict[int, list[Span]] = {}
     for span in event.spans:
         by_worker.setdefault(span.worker, []).append(span)
     workers = tuple(
         replace(
             worker,
-            spans=_recent((*worker.spans, *by_worker.get(index, ())), event.time_s),
+            spans=recent((*worker.spans, *by_worker.get(index, ())), event.time_s, step_s),
             running=running.get(index),
         )
         for index, worker in enumerate(state.workers)
@@ -262,6 +260,7 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
     """The step's spans as measured take the place of what was seen of them while it ran."""
     by_worker: dict[int, list[Span]] = {}
     end_s = event.start_s
+    step_s = state.step.step_s if state.step else timeline_s(event)
     for span in event.spans:
         moved = replace(span, start_s=span.start_s + event.start_s, end_s=span.end_s + event.start_s)
         by_worker.setdefault(span.worker, []).append(moved)
@@ -270,16 +269,9 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
     for index, worker in enumerate(state.workers):
         before = tuple(span for span in worker.spans if span.start_s < event.start_s - SAME_MOMENT_S)
         workers.append(
-            replace(worker, spans=_recent((*before, *by_worker.get(index, ())), end_s), running=None),
+            replace(worker, spans=recent((*before, *by_worker.get(index, ())), end_s, step_s), running=None),
         )
     return replace(state, workers=tuple(workers), timeline=event, seen_s=max(state.seen_s, end_s), phase="")
-
-
-def _recent(spans: tuple[Span, ...], now_s: float) -> tuple[Span, ...]:
-    spans = spans[-MAX_SPANS:]
-    if spans and spans[0].end_s < now_s - KEPT_SPANS_S:
-        return tuple(span for span in spans if span.end_s >= now_s - KEPT_SPANS_S)
-    return spans
 
 
 def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> DashboardState:

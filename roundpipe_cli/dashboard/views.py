@@ -17,8 +17,8 @@ from rich.text import Text
 from roundpipe_cli.dashboard.chart import chart
 from roundpipe_cli.dashboard.digits import large
 from roundpipe_cli.dashboard.figures import figure_lines
-from roundpipe_cli.dashboard.lane import window_s
 from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed, spread
+from roundpipe_cli.dashboard.spans import window_s
 from roundpipe_cli.dashboard.state import SIMULATED, DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.workers import staircase_block, workers_block

@@ -128,8 +128,11 @@ def _named(num_lanes: int) -> _Look:
 
 
 def _name_of(scene: _Scene, index: int) -> Text:
-    name = Text.assemble((f" {index} ", "bold"), f"{escape_controls(scene.workers[index].device)} ")
-    return fit(name, max(10, name.cell_len), scene.theme)
+    """Number and device, as wide as the longest of them: lanes begin below each other."""
+    number = len(str(len(scene.workers) - 1))
+    devices = [escape_controls(worker.device) for worker in scene.workers]
+    name = Text.assemble((f" {index:>{number}} ", "bold"), f"{devices[index]} ")
+    return fit(name, max(10, number + 3 + max(map(len, devices))), scene.theme)
 
 
 def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:

@@ -316,7 +316,7 @@ def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, a
         hint = "merge keys are refused: write the values out"
     elif findings.num_found < MAX_SHOWN:  # a suggestion takes about a millisecond
         near = suggest(key, path, list(hints_of(schema)), also_known)
-        hint = f"did you mean {near}?" if near else None
+        hint = f"did you mean {near}?" if near else "`roundpipe recipes keys` lists all keys"
     findings.add(here, f"unknown key {format_key(here)}", hint=hint)
 
 

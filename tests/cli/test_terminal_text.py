@@ -51,10 +51,11 @@ def call(*words: str) -> tuple[int, str, str]:
 # --- 80 columns -------------------------------------------------------------------------------------------------------
 
 
-def test_help_cuts_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [(), ("recipes",)])
+def test_help_cuts_no_word(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan  Say whether a recipe fits, how its layers are cut, and how...`."""
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = call("--help")
+    _, out, _ = call(*words, "--help")
     assert "..." not in out.replace("[ARGS]...", "") and max(map(len, out.splitlines())) <= 80
 
 
@@ -153,6 +154,27 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("generate", "nowhere", "hi"),
     ("export", "nowhere"),
     ("convert", "nope.yaml"),
+    ("finetune", "rows.jsonl"),
+    ("finetune", "model"),
+    ("finetune", "good.yaml", "nosuch=1"),
+    ("finetune", "good.yaml", "lora.rank"),
+    ("finetune", "good.yaml", "max_seq_length=abc"),
+    ("data", "good.yaml", "datasets=rows.jsonl"),
+    ("plan", "qwen38b"),
+    ("plan", "quickstart", "--hardware", "0x4090"),
+    ("plan", "quickstart", "--hardware", "8x4090,host_memory=64"),
+    ("bench", "--costs", "rows.jsonl", "--workers", "2", "--microbatches", "2"),
+    ("bench", "--costs", "rows.jsonl", "--workers", "two", "--microbatches", "2"),
+    ("bench", "quickstart", "--staleness", "3"),
+    ("watch", "good.yaml"),
+    ("watch", "--demo"),
+    ("generate",),
+    ("generate", "model", "hi", "--temperature", "-1"),
+    ("export", "model", "--gguf"),
+    ("convert", "rows.jsonl"),
+    ("recipes", "show", "nope"),
+    ("recipes", "cp", "quickstart", "rows.jsonl"),
+    ("doctor", "--jsn"),
 )
 
 

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from roundpipe_cli.dashboard.chart import chart
 from roundpipe_cli.dashboard.demo import demo_events
-from roundpipe_cli.dashboard.lane import lane, slices, window_s
+from roundpipe_cli.dashboard.lane import lane, slices
 from roundpipe_cli.dashboard.live import ansi
+from roundpipe_cli.dashboard.spans import MAX_SPANS, window_s
 from roundpipe_cli.dashboard.state import MAX_POINTS, Curve, DashboardState, Median, fold, fold_all
 from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
 from roundpipe_cli.dashboard.views import screen
@@ -55,6 +56,13 @@ SCREENS = {
     "120x40_16gpu": (120, 40, 16, True, LETTERS),
     "60x15_8gpu_simulated": (60, 15, 8, True, LETTERS),
     "120x40_8gpu_simulated": (120, 40, 8, True, COLOUR),
+}
+SIZES = ((60, 15), (80, 24), (100, 30), (120, 40), (200, 60))
+SCREENS |= {
+    f"{width}x{height}_{num_workers}gpu": (width, height, num_workers, True, LETTERS)
+    for width, height in SIZES
+    for num_workers in (1, 2, 8, 16)
+    if f"{width}x{height}_{num_workers}gpu" not in SCREENS
 }
 ENDS: dict[str, Event] = {
     "paused": Paused(40, True),
@@ -98,7 +106,6 @@ def test_every_size_is_filled_exactly(width: int) -> None:
 
 UNITS = {"busy": " %", "bubble": " %", "memory": " GiB", "program": " GiB", "  step": " s", "of": " GiB", "↓": " GB/s"}
 """What follows the figure after these words."""
-SIZES = ((60, 15), (80, 24), (100, 30), (120, 40), (200, 60))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8, 16])
@@ -213,6 +220,34 @@ def test_no_colour_means_no_colour(environment: dict[str, str]) -> None:
 
 def work(kind: str, start_s: float, end_s: float, lane: str = "compute") -> Span:
     return Span(0, lane, kind, 0, 0, start_s, end_s)
+
+
+@pytest.mark.parametrize("num_spans", [9_000, 30_000])
+def test_very_many_pieces_of_work_keep_their_shares(num_spans: int) -> None:
+    """Of a step with 95 stages and 64 microbatches only the last 4,000 pieces of a worker were kept: most of its lane
+    showed it idle."""
+    spans, at_s, step_s, width = [], START_S, 10.0, 196
+    for index in range(num_spans):
+        seconds = step_s / num_spans * (0.5 + index % 7 / 8)
+        spans.append(
+            Span(0, "compute", "FRBRBB"[index % 6 if index > num_spans // 3 else 0], 0, 0, at_s, at_s + seconds)
+        )
+        at_s += step_s / num_spans * (1.4 if index % 1000 > 900 else 0.5 + index % 7 / 8)
+    shown_s = at_s - START_S
+    moved = tuple(replace(span, start_s=span.start_s - START_S, end_s=span.end_s - START_S) for span in spans)
+    started = fold_all([(START_S, RunStarted(START_S, "m", "lora", ("cpu",), 10, 0))])
+    kept = fold(started, StepTimeline(1, START_S, moved), at_s).workers[0].spans
+    assert len(kept) <= MAX_SPANS
+    slice_s = window_s(shown_s) / width / 2
+    found, truth = (slices(of, 2 * width, slice_s, math.floor(at_s / slice_s)) for of in (kept, spans))
+    for kind in "FRB.":
+        assert abs(found.count(kind) - truth.count(kind)) / 2 <= 1, (kind, found, truth)
+
+
+def test_lanes_begin_below_each_other() -> None:
+    """Those of workers 10 and up began two columns further right."""
+    lines = [line for line in lines_of("100x30_16gpu") if re.match(r" +\d+ cuda:", line)]
+    assert len({re.match(r" +\d+ cuda:\d+ +", line).end() for line in lines}) == 1  # type: ignore[union-attr]
 
 
 def test_a_slice_shows_one_kind_and_carries_the_rest_over() -> None:

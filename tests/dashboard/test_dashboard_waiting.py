@@ -1,15 +1,21 @@
-"""Why a worker waited: its idle time by cause, and the help that `?` shows."""
+"""Why a worker waited: its idle time by cause, the help that `?` shows, and lines that say what a screen shows."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
+from roundpipe_cli.cli.lines import LinePrinter
+from roundpipe_cli.dashboard.figures import figure_lines
 from roundpipe_cli.dashboard.help import help_screen
 from roundpipe_cli.dashboard.html import page
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.views import screen
 from roundpipe_cli.dashboard.waiting import longest_waiting, waiting
-from roundpipe_cli.events import Span, StepTimeline
+from roundpipe_cli.events import Span, StepFinished, StepTimeline
 from roundpipe_cli.schedule.timeline import makespan_s, utilization
 from tests.support.recorded import recorded_run, recorded_step
 
@@ -78,3 +84,38 @@ def test_help_says_why_the_worker_that_waited_most_waited() -> None:
 
 def test_the_page_says_it_too() -> None:
     assert "worker 2 waited" in page(recorded_run(8), {}, "")
+
+
+# --- plain lines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """They had no busy share, memory, temperature or power of a worker, and no reason why one waited."""
+    events = recorded_run(4, gpu=gpu)[:-1]  # without the step in work
+    state, printer = fold_all(events), LinePrinter(1, clock=lambda: 0.0)
+    for _, event in events:
+        printer(event)
+    assert state.step is not None
+    printer(replace(state.step, step=state.step.num_steps))  # the last step
+    said = capsys.readouterr()
+    text = said.out + said.err
+    shown = [line.plain for line in screen(state, events[-1][0], 200, 80, Theme(has_colour=False))]
+    boxes = [line for line in shown if " busy " in line]
+    boxes += [line.plain for line in figure_lines(state, 40, 60, Theme())]
+    assert len(boxes) >= 4 + 8
+    for line in boxes:
+        figures = re.findall(r"\d[\d.]*(?:e-\d+)?", line.replace(",", ""))
+        assert all(figure in text.replace(",", "") for figure in figures), line
+    waited = longest_waiting(state.timeline, 4) if state.timeline else None
+    assert waited is not None and waited.text() in said.err and all(cause in said.err for cause in waited.by_cause_s)
+    assert said.out.count("step ") == 41 and "worker 0" not in said.out, "stdout has one line a step"
+
+
+def test_plain_lines_look_at_the_workers_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = [0.0]
+    printer = LinePrinter(1, clock=lambda: now_s[0])
+    for _, event in recorded_run(2):
+        now_s[0] += 2.5 if isinstance(event, StepFinished) else 0.0  # 40 steps in 100 s
+        printer(event)
+    assert capsys.readouterr().err.count("worker 1: ") == 2

@@ -8,6 +8,7 @@ import importlib
 
 MODULES = (
     *("roundpipe_cli.cli.app", "roundpipe_cli.dashboard"),
+    *(f"roundpipe_cli.cli.{name}" for name in ("bench", "data", "export", "finetune", "generate", "plan", "watch")),
     *("roundpipe_cli.train.finetune", "roundpipe_cli.train.evaluate"),
     *("peft", "zoneinfo", "numpy.ctypeslib", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),

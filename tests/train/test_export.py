@@ -344,7 +344,7 @@ def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     cases = [
         (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
-        (("nowhere",), "no result to export"),
+        (("nowhere",), "no result of a run"),
         (("out", "--dtype", "float32"), "--dtype is for merged"),
         (("out", "--merge", "--dtype", "int4"), "unknown dtype"),
         (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli.lines import LinePrinter, step_line
-from roundpipe_cli.events import CheckpointSaved, Notice, Paused, Phase, RunFinished, RunStarted, StepFinished
+from roundpipe_cli.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    Notice,
+    Paused,
+    Phase,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
 from tests.support.e2e import (
     child_environment,
     command_line,
@@ -93,6 +102,16 @@ def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[st
         "continuing",
         "warning: a lot is lost",
     ]
+
+
+def test_steps_as_json_are_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = LinePrinter(logging_steps=1, as_json=True)
+    printer(replace(STEP, step=3, grad_norm=float("inf")))
+    printer(EvaluationFinished(3, 12, 1.5, 4.5, 100, 0.5, True))
+    out, err = capsys.readouterr()
+    row = json.loads(out)
+    assert (row["step"], row["grad_norm"], float.fromhex(row["loss_hex"])) == (3, None, row["loss"])
+    assert "perplexity 4.5" in err
 
 
 def test_a_name_cannot_steer_the_terminal(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,28 @@ from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and how it is to be answered."""
+
+    text: str
+    system: str | None = None
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    """0: the most probable tokens."""
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """An answer to a prompt, without special tokens."""
+
+    text: str
+    num_tokens: int
+    is_ended: bool
+    """Whether an end token ended it, and not the limit."""
+
 
 ROOM_SHARE, ROOM_BYTES = 1.2, 512 * 1024**2
 """GPU memory that an answer takes, as a multiple of the weights and beside them: activations, keys and values."""
@@ -92,40 +115,44 @@ def describe_answer(model: Any, tokenizer: Any, temperature: float) -> str:
     return f"on {device} in {str(model.dtype).removeprefix('torch.')}: {how}, up to {ends or 'the last'}"
 
 
-def answer(
-    model: Any, tokenizer: Any, prompt: str, *, system: str | None, max_new_tokens: int, temperature: float
-) -> None:
-    """Write the answer to stdout as it comes. Without a chat template the prompt is continued as it is.
+def answer(model: Any, tokenizer: Any, prompt: Prompt, *, is_shown: bool) -> WholeAnswer:
+    """The answer to a prompt. Without a chat template the prompt is continued as it is.
 
     What else the model's generation_config.json says holds too, such as top_p or a repetition penalty.
+
+    Args:
+        is_shown: write the answer to stdout as it comes.
     """
     import torch
     from transformers import TextStreamer
 
     if find_template(tokenizer, None, None) is not None:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages.append({"role": "user", "content": prompt.text})
         text = run_limited(lambda: _render(tokenizer, messages), TEMPLATE_LIMITS)
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        inputs = tokenizer(prompt.text, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": prompt.temperature} if prompt.temperature else {"do_sample": False}
+    ends = answer_ends(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.generate(
+        tokens = model.generate(
             input_ids=inputs["input_ids"].to(model.device),
             attention_mask=inputs["attention_mask"].to(model.device),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=prompt.max_new_tokens,
             pad_token_id=pad,
-            eos_token_id=answer_ends(model, tokenizer) or None,
+            eos_token_id=ends or None,
             num_beams=1,  # beams cannot be shown as they come
             tokenizer=tokenizer,  # for the model's own `stop_strings`
             use_cache=True,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_shown else None,
             **sampling,
         )
     sys.stdout.flush()
+    new = tokens[0, inputs["input_ids"].shape[1] :].tolist()
+    return WholeAnswer(tokenizer.decode(new, skip_special_tokens=True), len(new), bool(new) and new[-1] in ends)
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
