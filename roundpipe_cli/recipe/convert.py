@@ -272,6 +272,11 @@ def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Ent
         is_used = writes.values["method"] == "lora" or not target.startswith("lora.")
         if is_used and target not in writes.values and target not in writes.refused:
             result.change(target, f"the file has none, and {tool} has no default: this program's own is used")
+    for key in ("template", "chat_template"):
+        template = data.get(key)
+        if key in result.without_effect and isinstance(template, str) and not template.startswith("tokenizer_default"):
+            note = "is the model's own, which its tokenizer has; system texts may differ: `roundpipe data` shows rows."
+            result.notes.append(f"The template {template} {note}")
     if tool == "llama-factory" and "do_train" not in data:
         result.notes.append("The file has no do_train: true, without which LLaMA-Factory trains nothing.")
 
@@ -291,7 +296,7 @@ def _assemble(writes: RecipeWrites, datasets: list[Entry], result: Conversion) -
     for target in known_keys(Recipe):
         if target == "datasets":
             recipe["datasets"] = datasets
-        elif writes.values.get(target) is not None and "[]" not in target:
+        elif _is_written(target, writes.values) and "[]" not in target:
             section = recipe
             *outer, last = target.split(".")
             for part in outer:
@@ -304,6 +309,11 @@ def _assemble(writes: RecipeWrites, datasets: list[Entry], result: Conversion) -
         except RecipeError as error:
             _leave_out(recipe, error, writes)
     result.recipe = recipe
+
+
+def _is_written(target: str, values: dict[str, Any]) -> bool:
+    """Whether the recipe has the key: null is nothing to write, but for `save_steps`, where it is a choice."""
+    return target in values and (values[target] is not None or target == "save_steps")
 
 
 def _leave_out(recipe: dict[str, Any], error: RecipeError, writes: RecipeWrites) -> None:

@@ -39,6 +39,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "sequence_len": 512,
         "excess_length_strategy": "drop",
         "save_total_limit": 4,
+        "save_strategy": "epoch",
     },
     "llama-factory": {
         "num_train_epochs": 3,
@@ -191,8 +192,6 @@ _UPLOAD = "upload the finished adapter with `hf upload`"
 NO_COUNTERPART: Mapping[str, str] = {
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
-    "saves_per_epoch": "give a number of steps in save_steps",
-    "evals_per_epoch": "give a number of steps in eval_steps",
     "do_sample": "nothing is generated while training",
     "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
     "resize_token_embeddings_to_32x": "the embedding keeps its size",

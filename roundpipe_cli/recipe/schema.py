@@ -350,8 +350,8 @@ class Recipe:
     logging_steps: PositiveInt = 1
     """Steps between two printed lines; metrics.jsonl has every step."""
     eval_steps: Interval | None = None
-    """Steps between two evaluations (loss and perplexity, in eval.jsonl), a fraction (below 1) of all steps, or `epoch`:
-    after each epoch. One is also made at the end; null is at the end only."""
+    """Steps between two evaluations (loss and perplexity, in eval.jsonl), a fraction (below 1) of all steps, or
+    `epoch`: after each epoch. One is also made at the end; null is at the end only."""
     eval_samples: Annotated[int, Range(0, 64)] = 0
     """Answers generated at each evaluation, to the prompts of the first evaluation rows. Slow: every token is a whole
     forward."""
@@ -362,8 +362,8 @@ class Recipe:
     early_stopping_patience: PositiveInt | None = None
     """Evaluations without a lower loss after which training stops. null trains to the end."""
     save_steps: Interval | None = 200
-    """Steps between two checkpoints, a fraction (below 1) of all steps, or `epoch`: after each epoch. One is also written
-    at the end and on a signal; null is then only."""
+    """Steps between two checkpoints, a fraction (below 1) of all steps, or `epoch`: after each epoch. One is also
+    written at the end and on a signal; null is then only."""
     save_total_limit: Annotated[int, Range(2)] = 2
     """Checkpoints kept; at least 2, so that a damaged newest one leaves another."""
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
