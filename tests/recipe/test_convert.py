@@ -129,6 +129,7 @@ OTHER_JOBS = (
     ("trl", "lora_task_type: SEQ_CLS", "classifier"),
     ("trl", "beta: 0.1", "preferences"),
     ("trl", "num_generations: 8", "reinforcement"),
+    ("trl", "label_smoothing: 0.1", "preferences"),
 )
 
 
@@ -256,6 +257,16 @@ def test_pairs_that_no_recipe_trains_are_refused(tool: str, lines: str, said: st
         converted(tool, lines)
 
 
+def test_keys_that_mean_another_thing_in_one_tool() -> None:
+    """LLaMA-Factory's max_length and batch_size are of generation and evaluation; stage: pt is no idle line."""
+    result = converted("llama-factory", "{cutoff_len: 512, max_length: 64, batch_size: 4, stage: pt}")
+    assert result.recipe["max_seq_length"] == 512 and "max_length" in result.without_effect
+    assert result.recipe["gradient_accumulation_steps"] == 1 and "batch_size" in {e.key for e in result.left_out}
+    assert "stage" not in result.without_effect and "stage: pt" in " ".join(result.notes)
+    split = converted("axolotl", "excess_length_strategy: drop")
+    assert "excess_length_strategy" in " ".join(split.notes)
+
+
 def test_what_a_loss_of_pairs_lacks_is_in_the_first_line() -> None:
     """Other references and added likelihoods make another loss; held-out rows are not evaluated."""
     lines = f"{{stage: dpo, pref_ftx: 0.5, ref_model: other/model, val_size: 0.1, {_LIKED}}}"
@@ -294,6 +305,15 @@ def test_file_without_rows_is_refused(tool: str) -> None:
         ("axolotl", "learning_rate: null", "learning_rate"),
         ("llama-factory", "adapter_name_or_path: first,second", "without those adapters"),
         ("trl", "loss_type: dft", "DFT"),
+        ("axolotl", "jagged_restart_steps: 100", "no restarts"),
+        ("axolotl", "group_by_length: true", "grouped by length"),
+        ("axolotl", "skip_prepare_dataset: true", "not as tokens"),
+        ("axolotl", "pretrain_multipack_attn: false", "do not see each other"),
+        ("axolotl", "tokenizer_legacy: true", "its own configuration"),
+        ("llama-factory", "train_sampling_strategy: group_by_length", "random order"),
+        ("llama-factory", "ignore_pad_token_for_loss: false", "padding is never trained"),
+        ("llama-factory", "enable_thinking: false", "thoughts are"),
+        ("trl", "average_tokens_across_devices: false", "mean over all tokens"),
         ("trl", "max_length: null", "max_seq_length: 2048"),
         ("trl", "{dataset_text_field: null}", "only answers are trained"),
     ],
@@ -443,8 +463,8 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
     spellings = {alias: target for target, names in _NAMES.items() for alias in names.split() if target in SAMPLES}
     assert "lora_rank" in spellings
     for key, target in {**{key: key for key in SAMPLES}, **spellings}.items():
-        if "." in key:
-            continue  # sections are the recipe's own
+        if "." in key or key == "label_smoothing":
+            continue  # sections are the recipe's own; label_smoothing is of TRL's DPO
         value = SAMPLES[target]
         together = {
             "use_peft": target.startswith("lora.") or target in NEEDS_ADAPTERS,

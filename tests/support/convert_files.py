@@ -183,7 +183,7 @@ early_stopping_patience: 3
                 }
             ],
         },
-        {"datasets[0].format", "wandb_project", "early_stopping_patience"},
+        {"datasets[0].format", "wandb_project", "early_stopping_patience", "group_by_length"},
     ),
     "axolotl_short": Example(
         "axolotl",
