@@ -3,9 +3,10 @@
     python scripts/trl_steps.py                     a random Llama of 4 layers, LoRA and full
     python scripts/trl_steps.py --model SOURCE --rows 20 --only lora
 
-Prompt and completion, weight decay, clipping and a linear schedule, for both the same; the adapters start alike. TRL is
-installed as `trl_losses.py` installs it. Each trainer reads the rows by its own tokenizing and collating; the first
-column of the table says in how many of them tokens and labels are equal.
+Prompt and completion, weight decay, clipping and a linear schedule, for both the same; the adapters start alike. The
+tokenizer has no chat template: with one, plain prompts become chats here, in TRL they do not. TRL is installed as
+`trl_losses.py` installs it. Each trainer reads the rows by its own tokenizing and collating; the table's second column
+says in how many of them tokens and labels are equal.
 
 Exits 1 where a row's tokens or labels differ, a loss by more than `--loss` or a gradient norm by more than `--norm`,
 relative to TRL's.
@@ -85,7 +86,7 @@ def theirs(trainer: Any) -> tuple[list[float], list[float]]:
 def ours(recipe: Path) -> tuple[list[float], list[float]]:
     """The same of a run of this program, as it writes them."""
     command = [sys.executable, "-m", "roundpipe_cli", "finetune", str(recipe)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
     rows = [json.loads(line) for line in (recipe.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
 
@@ -142,6 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             make_model(Path(folder) / "base")
+            (Path(folder) / "base" / "chat_template.jinja").unlink(missing_ok=True)  # TRL joins plain texts without it
         print("| method | rows with equal labels | TRL's loss, step 1 | step 10 | loss differs by | gradient norm by |")
         print("|---|---:|---:|---:|---:|---:|")
         methods = [method for method in ("lora", "full") if method.startswith(args.only)]

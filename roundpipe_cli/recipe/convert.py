@@ -290,6 +290,10 @@ def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Ent
 
 def _say_prompts(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
     """TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair."""
+    if result.tool == "trl" and any(entry.get("type") != "text" for entry in datasets):
+        result.notes.append(
+            "Prompts that are plain texts become chats where the tokenizer has a chat template; TRL joins them as they are."
+        )
     if result.tool != "trl" or writes.values.get("objective") is not None or "train_on_inputs" in writes.values:
         return
     if any(entry.get("type") not in ("text", "prompt_completion") for entry in datasets):
