@@ -123,8 +123,11 @@ def make_model(folder: Path, *, whole: bool = False) -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     if whole:
-        made = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.gguf_file, dtype=torch.float32)
-        made.save_pretrained(folder)
+        read = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.gguf_file, dtype=torch.float32)
+        config = LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+        plain = LlamaForCausalLM(config)  # without the mark of a quantised file, which is not saved
+        plain.load_state_dict(read.state_dict())
+        plain.save_pretrained(folder)
         return
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -86,7 +86,13 @@ def theirs(trainer: Any) -> tuple[list[float], list[float]]:
 def ours(recipe: Path) -> tuple[list[float], list[float]]:
     """The same of a run of this program, as it writes them."""
     command = [sys.executable, "-m", "roundpipe_cli", "finetune", str(recipe)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
     rows = [json.loads(line) for line in (recipe.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
 
