@@ -28,7 +28,10 @@ from typing import Any
 from trl_losses import enter_venv
 
 TEMPLATES = ("qwen2_5", "qwen3_instruct_2507", "llama3", "gemma3", "phi3", "cohere")
-WORDS = "the river is wide 12 3.5 naïve Straße 東京 {x} a<b 'quoted' \n - item `code` don't; yes! \U0001f600".split(" ")
+WORDS = (
+    *("the", "river", "is", "wide", "12", "3.5", "naïve", "Straße", "東京", "{x}", "a<b", "'quoted'", "\n", "-"),
+    *("item", "`code`", "don't;", "yes!", "\U0001f600"),
+)
 Messages = list[dict[str, str]]
 
 

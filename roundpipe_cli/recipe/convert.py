@@ -292,7 +292,7 @@ def _say_prompts(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entr
     """TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair."""
     if result.tool == "trl" and any(entry.get("type") != "text" for entry in datasets):
         result.notes.append(
-            "Prompts that are plain texts become chats where the tokenizer has a chat template; TRL joins them as they are."
+            "Prompts that are plain texts become chats where the tokenizer has a chat template; TRL joins them."
         )
     if result.tool != "trl" or writes.values.get("objective") is not None or "train_on_inputs" in writes.values:
         return

@@ -317,8 +317,8 @@ class Recipe:
     sgd_momentum: Annotated[float, Range(0, 1, below=True)] = 0.0
     """Momentum of sgd. 0 is off."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """Decoupled weight decay of adamw and adafactor; with sgd it is added to the gradient. Biases and the weights of norms
-    have none, as in transformers. 0 is off."""
+    """Decoupled weight decay of adamw and adafactor; with sgd it is added to the gradient. Biases and norms have none,
+    as in transformers. 0 is off."""
     frozen_parameters: tuple[Words, ...] = ()
     """With `method: full`: regular expressions; a parameter in whose name one of them is found stays as it is, such as
     [embed_tokens, 'layers[.][0-7][.]']."""
