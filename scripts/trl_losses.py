@@ -2,9 +2,10 @@
 
     python scripts/trl_losses.py                    8 pairs of recipes/preferences.jsonl
     python scripts/trl_losses.py --pairs 2 --only orpo
+    python scripts/trl_losses.py --pairs 3 --only dpo --smollm2 --float64
 
-The model is a random Llama of 4 layers with SmolLM2's tokenizer. On SmolLM2-135M itself DPO's gradient was 2.9e-5 off:
-perhaps float32's rounding over 30 layers, which was not looked into.
+The model is a random Llama of 4 layers with SmolLM2's tokenizer, or SmolLM2-135M itself. `--float64` adds how far both
+are from TRL's own trainer in float64: the error of float32 arithmetic in each.
 
 TRL is installed alone into a venv of its own (`--venv`), which sees this interpreter's packages; its trainers are built
 as their users build them. The batch is ours, token for token, and `compute_loss` is called on it. A and B of the
@@ -110,10 +111,10 @@ def ours(recipe: Path, case: Case) -> tuple[Found, Any, list[int]]:
     return Found(result.loss, pair_metrics(result.rewards, microbatches), gradients), microbatches[0], lengths
 
 
-def make_model(folder: Path) -> None:
-    """Write the base model and its tokenizer."""
+def make_model(folder: Path, *, whole: bool = False) -> None:
+    """Write the base model and its tokenizer: a random Llama, or the `whole` SmolLM2-135M in float32."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from roundpipe_cli.model.source import resolve_model
 
@@ -121,6 +122,13 @@ def make_model(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.save_pretrained(folder)
+    if whole:
+        read = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.gguf_file, dtype=torch.float32)
+        config = LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+        plain = LlamaForCausalLM(config)  # without the mark of a quantised file, which is not saved
+        plain.load_state_dict(read.state_dict())
+        plain.save_pretrained(folder)
+        return
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(
@@ -189,6 +197,13 @@ def theirs(trainer: Any, microbatch: Any, lengths: list[int]) -> Found:
     return Found(float(loss.detach()), rewards, gradients)
 
 
+def theirs_in_float64(trainer: Any, microbatch: Any, lengths: list[int]) -> Found:
+    """The same by the same trainer with its weights in float64."""
+    trainer.model.double()
+    trainer.model.zero_grad()
+    return theirs(trainer, microbatch, lengths)
+
+
 def differences(mine: Found, trl: Found) -> tuple[float, float, float, float]:
     """Largest relative difference of the loss, of rewards, of the whole gradient and of one parameter's."""
     assert mine.gradients.keys() == trl.gradients.keys(), mine.gradients.keys() ^ trl.gradients.keys()
@@ -214,7 +229,7 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
         f"datasets: [{{path: rows.jsonl, type: preference}}]\nmicro_batch_size: {args.pairs}\ndtype: float32\n"
         f"gradient_accumulation_steps: 1\noutput_dir: {folder / 'out'}\npipeline: {{devices: [cpu, cpu]}}\n"
     )
-    make_model(folder / "base")
+    make_model(folder / "base", whole=args.smollm2)
     print(f"| {'objective':20} | loss | TRL's loss | loss differs by | rewards by | gradient by | worst parameter |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     close = True
@@ -229,6 +244,11 @@ def compare(args: argparse.Namespace, folder: Path) -> bool:
         close &= max(found[:3]) <= args.tolerance
         shown = " | ".join(f"{value:.1e}" for value in found)
         print(f"| {name:20} | {mine.loss:.6f} | {trl.loss:.6f} | {shown} |", flush=True)
+        if args.float64:
+            exact = theirs_in_float64(trainer, microbatch, lengths)
+            for whose, one in (("this program", mine), ("TRL", trl)):
+                shown = " | ".join(f"{value:.1e}" for value in differences(one, exact))
+                print(f"| {name}: {whose} | {one.loss:.6f} | float64: {exact.loss:.6f} | {shown} |", flush=True)
     return close
 
 
@@ -237,6 +257,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=8, help="pairs of the batch")
     parser.add_argument("--only", default="", help="objectives whose name begins so")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M in place of the random Llama")
+    parser.add_argument("--float64", action="store_true", help="both against TRL in float64 too")
     parser.add_argument("--tolerance", type=float, default=1e-5)
     parser.add_argument("--venv", type=Path, default=Path(tempfile.gettempdir()) / "roundpipe-trl", help="kept")
     args = parser.parse_args()

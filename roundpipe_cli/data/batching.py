@@ -35,6 +35,11 @@ class Position:
     offset: int = 0
     """Sequences of the window that are done with."""
 
+    @property
+    def starts_epoch(self) -> bool:
+        """Whether it is an epoch's first, behind the last step of the epoch before."""
+        return self.window == self.offset == 0
+
     def to_json(self) -> dict[str, int]:
         return {"epoch": self.epoch, "window": self.window, "offset": self.offset}
 

@@ -167,10 +167,10 @@ NO_COUNTERPART: dict[str, str] = {
     "wandb_project": "see report_to; the project's name goes into the WANDB_PROJECT variable",
     "wandb_entity": "see report_to; the entity goes into the WANDB_ENTITY variable",
     "hub_model_id": "upload the finished adapter with `hf upload`",
-    "evals_per_epoch": "give the number of steps in eval_steps",
-    "saves_per_epoch": "give the number of steps in save_steps",
-    "save_strategy": "give the number of steps in save_steps",
-    "eval_strategy": "give the number of steps in eval_steps",
+    "evals_per_epoch": "write eval_steps: epoch, or a fraction of all steps: eval_steps: 0.1",
+    "saves_per_epoch": "write save_steps: epoch, or a fraction of all steps: save_steps: 0.1",
+    "save_strategy": "write save_steps: a number of steps, a fraction of all, or epoch",
+    "eval_strategy": "write eval_steps: a number of steps, a fraction of all, or epoch",
     "max_samples": "take a part of the split: datasets: [{path: data/train.jsonl, split: 'train[:1000]'}]",
 }
 """Keys of other trainers without a key here: refused with this advice, dropped with a notice where they are off."""

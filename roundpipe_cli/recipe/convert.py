@@ -20,9 +20,10 @@ from roundpipe_cli.recipe.convert_data import Entry, axolotl_datasets, axolotl_t
 from roundpipe_cli.recipe.convert_factory import factory_datasets
 from roundpipe_cli.recipe.convert_jobs import refuse_other_jobs
 from roundpipe_cli.recipe.convert_objectives import JOB_DEFAULTS, Job, is_pairs, job_of, loss_writes, reads_loss_key
+from roundpipe_cli.recipe.convert_outcomes import LeaveOutError, Partly
 from roundpipe_cli.recipe.convert_pairs import axolotl_pairs
 from roundpipe_cli.recipe.convert_result import Conversion, dump, short
-from roundpipe_cli.recipe.convert_rules import RULES, LeaveOutError, Partly
+from roundpipe_cli.recipe.convert_rules import RULES
 from roundpipe_cli.recipe.convert_tables import (
     ADAPTER_DEFAULTS,
     CHANGES,
@@ -62,6 +63,8 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
         rank = data.get("lora_rank") or defaults["lora_rank"]
         defaults["lora_alpha"] = 2 * rank if isinstance(rank, int) else 2 * defaults["lora_rank"]
     writes = RecipeWrites(result)
+    if tool == "trl" and "dataset_test_split" in data and not trl_eval_datasets(data):
+        result.without_effect.append("dataset_test_split")
     _refuse_second_model(job, is_lora, name)
     datasets, eval_datasets = _datasets(data, tool, name, result)
     for key, value in data.items():
@@ -104,6 +107,8 @@ def _keep_long_texts(data: dict[str, Any], job: Job, datasets: list[Entry], writ
     cuts = writes.result.tool == "axolotl" or (job == "pretraining" and data.get("packing") in (None, True))
     if cuts and all(entry.get("type") == "text" for entry in datasets):
         writes.values["long_rows"] = "split"
+        if not is_off(data.get("excess_length_strategy")):
+            writes.result.notes.append("axolotl cuts texts into sequences, whatever excess_length_strategy says.")
     if job == "pretraining" and writes.result.tool == "llama-factory" and data.get("packing") is None and cuts:
         writes.result.change("packing", "documents do not see each other; LLaMA-Factory's do")
 
@@ -188,7 +193,9 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
     """One line of the file into one of the three lists."""
     off, job = is_off(value), job_of(data, result.tool)
     assert job is not None, "refuse_other_jobs comes first"
-    if reads_loss_key(key, job, result.tool):
+    if key == "stage" and job == "pretraining":
+        result.notes.append("stage: pt: rows are texts, trained whole.")
+    elif reads_loss_key(key, job, result.tool):
         _write(lambda: loss_writes(key, value, data, job), key, value, writes, result)
     elif key in RULES and value is not None:
         _write(lambda: RULES[key](value, data), key, value, writes, result)
@@ -272,13 +279,22 @@ def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Ent
         is_used = writes.values["method"] == "lora" or not target.startswith("lora.")
         if is_used and target not in writes.values and target not in writes.refused:
             result.change(target, f"the file has none, and {tool} has no default: this program's own is used")
+    for key in ("template", "chat_template"):
+        template = data.get(key)
+        if key in result.without_effect and isinstance(template, str) and not template.startswith("tokenizer_default"):
+            note = "is the model's own, which its tokenizer has; system texts may differ: `roundpipe data` shows rows."
+            result.notes.append(f"The template {template} {note}")
     if tool == "llama-factory" and "do_train" not in data:
         result.notes.append("The file has no do_train: true, without which LLaMA-Factory trains nothing.")
 
 
 def _say_prompts(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
-    """TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt."""
-    if result.tool != "trl" or "train_on_inputs" in writes.values:
+    """TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair."""
+    if result.tool == "trl" and any(entry.get("type") != "text" for entry in datasets):
+        result.notes.append(
+            "Prompts that are plain texts become chats where the tokenizer has a chat template; TRL joins them."
+        )
+    if result.tool != "trl" or writes.values.get("objective") is not None or "train_on_inputs" in writes.values:
         return
     if any(entry.get("type") not in ("text", "prompt_completion") for entry in datasets):
         what = "only answers are trained; TRL trains the prompts of chats too (here: train_on_inputs: true)"
@@ -291,7 +307,7 @@ def _assemble(writes: RecipeWrites, datasets: list[Entry], result: Conversion) -
     for target in known_keys(Recipe):
         if target == "datasets":
             recipe["datasets"] = datasets
-        elif writes.values.get(target) is not None and "[]" not in target:
+        elif _is_written(target, writes.values) and "[]" not in target:
             section = recipe
             *outer, last = target.split(".")
             for part in outer:
@@ -304,6 +320,11 @@ def _assemble(writes: RecipeWrites, datasets: list[Entry], result: Conversion) -
         except RecipeError as error:
             _leave_out(recipe, error, writes)
     result.recipe = recipe
+
+
+def _is_written(target: str, values: dict[str, Any]) -> bool:
+    """Whether the recipe has the key: null is nothing to write, but for `save_steps`, where it is a choice."""
+    return target in values and (values[target] is not None or target == "save_steps")
 
 
 def _leave_out(recipe: dict[str, Any], error: RecipeError, writes: RecipeWrites) -> None:

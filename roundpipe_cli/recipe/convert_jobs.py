@@ -142,6 +142,8 @@ def _by_values(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]
         yield "another kind of adapter than LoRA", _line("adapter", data["adapter"])
     if data.get("lora_task_type") not in (None, "CAUSAL_LM"):
         yield _CLASSIFIER, _line("lora_task_type", data["lora_task_type"])
+    if tool == "trl" and known == "sft" and not is_off(data.get("label_smoothing")):
+        yield _PREFERENCES, _line("label_smoothing", data["label_smoothing"])  # of SFT it is label_smoothing_factor
     if tool == "trl" and known is None:
         yield _PREFERENCES, _line("loss_type", data["loss_type"])
     plugins = data.get("plugins")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES, PairObjective
 from roundpipe_cli.recipe.aliases import Writes, is_off
-from roundpipe_cli.recipe.convert_rules import LeaveOutError
+from roundpipe_cli.recipe.convert_outcomes import LeaveOutError
 from roundpipe_cli.recipe.convert_tables import Tool
 from roundpipe_cli.recipe.strict_yaml import shown_value
 

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from roundpipe_cli.recipe.aliases import Writes
+from roundpipe_cli.recipe.convert_intervals import INTERVAL_RULES
+from roundpipe_cli.recipe.convert_outcomes import ConversionRule, Data, LeaveOutError, Partly
 from roundpipe_cli.recipe.convert_tables import NEAR_OPTIMIZERS, OTHER_TEMPLATES
+from roundpipe_cli.recipe.convert_templates import is_own_template
 from roundpipe_cli.recipe.strict_yaml import shown_value
-
-Data = Mapping[str, Any]
-
-
-class LeaveOutError(ValueError):
-    """This line is left out, for the reason given; `change` says what training does instead, where that differs."""
-
-    def __init__(self, reason: str, change: str | None = None) -> None:
-        super().__init__(reason)
-        self.change = change
-
-
-class Partly(dict[str, Any]):
-    """Writes that do nearly what the line says; `change` names the difference."""
-
-    def __init__(self, writes: Writes, change: str) -> None:
-        super().__init__(writes)
-        self.change = change
-
-
-ConversionRule = Callable[[Any, Data], Writes]
-"""(value, the whole file) -> dotted recipe key to value; nothing where the line changes nothing."""
 
 
 def _long_rows(value: Any, data: Data) -> Writes:
@@ -58,6 +39,8 @@ def _warmup(value: Any, data: Data) -> Writes:
 def _accumulation_of_batch(value: Any, data: Data) -> Writes:
     """axolotl's `batch_size` is the micro batch times the accumulation."""
     micro = data.get("micro_batch_size") or 1
+    if "base_model" not in data:
+        raise LeaveOutError("LLaMA-Factory reads it in evaluations only")
     if data.get("gradient_accumulation_steps"):
         return {}
     if not isinstance(value, int) or not isinstance(micro, int) or value % micro:
@@ -124,27 +107,35 @@ def _in_order(value: Any, data: Data) -> Writes:
 
 
 def _sampling(value: Any, data: Data) -> Writes:
-    return {"shuffle": False} if value == "sequential" else {}
+    if value in ("sequential", "random"):
+        return {"shuffle": value == "random"}
+    raise LeaveOutError("rows come in random order or in theirs", f"rows come in random order, not {value}")
+
+
+def _on_by_default(change: str) -> ConversionRule:
+    """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
+
+    def convert(value: Any, data: Data) -> Writes:
+        if value is False:
+            raise LeaveOutError("cannot be turned off here", change)
+        return {}
+
+    return convert
+
+
+def _thinking(value: Any, data: Data) -> Writes:
+    """LLaMA-Factory cuts thoughts out of answers or adds empty ones; here the tokenizer's template decides."""
+    return Partly({"chat_template_kwargs": {"enable_thinking": value}}, "thoughts are as the chat template writes them")
+
+
+def _generated(value: Any, data: Data) -> Writes:
+    """LLaMA-Factory's `max_length` is of generated answers; its rows have `cutoff_len`."""
+    is_of_rows = not {"cutoff_len", "finetuning_type", "template", "stage", "dataset"} & set(data)
+    return {"max_seq_length": value} if is_of_rows else {}
 
 
 def _nothing(value: Any, data: Data) -> Writes:
     return {}
-
-
-def _save_strategy(value: Any, data: Data) -> Writes:
-    if value == "steps":
-        return {}
-    raise LeaveOutError("checkpoints come every save_steps steps")
-
-
-def _eval_strategy(value: Any, data: Data) -> Writes:
-    """With `steps`, transformers evaluates every `eval_steps`, or every `logging_steps` where that is not given."""
-    if value == "no" or value is False:
-        return {}
-    if value != "steps":
-        raise LeaveOutError("evaluations come every eval_steps steps, and at the end")
-    steps = data.get("eval_steps") or data.get("logging_steps")
-    return {"eval_steps": steps} if steps else {}
 
 
 def _best_metric(value: Any, data: Data) -> Writes:
@@ -183,6 +174,8 @@ def _chat_template(value: Any, data: Data) -> Writes:
         return {"chat_template": value}
     if str(value).startswith("tokenizer_default") or (value == "jinja" and data.get("chat_template_jinja")):
         return {}
+    if is_own_template(str(value), str(data.get("base_model"))):
+        return {}
     reason = "the tokenizer's own chat template is used; another one is text or a file of its own in the recipe"
     change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
     raise LeaveOutError(reason, change)
@@ -200,6 +193,8 @@ def _template_path(value: Any, data: Data) -> Writes:
 
 
 def _factory_template(value: Any, data: Data) -> Writes:
+    if is_own_template(str(value), str(data.get("model_name_or_path"))):
+        return {}
     change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
     raise LeaveOutError("the tokenizer's own chat template is used; check that it is the one meant", change)
 
@@ -301,9 +296,13 @@ RULES: Mapping[str, ConversionRule] = {
     "truncation_mode": _truncation,
     **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _in_order),
     "train_sampling_strategy": _sampling,
+    "ignore_pad_token_for_loss": _on_by_default("padding is never trained"),
+    "average_tokens_across_devices": _on_by_default("the loss is a mean over all tokens of a step"),
+    "pretrain_multipack_attn": _on_by_default("packed texts do not see each other"),
+    "enable_thinking": _thinking,
+    "max_length": _generated,
     "shuffle_dataset": _nothing,
-    "save_strategy": _save_strategy,
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
+    **INTERVAL_RULES,
     "metric_for_best_model": _best_metric,
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _resume),
     "early_stopping_steps": lambda value, data: {"early_stopping_patience": value},

@@ -39,6 +39,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "sequence_len": 512,
         "excess_length_strategy": "drop",
         "save_total_limit": 4,
+        "save_strategy": "epoch",
     },
     "llama-factory": {
         "num_train_epochs": 3,
@@ -89,11 +90,11 @@ _DECIDED_HERE = """
     flash_attention sdp_attention xformers_attention attn_implementation flash_attn use_fast_tokenizer
     flex_attention flex_attn_compile_kwargs eager_attention sage_attention flash_optimum flash_attn_cross_entropy
     flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_attn_d512 fused_attn_kernel scattermoe
-    gemma4_hybrid_attn_impl large_head_attention sdpa_varlen tokenizer_use_fast tokenizer_legacy
+    gemma4_hybrid_attn_impl large_head_attention sdpa_varlen tokenizer_use_fast
     dataset_prepared_path dataset_processes dataset_num_proc preprocessing_num_workers dataloader_num_workers
     dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers overwrite_cache
     overwrite_output_dir plot_loss do_train do_eval ddp_timeout dataset_keep_in_memory preprocessing_batch_size
-    data_shared_file_system skip_prepare_dataset streaming dataset_streaming buffer_size tokenized_path
+    data_shared_file_system streaming dataset_streaming buffer_size tokenized_path
     streaming_multipack_buffer_size preprocess_shards use_v1_kernels use_kernels activation_offloading
     layer_offloading offload_folder ple_cpu_offload experimental_skip_move_to_device lora_on_cpu
     ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers gradient_checkpointing_kwargs
@@ -101,7 +102,7 @@ _DECIDED_HERE = """
     logging_first_step logging_strategy logging_dir save_strategy_steps remove_unused_columns low_cpu_mem_usage
     include_tokens_per_second include_num_input_tokens_seen include_tkps include_effective_tokens_per_second
     print_param_status eval_batch_size per_device_eval_batch_size stage
-    pad_to_sequence_len pad_to_multiple_of padding_free eval_sample_packing eval_packing group_by_length disable_tqdm
+    pad_to_sequence_len pad_to_multiple_of padding_free eval_sample_packing eval_packing disable_tqdm
     sample_packing_sequentially sample_packing_group_size sample_packing_bin_size sample_packing_eff_est
     total_num_tokens batch_flattening multipack_real_batches
     tf32 local_rank debug use_cache use_kv_cache device_map max_memory gpu_memory_limit
@@ -119,11 +120,11 @@ _DECIDED_HERE = """
     dsv4_fp4_grouped_mode nvfp4_merge_aware experts_implementation quantize_moe_experts llama4_linearized_experts
     use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output torch_compile torch_compile_mode
     torch_compile_backend shuffle_merged_datasets shuffle_before_merging_datasets
-    pretrain_multipack_attn pretraining_sample_concatenation lora_task_type use_adapter trl_version
+    lora_task_type use_adapter trl_version
     use_bnb_nested_quant double_quantization bnb_4bit_use_double_quant bnb_4bit_compute_dtype
     bnb_4bit_quant_storage run_name gc_steps torch_empty_cache_steps
     lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel optim_target_modules eval_on_start
-    average_tokens_across_devices pissa_iter pissa_convert asft_alpha eaft_alpha eaft_k
+    pissa_iter pissa_convert asft_alpha eaft_alpha eaft_k
     fp8_backend fp8_config fp8_enable_fsdp_float8_all_gather gradient_checkpointing infer_dtype hub_private_repo
     generation_max_length generation_num_beams do_causal_lm_eval eval_causal_lm_metrics eval_table_size
     media_dir greater_is_better ignore_data_skip create_new_adapter
@@ -132,7 +133,16 @@ WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
 """How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And
 settings of what `CHANGES` has left out already."""
 
-WITHOUT_EFFECT_PREFIXES = ("galore_", "apollo_", "badam_", "qgalore_", "dion_", "profiler_", "jagged_restart_")
+WITHOUT_EFFECT_PREFIXES = (
+    "galore_",
+    "apollo_",
+    "badam_",
+    "qgalore_",
+    "dion_",
+    "profiler_",
+    "jagged_restart_warmup",
+    "jagged_restart_anneal",
+)
 """Beginnings of the names of such settings."""
 
 _LOSS = "the ordinary cross-entropy is trained in place of"
@@ -176,6 +186,11 @@ CHANGES: Mapping[str, str] = {
     "embedding_lr_scale": "all weights have one learning rate",
     "lr_quadratic_warmup": "the warmup is a line",
     "cosine_constant_lr_ratio": "the schedule has no constant part",
+    "jagged_restart_steps": "the learning rate has no restarts",
+    "group_by_length": "rows come in random order, not grouped by length",
+    "tokenizer_legacy": "the tokenizer is as its own configuration says",
+    "skip_prepare_dataset": "rows are read as texts or chats, not as tokens",
+    "pretraining_sample_concatenation": "texts are not joined into sequences but by packing",
     "lr_div_factor": "the warmup starts at zero",
     "min_sample_len": "short rows are trained too",
     "dataset_exact_deduplication": "equal rows are all trained",
@@ -191,8 +206,6 @@ _UPLOAD = "upload the finished adapter with `hf upload`"
 NO_COUNTERPART: Mapping[str, str] = {
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
-    "saves_per_epoch": "give a number of steps in save_steps",
-    "evals_per_epoch": "give a number of steps in eval_steps",
     "do_sample": "nothing is generated while training",
     "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
     "resize_token_embeddings_to_32x": "the embedding keeps its size",

@@ -46,7 +46,8 @@ class RecipeWrites:
             self.refuse(target, key, written, reason)
             return
         self.values[target] = value
-        self._sources[target] = (key, written)
+        self.result.written.add(key)
+        self._sources.setdefault(target, (key, written))
 
     def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
         """List a line whose value no recipe has, with what the recipe does instead."""

@@ -23,6 +23,7 @@ from roundpipe_cli.recipe.constraints import Explained, InclusiveRange, Matching
 
 Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
+Interval = Literal["epoch"] | PositiveInt | Annotated[float, Range(0, 1, above=True, below=True)]
 DeviceName = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
 VariableName = Annotated[str, Matching(r"[A-Za-z_]\w{0,63}", "a name, for instance enable_thinking")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], InclusiveRange()], ...], NotEmpty()]
@@ -316,7 +317,8 @@ class Recipe:
     sgd_momentum: Annotated[float, Range(0, 1, below=True)] = 0.0
     """Momentum of sgd. 0 is off."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """Decoupled weight decay of adamw and adafactor; with sgd it is added to the gradient. 0 is off."""
+    """Decoupled weight decay of adamw and adafactor; with sgd it is added to the gradient. Biases and norms have none,
+    as in transformers. 0 is off."""
     frozen_parameters: tuple[Words, ...] = ()
     """With `method: full`: regular expressions; a parameter in whose name one of them is found stays as it is, such as
     [embed_tokens, 'layers[.][0-7][.]']."""
@@ -348,9 +350,9 @@ class Recipe:
     """Folder of checkpoints, metrics and the result. Not given: outputs/<name of the recipe file>."""
     logging_steps: PositiveInt = 1
     """Steps between two printed lines; metrics.jsonl has every step."""
-    eval_steps: PositiveInt | None = None
-    """Steps between two evaluations (loss and perplexity, in eval.jsonl); one is also made at the end. null is at the
-    end only."""
+    eval_steps: Interval | None = None
+    """Steps between two evaluations (loss and perplexity, in eval.jsonl), a fraction (below 1) of all steps, or
+    `epoch`: after each epoch. One is also made at the end; null is at the end only."""
     eval_samples: Annotated[int, Range(0, 64)] = 0
     """Answers generated at each evaluation, to the prompts of the first evaluation rows. Slow: every token is a whole
     forward."""
@@ -360,8 +362,9 @@ class Recipe:
     """Keep the weights of the evaluation with the lowest loss (in best-STEP) and make them the result of the run."""
     early_stopping_patience: PositiveInt | None = None
     """Evaluations without a lower loss after which training stops. null trains to the end."""
-    save_steps: PositiveInt = 200
-    """Steps between two checkpoints; one is also written at the end and on a signal."""
+    save_steps: Interval | None = 200
+    """Steps between two checkpoints, a fraction (below 1) of all steps, or `epoch`: after each epoch. One is also
+    written at the end and on a signal; null is then only."""
     save_total_limit: Annotated[int, Range(2)] = 2
     """Checkpoints kept; at least 2, so that a damaged newest one leaves another."""
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()

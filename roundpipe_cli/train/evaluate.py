@@ -40,6 +40,7 @@ from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
 from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
+from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.setup import Setup
@@ -101,6 +102,8 @@ class Evaluator:
         self.rows = RowDigest(output_dir / EVAL_NAME)
         self.agree: Callable[[float], float] = float
         """The loss on which all machines of the run go on; each computes its own, equal to the last bits."""
+        self.ends_epoch: Callable[[], bool] = lambda: False
+        """Whether the last finished step was an epoch's last."""
         self.best_step: int | None = None
         self.best_loss = math.inf
         self.last_loss: float | None = None
@@ -129,7 +132,8 @@ class Evaluator:
         if not self._setup.eval_rows or self._last_step == done:
             return False
         every = self._setup.recipe.eval_steps
-        return done == self._num_steps or (every is not None and done % every == 0)
+        is_end = done == self._num_steps
+        return is_end or is_due(every, done, self._num_steps, ends_epoch=self.ends_epoch())
 
     def evaluate(self, done: int) -> None:
         """Evaluate after `done` updates, write the row, keep the weights if they are the best.

@@ -35,6 +35,7 @@ from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
 from roundpipe_cli.train.devices import updater_threads
 from roundpipe_cli.train.evaluate import Evaluator, Scorer
 from roundpipe_cli.train.finite import FiniteGuard
+from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.monitor.trackers import Trackers
@@ -138,7 +139,7 @@ class Trainer:
         alone = self._machines.is_only
         scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
-        evaluator.agree = self._machines.from_first
+        evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self._position.starts_epoch
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
         self._log.start()
@@ -198,7 +199,7 @@ class Trainer:
 
     def _at_border(self, border: Border, done: int) -> None:
         last = self._is_last(done)
-        due = last or done % self.recipe.save_steps == 0
+        due = last or is_due(self.recipe.save_steps, done, self.num_steps, ends_epoch=self._position.starts_epoch)
         border.at(done, self.num_steps, due=due, last=last, may_stop=self._ahead.next is None)
 
     def _is_last(self, done: int) -> bool:

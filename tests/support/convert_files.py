@@ -72,7 +72,7 @@ special_tokens:
             **{"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "dtype": "bfloat16", "optim": "adamw"},
             **{"datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}], "output_dir": "./outputs/lora-out"},
         },
-        {"evals_per_epoch", "saves_per_epoch"},
+        set(),
         num_gpus=4,
     ),
     "axolotl_full": Example(
@@ -110,7 +110,7 @@ seed: 7
             **{"lr_scheduler_type": "linear", "weight_decay": 0.01, "max_grad_norm": 0.5, "seed": 7},
             **{"learning_rate": 1e-5, "datasets": [{"path": "data/chats.jsonl", "type": "chat"}]},
         },
-        {"chat_template"},
+        set(),
     ),
     "axolotl_sharegpt": Example(
         "axolotl",
@@ -183,7 +183,7 @@ early_stopping_patience: 3
                 }
             ],
         },
-        {"datasets[0].format", "wandb_project", "early_stopping_patience"},
+        {"datasets[0].format", "wandb_project", "early_stopping_patience", "group_by_length"},
     ),
     "axolotl_short": Example(
         "axolotl",
@@ -261,7 +261,7 @@ resume_from_checkpoint: null
                 {"path": "data/alpaca_en_demo.json", "type": "auto", "split": "train[:1000]"},
             ],
         },
-        {"trust_remote_code", "template"},
+        {"trust_remote_code"},
         num_gpus=2,
     ),
     "factory_full": Example(
@@ -294,7 +294,7 @@ per_device_eval_batch_size: 1
             **{"method": "full", "packing": True, "max_seq_length": 4096, "gradient_accumulation_steps": 16},
             **{"warmup_steps": 20, "datasets": [{"path": "sets/my_rows.json", "type": "auto"}]},
         },
-        {"template"},
+        set(),
         num_gpus=8,
     ),
     "factory_qlora": Example(
@@ -324,7 +324,7 @@ train_on_prompt: false
             **{"lora.dropout": 0.1, "micro_batch_size": 8, "lr_scheduler_type": "linear", "num_train_epochs": 2},
             **{"lora.use_rslora": True, "load_in_4bit": True, "packing": True},
         },
-        {"template"},
+        set(),
     ),
     "factory_defaults": Example(
         "llama-factory",
@@ -370,7 +370,7 @@ seed: 1
             "lr_scheduler_type": "cosine_with_restarts",
             "datasets": [{"path": "data/notes.json", "type": "auto"}, {"path": "data/mails.json", "type": "auto"}],
         },
-        {"template", "save_strategy"},
+        set(),
     ),
     "trl_lora": Example(
         "trl",

@@ -28,6 +28,7 @@ from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.checkpoint.step_folders import list_best, list_checkpoints
+from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.result.finish import save_result, verify_best
 from tests.support.e2e import (
     finetune,
@@ -228,6 +229,32 @@ def test_evaluation_datasets_and_held_out_rows_together(folder: Path) -> None:
     both = evaluations(folder / "both")
     assert [row["step"] for row in alone] == [2] and both[-1]["tokens"] > alone[0]["tokens"]
     assert len(metrics(folder / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("every", "num_steps", "due"),
+    [
+        (3, 7, [3, 6]),
+        (None, 7, []),
+        (0.34, 10, [4, 8]),
+        (1 / 3, 9, [3, 6, 9]),
+        (1 / 7, 70, [10, 20, 30, 40, 50, 60, 70]),
+        (0.001, 3, [1, 2, 3]),
+        ("epoch", 7, [3, 6]),
+    ],
+)
+def test_intervals_by_steps_by_shares_and_by_epochs(every: Any, num_steps: int, due: list[int]) -> None:
+    """Other tools save and evaluate per epoch or by a share of the steps; both were refused."""
+    steps = range(1, num_steps + 1)
+    assert [done for done in steps if is_due(every, done, num_steps, ends_epoch=done % 3 == 0)] == due
+
+
+def test_saving_and_evaluating_after_each_epoch(folder: Path) -> None:
+    words = ("val_set_size=3", "num_train_epochs=2", "save_total_limit=9")
+    finetune(folder, *words, "save_steps=epoch", "eval_steps=epoch", "output_dir=each").expect(0)
+    steps = sorted(int(path.name.rpartition("-")[2]) for path in (folder / "each").glob("step-*"))
+    evaluated = [row["step"] for row in evaluations(folder / "each")]
+    assert steps == evaluated and len(steps) == 2 and steps[1] == 2 * steps[0]
 
 
 def unlike_rows(folder: Path) -> tuple[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Trainer
 
-from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
 from roundpipe_cli.train.optim.update_rules import AdamW
 from tests.support.tiny import Rig, make_rig
 
@@ -46,6 +47,34 @@ def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float) -> No
             assert torch.equal(parameter, rig.store.master(name)), f"{name}, step {step}"
             assert torch.equal(parameter, rig.store.views[name]), "in float32 the weights are the masters"
     assert ours.num_updates == NUM_STEPS
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
+def test_weight_decay_spares_what_transformers_spares(model_type: str) -> None:
+    """Norms and biases shrank too: ten steps of full fine-tuning with weight decay were not those of TRL."""
+    rig = make_rig(model_type, "full")
+    decayed = set(Trainer.get_decay_parameter_names(None, rig.plain))
+    assert set(undecayed_names(rig.store)) == rig.store.trainable_names - decayed != set()
+
+
+def test_weight_decay_is_torchs_with_two_groups() -> None:
+    rig = make_rig("llama", "full")
+    spared = undecayed_names(rig.store)
+    names = sorted(rig.store.trainable_names)
+    kept = {name: torch.nn.Parameter(rig.store.master(name).clone()) for name in names}
+    groups = [
+        {"params": [kept[name] for name in names if name not in spared], "weight_decay": 0.1},
+        {"params": [kept[name] for name in spared], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    ours = HostOptimizer(rig.store, AdamW(weight_decay=0.1), rules=dict.fromkeys(spared, AdamW()))
+    for step in range(NUM_STEPS):
+        fill_gradients(rig, step)
+        for name, parameter in kept.items():
+            parameter.grad = rig.store.gradient(name).clone()
+        theirs.step()
+        ours.step(1e-3)
+    assert all(torch.equal(parameter, rig.store.master(name)) for name, parameter in kept.items())
 
 
 def test_sixteen_bit_weights_are_the_rounded_masters() -> None:

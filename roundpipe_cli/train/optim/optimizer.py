@@ -5,8 +5,9 @@ Equal to the library's own optimizer on float32 masters. Padding between paramet
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +15,8 @@ from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.update_rules import AdamW, RuleSettings, UpdateRule, make_rule
 
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
+"""transformers 5.23, `Trainer.get_decay_parameter_names`, which knows `ln_1` and `ln_f` by their modules."""
 BLOCK_ELEMENTS = 2**20
 """Elements of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all work."""
 
@@ -27,6 +30,7 @@ class _Piece:
     shape: torch.Size
     rate: float
     """Multiplies the learning rate."""
+    rule: UpdateRule
     state: Mapping[str, torch.Tensor]
 
     def blocks(self, size: int) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
@@ -46,17 +50,20 @@ class HostOptimizer:
         rule: UpdateRule | None = None,
         rates: Mapping[str, float] | None = None,
         elsewhere: Collection[int] = (),
+        rules: Mapping[str, UpdateRule] | None = None,
     ) -> None:
         """
         Args:
             rule: what an update is; AdamW with torch's defaults and no weight decay unless given.
             rates: factor of the learning rate by parameter; 1 where nothing is said.
             elsewhere: layers that another process updates: their state here is on the meta device.
+            rules: other rules with the same state, by parameter; `rule` where nothing is said.
         """
         self._elsewhere = frozenset(elsewhere)
         self._store = store
         self._rule = rule or AdamW()
         self._rates = rates or {}
+        self._rules = rules or {}
         self.num_updates = 0
         """Updates done or begun so far (Adam's step count)."""
         self.layers = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
@@ -69,29 +76,33 @@ class HostOptimizer:
             self._pieces[layer] = make(layer)
 
     def _flat_pieces(self, layer: int) -> list[_Piece]:
-        """Neighbours with the same learning rate are one piece."""
+        """Neighbours with the same learning rate and rule are one piece."""
         layout = self._store.layouts[layer]
         state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
-        borders, rates = [0], [1.0]
+        borders: list[int] = []
+        ways: list[tuple[float, UpdateRule]] = []
         for place in layout.trainable:
-            rate = self._rates.get(place.name, 1.0)
-            if place.element_offset == 0:
-                rates[0] = rate
-            elif rate != rates[-1]:
-                borders.append(place.element_offset)
-                rates.append(rate)
+            way = self._way(place.name)
+            if not ways or way != ways[-1]:
+                borders.append(place.element_offset if ways else 0)
+                ways.append(way)
         pieces = []
-        for start, stop, rate in zip(borders, [*borders[1:], layout.num_trainable_elements], rates, strict=True):
+        ends = [*borders[1:], layout.num_trainable_elements]
+        for start, stop, (rate, rule) in zip(borders, ends, ways, strict=True):
             part = {name: tensor[start:stop] for name, tensor in state.items()}
-            pieces.append(_Piece(start, stop, torch.Size([stop - start]), rate, part))
+            pieces.append(_Piece(start, stop, torch.Size([stop - start]), rate, rule, part))
         return pieces
+
+    def _way(self, name: str) -> tuple[float, UpdateRule]:
+        """Factor of the learning rate and rule of a parameter."""
+        return self._rates.get(name, 1.0), self._rules.get(name, self._rule)
 
     def _parameter_pieces(self, layer: int) -> list[_Piece]:
         pieces = []
         for place in self._store.layouts[layer].trainable:
             state = self._make_state(layer, place.name, place.shape)
-            start, rate = place.element_offset, self._rates.get(place.name, 1.0)
-            pieces.append(_Piece(start, start + place.num_elements, place.shape, rate, state))
+            start, (rate, rule) = place.element_offset, self._way(place.name)
+            pieces.append(_Piece(start, start + place.num_elements, place.shape, rate, rule, state))
         return pieces
 
     def _make_state(self, layer: int, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
@@ -135,13 +146,13 @@ class HostOptimizer:
                 if not self._rule.is_flat:
                     block = slice(piece.start, piece.stop)
                     grad, new = _prepared(gradient[block], target, block, gradient_factor)
-                    self._rule.update(new.view(piece.shape), grad.view(piece.shape), piece.state, rate, num_updates, 0)
+                    piece.rule.update(new.view(piece.shape), grad.view(piece.shape), piece.state, rate, num_updates, 0)
                     _round(target, block)
                     continue
                 for block, state in piece.blocks(BLOCK_ELEMENTS):
                     grad, new = _prepared(gradient[block], target, block, gradient_factor)
                     salt = layer * 8_191 + block.start // 32
-                    self._rule.update(new, grad, state, rate, num_updates, salt)
+                    piece.rule.update(new, grad, state, rate, num_updates, salt)
                     _round(target, block)
 
     @torch.no_grad()
@@ -190,7 +201,15 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
     rule = make_rule(recipe.optim, settings)
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
     rates = dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None
-    return HostOptimizer(store, rule, rates, elsewhere)
+    bare = make_rule(recipe.optim, replace(settings, weight_decay=0.0))
+    rules = dict.fromkeys(undecayed_names(store), bare) if recipe.weight_decay else None
+    return HostOptimizer(store, rule, rates, elsewhere, rules)
+
+
+def undecayed_names(store: WeightStore) -> list[str]:
+    """Parameters without weight decay: biases and the weights of norms, as in transformers' Trainer."""
+    names = (place.name for layout in store.layouts for place in layout.trainable)
+    return [name for name in names if _UNDECAYED.search(name.lower())]
 
 
 def lora_plus_names(store: WeightStore) -> list[str]:
