@@ -22,6 +22,7 @@ from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run,
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.resume import (
+    DECAYED,
     check_not_past_end,
     check_unchanged,
     is_complete,
@@ -379,3 +380,21 @@ def test_epochs_may_give_way_to_as_many_steps() -> None:
     check(18)
     with pytest.raises(RefusedError, match="max_steps: changed"):
         check(8)
+
+
+def test_decay_of_norms_is_not_given_up_in_the_middle_of_a_run() -> None:
+    """Runs begun when weight decay shrank norms too continue under the new rule only if that is asked for."""
+    recipe = recipe_of(method="full", weight_decay=0.1)
+    setup: Any = SimpleNamespace(
+        fused=None,
+        recipe=recipe,
+        dataset=SimpleNamespace(content_hash="d"),
+        tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
+        model_hash="",
+        config_hash="",
+    )
+    old = {"recipe": plain_data(recipe), "num_steps": 9}
+    with pytest.raises(RefusedError, match="weight_decay .of which weights.: changed"):
+        check_unchanged(old, setup, [])
+    check_unchanged(old, setup, ["weight_decay"])
+    check_unchanged(old | {"decayed": DECAYED}, setup, [])

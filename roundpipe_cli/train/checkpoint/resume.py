@@ -50,6 +50,8 @@ TOKENIZER_KEY = "tokenizer"
 MODEL_KEY = "model (files)"
 CONFIG_KEY = "model (config.json)"
 FUSED_KEY = "kernels (fused modules)"
+DECAY_KEY = "weight_decay (of which weights)"
+DECAYED = "all but norms and biases"
 BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
 """What releases without a key did, where it is not what its default does."""
 WHOLE, NUMBER = (int,), (int, float)
@@ -80,6 +82,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "model_hash": setup.model_hash,
         "config_hash": setup.config_hash,
         "fused": fused_counts(setup.fused),
+        "decayed": DECAYED,
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -211,6 +214,8 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         is_implied = key == FUSED_KEY and any(changed == "kernels" for changed, _, _ in changes)
         if name in saved and saved.get(name) != now and not is_implied:
             changes.append((key, saved.get(name), now))
+    if setup.recipe.method == "full" and setup.recipe.weight_decay and saved.get("decayed") != DECAYED:
+        changes.append((DECAY_KEY, saved.get("decayed", "all"), DECAYED))
     changes = [change for change in changes if not _is_longer(saved, *change)]
     if _as_advised(saved, setup.recipe):
         changes = [change for change in changes if change[0] not in ("micro_batch_size", "gradient_accumulation_steps")]
