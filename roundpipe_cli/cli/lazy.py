@@ -11,6 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+KNOWN_TYPER = "0.29."
+"""Versions whose way to convert values is known; older ones convert without pydantic, newer ones as they like."""
 PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list, int: int}
 """Types of options whose values need little check, with what makes these."""
 
@@ -42,8 +44,8 @@ class PlainGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None:
             command = self.loaded(command)
-            for param in command.get_params(ctx):
-                if hasattr(param, "_runtime_param"):  # typer 0.29; older ones convert without pydantic
+            for param in command.get_params(ctx) if typer.__version__.startswith(KNOWN_TYPER) else ():
+                if hasattr(param, "_runtime_param"):
                     param._runtime_param = PlainValue()
         return name, command, rest
 
