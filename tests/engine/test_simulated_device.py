@@ -124,6 +124,13 @@ def test_a_mark_has_passed_once_the_host_has_seen_it() -> None:
         assert backend.seconds_between(start, end) >= 0
 
 
+def test_nothing_is_page_locked_of_an_empty_buffer() -> None:
+    with simulated() as simulation:
+        empty = torch.empty(0)
+        assert cuda.register_host_buffer(empty, 0) and not simulation.machine.registered
+        cuda.unregister_host_buffer(empty)
+
+
 def test_page_locked_memory_refused() -> None:
     """The driver's error stays behind, and would come up in the next kernel that starts."""
     with simulated(max_locked_bytes=4096):
