@@ -24,7 +24,7 @@ from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.setup import Setup, prepare
@@ -94,7 +94,13 @@ class Reference:
         self.names = sorted(store.trainable_names)
         self.parameters = [torch.nn.Parameter(store.master(name).clone()) for name in self.names]
         weight_decay = self.setup.recipe.weight_decay
-        self.adamw = torch.optim.AdamW(self.parameters, weight_decay=weight_decay, fused=True)
+        spared = undecayed_names(store)
+        named = list(zip(self.names, self.parameters, strict=True))
+        groups = [
+            {"params": [one for name, one in named if name not in spared], "weight_decay": weight_decay},
+            {"params": [one for name, one in named if name in spared], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
         self.versions = [[store.views[name].clone() for name in self.names]]
         self.scale = 2.0**16 if self.setup.recipe.dtype == "float16" else 1.0
 
@@ -108,7 +114,8 @@ class Reference:
             factor *= min(1.0, recipe.max_grad_norm / (norm + 1e-6))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient * factor
-        self.adamw.param_groups[0]["lr"] = self.trainer._learning_rate(step)
+        for group in self.adamw.param_groups:
+            group["lr"] = self.trainer._learning_rate(step)
         self.adamw.step()
         like = self.versions[0]
         self.versions.append([p.detach().to(w.dtype).clone() for p, w in zip(self.parameters, like, strict=True)])

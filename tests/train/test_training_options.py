@@ -55,7 +55,19 @@ def lora_plus(model: Any, parameters: Sequence[nn.Parameter]) -> torch.optim.Opt
 def transformers_adafactor(model: Any, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     from transformers import Adafactor as Theirs
 
-    return Theirs(parameters, lr=RATE, scale_parameter=False, relative_step=False, weight_decay=0.1)
+    return Theirs(decayed(model, parameters), lr=RATE, scale_parameter=False, relative_step=False)
+
+
+def decayed(model: Any, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups with the weight decay of these tests, and without, as transformers makes them."""
+    import transformers
+
+    names = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: dict[float, list[nn.Parameter]] = {0.1: [], 0.0: []}
+    for parameter in parameters:
+        groups[0.1 if name_of[id(parameter)] in names else 0.0].append(parameter)
+    return [{"params": group, "weight_decay": decay} for decay, group in groups.items() if group]
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,9 @@ FULL = ["method=full", "optim=adamw"]
 CASES = {
     "adamw-betas": Case(
         ["method=full", "adam_beta1=0.8", "adam_beta2=0.95", "adam_epsilon=1e-6", "weight_decay=0.1"],
-        lambda m, p: torch.optim.AdamW(p, lr=RATE, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+        lambda m, p: torch.optim.AdamW(decayed(m, p), lr=RATE, betas=(0.8, 0.95), eps=1e-6),
     ),
-    "sgd": Case(
-        ["method=full", "optim=sgd", "weight_decay=0.1"], lambda m, p: torch.optim.SGD(p, RATE, weight_decay=0.1)
-    ),
+    "sgd": Case(["method=full", "optim=sgd", "weight_decay=0.1"], lambda m, p: torch.optim.SGD(decayed(m, p), RATE)),
     "sgd-momentum": Case(
         ["method=full", "optim=sgd", "sgd_momentum=0.9"], lambda m, p: torch.optim.SGD(p, RATE, momentum=0.9)
     ),
@@ -92,7 +102,7 @@ CASES = {
     "adafactor-lora": Case(["optim=adafactor", "weight_decay=0.1"], transformers_adafactor, {}),
     "adamw-8bit": Case(
         ["method=full", "optim=adamw_8bit", "weight_decay=0.1"],
-        lambda m, p: bitsandbytes.optim.AdamW8bit(p, lr=RATE, weight_decay=0.1),
+        lambda m, p: bitsandbytes.optim.AdamW8bit(decayed(m, p), lr=RATE),
     ),
     "lora-plus": Case(["lora.loraplus_lr_ratio=8"], lora_plus, {}),
     "rslora": Case(["lora.use_rslora=true"], lora={"use_rslora": True}),
