@@ -17,11 +17,11 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.measure import launch_bound_s
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
-from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError
+from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.model.counter_random import keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import devices
-from roundpipe_cli.train.devices import make_backends, with_dtype_of
+from roundpipe_cli.train.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
 from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers
 from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
@@ -39,6 +39,19 @@ def test_what_is_said_of_a_card() -> None:
         assert cuda.memory_use(1)[0] == 0
         cuda.release_workspaces()
     assert cuda.num_devices() == 0
+
+
+def test_devices_of_a_machine_with_two_cards() -> None:
+    with simulated():
+        assert choose_devices("auto") == (("cuda:0", "cuda:1"), None)
+        assert choose_devices(["cuda:1", "cuda:1"]) == (("cuda:1", "cuda:1"), None)
+        with pytest.raises(RefusedError, match="no such device") as missing:
+            choose_devices(["cuda:2"])
+        assert missing.value.problems[0].expected == "cpu or one of cuda:0, cuda:1"
+        with pytest.raises(RefusedError, match="cannot work in one pool"):
+            choose_devices(["cpu", "cuda:0"])
+    with simulated(cards=[]):
+        assert choose_devices("auto")[0] == ("cpu", "cpu")
 
 
 def test_memory_is_counted_and_given_back() -> None:
