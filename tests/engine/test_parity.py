@@ -120,6 +120,11 @@ def test_five_steps_agree_with_dropout(
     check_parity(rig, 11, learning_rate=1e-3, copy=True, head_chunk_tokens=1024)
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_five_steps_agree_with_logits_of_one_token_at_a_time(method: str) -> None:
+    check_parity(make_rig("gemma2", method), None, learning_rate=1e-3, copy=True, head_chunk_tokens=1)
+
+
 def test_cases_cover_what_they_should() -> None:
     """At least 20 architectures, with mixtures of experts, sliding windows, tied tables and tuple-returning blocks."""
     rigs = {model_type: make_rig(model_type) for model_type in EXTRA}
