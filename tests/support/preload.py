@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import pkgutil
+
+import roundpipe_cli
 
 MODULES = (
-    *("roundpipe_cli.cli.app", "roundpipe_cli.dashboard"),
-    *(f"roundpipe_cli.cli.{name}" for name in ("bench", "data", "export", "finetune", "generate", "plan", "watch")),
-    *("roundpipe_cli.train.finetune", "roundpipe_cli.train.evaluate"),
+    *(module.name for module in pkgutil.walk_packages(roundpipe_cli.__path__, "roundpipe_cli.")),
     *("peft", "zoneinfo", "numpy.ctypeslib", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
     *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),
 )
-"""Those that a release of a library lacks are left to the runs."""
+"""All of the program, and what it loads late. Those that a release of a library lacks are left to the runs."""
 
 importlib.import_module(
     "roundpipe_cli.model.packed_weights"
