@@ -15,7 +15,6 @@ shared between blocks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from roundpipe_cli.model.block_calls import (
     install_stubs,
 )
 from roundpipe_cli.model.carried import SharedStates, carry_along, find_shared
+from roundpipe_cli.model.module_copy import copy_modules
 
 ROWS, TOKENS = 3, 11
 """Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
@@ -255,7 +255,7 @@ def _unreached(probe: nn.Module, blocks_path: str, results: Sequence[torch.Tenso
 
 def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
     """A copy whose parameters outside the blocks are real. Large ones are zero pages that cost no memory."""
-    probe = copy.deepcopy(model)
+    probe, _ = copy_modules(model)
     real: dict[int, nn.Parameter] = {}
     for path, module in probe.named_modules():
         if path == blocks_path or path.startswith(blocks_path + "."):

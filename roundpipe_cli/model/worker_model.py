@@ -5,9 +5,7 @@ Shapes: B sequences in a microbatch, T tokens each, H hidden size, V vocabulary,
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -32,6 +30,7 @@ from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
+from roundpipe_cli.model.module_copy import copy_modules
 from roundpipe_cli.model.module_state import ModuleState
 from roundpipe_cli.model.packed_attention import in_rows, in_whole_rows
 from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
@@ -41,18 +40,6 @@ from roundpipe_cli.model.worker_options import WorkerOptions
 
 Binding = tuple[nn.Module, str, str]
 """(module, attribute, parameter name)."""
-
-
-def _copies_of_empty(model: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy` with a copy of every empty container that a module has: id of the container -> copy.
-
-    A module has a dozen of them, mostly hooks that nobody registered; made one by one they are half of a copy's time.
-    """
-    containers = (value for module in model.modules() for value in vars(module).values())
-    return {id(value): type(value)() for value in containers if type(value) in _CONTAINERS and not value}
-
-
-_CONTAINERS = {OrderedDict, dict, set, list}
 
 
 class WorkerModel:
@@ -80,8 +67,7 @@ class WorkerModel:
         options = options or WorkerOptions()
         self.split, self.device = split, device
         names = {id(p): name for name, p in model.named_parameters()}
-        memo = _copies_of_empty(model)
-        causal = copy.deepcopy(model, memo)
+        causal, memo = copy_modules(model)
         own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
         causal.train()
         isolate_expert_adapters(causal)
