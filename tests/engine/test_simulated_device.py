@@ -23,6 +23,7 @@ from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import devices
 from roundpipe_cli.train.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
+from tests.support.e2e import make_tokenizer
 from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers
 from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
 from tests.support.tiny import make_rig
@@ -52,6 +53,14 @@ def test_devices_of_a_machine_with_two_cards() -> None:
             choose_devices(["cpu", "cuda:0"])
     with simulated(cards=[]):
         assert choose_devices("auto")[0] == ("cpu", "cpu")
+
+
+def test_a_card_of_another_maker_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives AMD's numbers in the same place, where they would choose NVIDIA's kernels."""
+    with simulated():
+        ours = cuda.CudaBackend(0).capability
+        monkeypatch.setattr(torch.version, "hip", "6.3")
+        assert ours is not None and cuda.CudaBackend(0).capability is None
 
 
 def test_memory_is_counted_and_given_back() -> None:
@@ -209,6 +218,7 @@ def test_a_result_answers_on_the_card_with_most_free_memory() -> None:
         with simulated(cards=[Card(total_bytes=GIB // 2), Card(total_bytes=2 * GIB)]):
             moved = generate.move_to_gpu(model, said.append)
             assert str(moved.device) == "cuda:1" and not said
+            assert generate.describe_answer(moved, make_tokenizer(), 0.0).startswith("on cuda:1 in float32: ")
             found = moved(input_ids=ids.to("cuda:1")).logits.cpu()
             model = moved.to("cpu")
         with simulated(cards=[Card(total_bytes=GIB // 2)]):
