@@ -159,9 +159,12 @@ def _dequantize(
 ) -> torch.Tensor:
     """The weights of at most `MAX_WEIGHTS` codes."""
     functional = import_bitsandbytes().functional
+    count = shape.numel()
+    # bitsandbytes compiles a function, in seconds, for each shape whose last dimension is odd: those are flat here
+    own_shape = shape if not shape or shape[-1] % 2 == 0 else torch.Size([count + count % 2])
     state = functional.QuantState(  # type: ignore[no-untyped-call]
         absmax=scales,
-        shape=shape,
+        shape=shape if bits == 8 else own_shape,
         code=_dynamic_map(codes.device) if bits == 8 else None,
         blocksize=WEIGHTS_PER_SCALE,
         quant_type=None if bits == 8 else "nf4",
@@ -171,7 +174,7 @@ def _dequantize(
     if bits == 8:
         whole = functional.dequantize_blockwise(codes, state).view(shape)
     else:
-        whole = functional.dequantize_4bit(codes.unsqueeze(1), state)
+        whole = functional.dequantize_4bit(codes.unsqueeze(1), state).view(-1)[:count].view(shape)
     return whole
 
 
