@@ -117,6 +117,9 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
             "loading_host_bytes": verdict.loading.total_bytes,
             "disk_bytes": verdict.disk.total_bytes,
             "upload_bytes_per_step": answer.links.up,
+            "step_s_range": list(answer.band.around(answer.step_s)),
+            "tokens_per_s_range": list(answer.band.around(answer.tokens_per_s)),
+            "range_rests_on": answer.band.why,
         },
         "assumptions": list(answer.assumptions),
     }

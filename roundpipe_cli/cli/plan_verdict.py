@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 
 COMMON_HARDWARE = ("1x4090", "2x3090,host_memory_gib=64", "8x4090,host_memory_gib=256", "1xh100")
 
+EXAMPLE_ROWS = 10_000
+"""Of which the time is shown where a run's own are not known."""
+
 
 def verdict_lines(answer: Plan) -> list[str]:
     """The word and its reason, the model, the machine; then a figure a line."""
@@ -29,11 +32,13 @@ def verdict_lines(answer: Plan) -> list[str]:
     bubble = f"{tokens:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
     if summary.word == "DOES NOT FIT":
         bubble += ", if it did fit"
+    a_step = " to ".join(format_seconds(seconds) for seconds in answer.band.around(answer.step_s))
+    least, most = answer.band.around(answer.tokens_per_s)
     return [
         *lines,
         *_memory(answer),
-        f"  a step          {format_seconds(answer.step_s)}: {bubble}",
-        f"  tokens/s        {answer.tokens_per_s:,.0f}",
+        f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
+        f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {_time_to_finish(answer)}",
         *_hints(answer),
     ]
@@ -60,12 +65,14 @@ def _memory(answer: Plan) -> list[str]:
 
 
 def _time_to_finish(answer: Plan) -> str:
-    from roundpipe_cli.planning.run_length import steps_of
+    from roundpipe_cli.planning.run_length import rows_per_step, steps_of
     from roundpipe_cli.units import counted, format_seconds
 
     steps, how_known = steps_of(answer.question.loaded)
     if steps is None:
-        return f"not known, {how_known}"
+        recipe = answer.question.loaded.recipe
+        each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / rows_per_step(recipe)
+        return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
     return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}), if every row is full"
 
 

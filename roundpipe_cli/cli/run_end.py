@@ -17,7 +17,7 @@ def show_end(output_dir: Path) -> None:
     """Say how a finished run went and which commands come next, and write its page."""
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.comparison import comparison, comparison_table
+    from roundpipe_cli.dashboard.comparison import comparison, comparison_table, range_note
     from roundpipe_cli.dashboard.html import read_report, write_page
     from roundpipe_cli.errors import RoundpipeError
 
@@ -32,7 +32,7 @@ def show_end(output_dir: Path) -> None:
     if comparison(report):
         table = io.StringIO()  # not through a terminal, which may be gone
         Console(file=table, width=80).print(comparison_table(report))
-        say(table.getvalue().rstrip())
+        say("\n".join(line for line in (table.getvalue().rstrip(), range_note(report)) if line))
     try:
         write_page(output_dir, page)
     except RoundpipeError as error:  # the result itself is there

@@ -204,7 +204,7 @@ def _print_last(files: RunFiles, state: DashboardState) -> None:
 
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.comparison import comparison, comparison_table
+    from roundpipe_cli.dashboard.comparison import comparison, comparison_table, range_note
     from roundpipe_cli.dashboard.html import read_report
     from roundpipe_cli.dashboard.live import last_frame
     from roundpipe_cli.dashboard.replay import Life
@@ -216,5 +216,6 @@ def _print_last(files: RunFiles, state: DashboardState) -> None:
     with contextlib.suppress(OSError):
         if comparison(report):
             console.print(comparison_table(report))
+            console.print(range_note(report), markup=False, highlight=False, end="\n" if range_note(report) else "")
     if files.life() is Life.STOPPED:
         say(f"the run in {files.folder} is not finished and not running")

@@ -29,6 +29,16 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
     return [row for row in rows if row[2] != _NONE]
 
 
+def range_note(report: Mapping[str, Any]) -> str:
+    """Whether the measured time of forward and backward lay in the predicted range; empty where either is not known."""
+    predicted, measured = figures(report, "predicted"), figures(report, "measured").get("pipeline_s")
+    least_s, most_s = predicted.get("least_step_s"), predicted.get("most_step_s")
+    if not (least_s and most_s and measured):
+        return ""
+    where = "inside" if least_s <= measured <= most_s else "OUTSIDE"
+    return f"forward and backward: {where} the predicted range, {format_seconds(least_s)} to {format_seconds(most_s)}"
+
+
 def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
     """The numbers of a part of the report; what is none is left out."""
     part = report.get(key)

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.dashboard.comparison import comparison, figures
+from roundpipe_cli.dashboard.comparison import comparison, figures, range_note
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import Series, curves, timelines
@@ -277,7 +277,8 @@ def _comparison(report: Mapping[str, Any]) -> str:
         return ""
     head = "<tr><th></th><th>predicted</th><th>measured</th><th>off</th></tr>"
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>'
+    note = f"<p>{escape(range_note(report))}</p>" if range_note(report) else ""
+    return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>{note}'
 
 
 def _messages(state: DashboardState) -> str:

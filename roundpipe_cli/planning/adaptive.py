@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.cost import CostModel, StageRange, with_updates
 from roundpipe_cli.costs.memory import DEVICE_SHARE
+from roundpipe_cli.planning.band import MEASURED
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
@@ -170,10 +171,12 @@ class AdaptivePlanner:
         if found is None:
             costs = self.costs if self._kept is None else self._kept.costs
             timeline = simulate(self.schedule(num_microbatches), costs)
-            return {"step_s": makespan_s(timeline), "bubble_ratio": bubble_ratio(timeline)}
-        chain, step_s = found
-        bubble = 1 - sum(busy_s(simulate(chain.first, self.costs))) / (self._num_workers * step_s)
-        return {"step_s": step_s, "bubble_ratio": max(0.0, bubble)}
+            step_s, bubble = makespan_s(timeline), bubble_ratio(timeline)
+        else:
+            chain, step_s = found
+            bubble = max(0.0, 1 - sum(busy_s(simulate(chain.first, self.costs))) / (self._num_workers * step_s))
+        least_s, most_s = MEASURED.around(step_s)
+        return {"step_s": step_s, "least_step_s": least_s, "most_step_s": most_s, "bubble_ratio": bubble}
 
     def keep_stages(self, schedule: Schedule, costs: CostModel | None = None, options: Options | None = None) -> None:
         """From now on only these stages: the devices' memory is filled up beside them.

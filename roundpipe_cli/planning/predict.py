@@ -16,6 +16,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_
 from roundpipe_cli.errors import Problem, ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from
+from roundpipe_cli.planning.band import Band, band_of
 from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_auto_cache
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
@@ -83,6 +84,11 @@ class Plan:
     def tokens_per_s(self) -> float:
         settings = self.question.settings
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
+
+    @property
+    def band(self) -> Band:
+        """How far `step_s` and `tokens_per_s` may be off."""
+        return band_of(self.question.architecture, self.question.settings, self.question.hardware)
 
 
 def check_fits(loaded: LoadedRecipe) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
+from roundpipe_cli.recipe.schema import Recipe
 
 MAX_COUNTED_BYTES = 256 * 1024**2
 """Lines of a larger file are counted up to here and scaled."""
@@ -19,11 +20,15 @@ def steps_of(loaded: LoadedRecipe) -> tuple[int | None, str]:
     for dataset in recipe.datasets:
         path = resolve_path(dataset.path, loaded.folder)
         if path is None or not path.is_file() or path.suffix != ".jsonl" or "[" in dataset.split:
-            return None, f"{dataset.path} is not a local .jsonl file to count"
+            return None, f"{dataset.path} is no local .jsonl file to count"
         size = path.stat().st_size
         with path.open("rb") as stream:
             head = stream.read(MAX_COUNTED_BYTES)
         lines = head.count(b"\n") + (len(head) == size and not head.endswith(b"\n"))
         rows += round(lines * size / len(head)) if head else 0
-    per_step = recipe.micro_batch_size * recipe.gradient_accumulation_steps
-    return math.ceil(rows / per_step) * recipe.num_train_epochs, f"{rows} rows"
+    return math.ceil(rows / rows_per_step(recipe)) * recipe.num_train_epochs, f"{rows} rows"
+
+
+def rows_per_step(recipe: Recipe) -> int:
+    """Rows of an optimizer step."""
+    return recipe.micro_batch_size * recipe.gradient_accumulation_steps

@@ -85,7 +85,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     ]  # fmt: skip
     assert list(document["predicted"]) == [
         "step_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes", "loading_host_bytes",
-        "disk_bytes", "upload_bytes_per_step",
+        "disk_bytes", "upload_bytes_per_step", "step_s_range", "tokens_per_s_range", "range_rests_on",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32
