@@ -276,7 +276,8 @@ class Recipe:
     eval_datasets: tuple[DatasetConfig, ...] = ()
     """Rows for evaluation only; together with those that `val_set_size` holds out."""
     micro_batch_size: PositiveInt = 1
-    """Rows of one microbatch, the unit of work of a stage. Activation memory of a device grows with it."""
+    """Rows of one microbatch, the unit of work of a stage; those of a step's rows that are of like length. Activation
+    memory of a device grows with it."""
     gradient_accumulation_steps: PositiveInt = 8
     """Microbatches of one step. A step has micro_batch_size x gradient_accumulation_steps rows whatever the number of
     devices; more microbatches than devices make the pipeline's bubble small."""

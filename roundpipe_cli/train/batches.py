@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.batching import BatchSampler, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.train.sampling import rows_of_steps
@@ -27,7 +28,7 @@ def make_sampler(setup: Setup) -> BatchSampler:
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    return rows_of_steps(setup.recipe, setup.dataset)
+    return rows_of_steps(setup.recipe, setup.dataset, setup.rejected)
 
 
 def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:

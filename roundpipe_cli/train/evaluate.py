@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.grouping import Grouping
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.engine import Engine
@@ -176,10 +178,11 @@ class Evaluator:
 
     def _loss(self, done: int) -> tuple[float, int]:
         """Mean loss over all target tokens, and their number."""
-        size = self._setup.recipe.micro_batch_size
         rows = self._setup.eval_rows
         pad = pad_token_id(self._setup.tokenizer)
-        microbatches = [collate_rows(rows[start : start + size], pad) for start in range(0, len(rows), size)]
+        lengths = np.array([len(row.input_ids) for row in rows])
+        batches = Grouping(lengths, self._setup.recipe.micro_batch_size).group([(index,) for index in range(len(rows))])
+        microbatches = [collate_rows([rows[index] for (index,) in batch], pad) for batch in batches]
         loss_sum, tokens = 0.0, 0
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)

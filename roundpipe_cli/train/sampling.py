@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from roundpipe_cli.data.batching import BatchSampler
+from roundpipe_cli.data.grouping import Grouping
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import Packer
-from roundpipe_cli.data.tokenized import TokenizedDataset
+from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.recipe.schema import Recipe
 
 
-def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset) -> BatchSampler:
+def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
     """The sampler of a recipe's rows.
+
+    Args:
+        rejected: beside the rows of `dataset`, of preference pairs.
 
     Raises:
         RefusedError: fewer rows than one step takes.
@@ -19,4 +25,6 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset) -> BatchSampler:
     mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
     lengths = dataset.rows.lengths
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packing else None
-    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer)
+    padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
+    grouping = Grouping(padded, recipe.micro_batch_size)
+    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping)

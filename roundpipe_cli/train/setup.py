@@ -138,7 +138,7 @@ def prepare(
     _check_model(model, split, recipe, devices)
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
-    sampler = rows_of_steps(recipe, rows.dataset)  # too few for a step: said before the weights are loaded
+    sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # too few for a step: before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = start_folder(loaded)

@@ -52,6 +52,8 @@ CONFIG_KEY = "model (config.json)"
 FUSED_KEY = "kernels (fused modules)"
 DECAY_KEY = "weight_decay (of which weights)"
 DECAYED = "all but norms and biases"
+GROUPING_KEY = "micro_batch_size (which rows meet)"
+BY_LENGTH = "rows of like length"
 BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
 """What releases without a key did, where it is not what its default does."""
 WHOLE, NUMBER = (int,), (int, float)
@@ -83,6 +85,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "config_hash": setup.config_hash,
         "fused": fused_counts(setup.fused),
         "decayed": DECAYED,
+        "grouping": BY_LENGTH,
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -216,6 +219,8 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
             changes.append((key, saved.get(name), now))
     if setup.recipe.method == "full" and setup.recipe.weight_decay and saved.get("decayed") != DECAYED:
         changes.append((DECAY_KEY, saved.get("decayed", "all"), DECAYED))
+    if setup.recipe.micro_batch_size > 1 and saved.get("grouping") != BY_LENGTH:
+        changes.append((GROUPING_KEY, saved.get("grouping", "rows in the order of the epoch"), BY_LENGTH))
     changes = [change for change in changes if not _is_longer(saved, *change)]
     if _as_advised(saved, setup.recipe):
         changes = [change for change in changes if change[0] not in ("micro_batch_size", "gradient_accumulation_steps")]

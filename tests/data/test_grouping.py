@@ -1,0 +1,55 @@
+"""Which rows of a step meet in a microbatch."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_cli.data.batching import BatchSampler
+from roundpipe_cli.data.grouping import Grouping
+from roundpipe_cli.data.order import RowMix
+
+
+def flat(batches: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    return [sequence for batch in batches for sequence in batch]
+
+
+def padded_tokens(batches: list[list[tuple[int, ...]]], lengths: np.ndarray) -> int:
+    return sum(len(batch) * max(int(lengths[list(rows)].sum()) for rows in batch) for batch in batches)
+
+
+def test_by_hand() -> None:
+    grouping = Grouping(np.array([40, 300, 90, 310, 50, 80, 50]), 2)
+    assert grouping.group([(index,) for index in range(7)]) == [[(3,), (1,)], [(2,), (5,)], [(4,), (6,)], [(0,)]]
+    assert grouping.group([(0, 1), (3,), (2, 5)]) == [[(0, 1), (3,)], [(2, 5)]], "packed rows count together"
+
+
+def test_rows_that_stand_alone_keep_their_order() -> None:
+    assert Grouping(np.array([1, 9, 5]), 1).group([(0,), (1,), (2,)]) == [[(0,)], [(1,)], [(2,)]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 8))
+def test_same_rows_in_as_many_microbatches_with_less_padding(lengths: list[int], size: int) -> None:
+    rows = np.array(lengths)
+    sequences = [(index,) for index in range(len(rows))]
+    batches = Grouping(rows, size).group(sequences)
+    in_order = [sequences[start : start + size] for start in range(0, len(rows), size)]
+    assert [len(batch) for batch in batches] == [len(batch) for batch in in_order]
+    assert sorted(flat(batches)) == sequences
+    if len(rows) % size == 0:
+        assert padded_tokens(batches, rows) <= padded_tokens(in_order, rows)
+
+
+def test_a_step_has_the_rows_that_it_had_without() -> None:
+    lengths = np.random.default_rng(3).integers(1, 900, 100)
+    samplers = [
+        BatchSampler(RowMix([100], [1.0], 7, shuffle=True), 4, 3, grouping=grouping)
+        for grouping in (None, Grouping(lengths, 4))
+    ]
+    for _ in range(18):  # two epochs of 9 steps, the last of 4 rows
+        plain, grouped = (sampler.next_step() for sampler in samplers)
+        assert sorted(flat(plain)) == sorted(flat(grouped))
+        assert len(plain) == 1 or padded_tokens(grouped, lengths) < padded_tokens(plain, lengths)
+        assert samplers[0].position == samplers[1].position
