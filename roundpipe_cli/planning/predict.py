@@ -333,6 +333,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
     lines = [
         f"model: {architecture.source}",
         *architecture.notes,
+        *question.choices,
         *unproven(architecture, question.loaded.recipe),
         *hardware.notes,
     ]

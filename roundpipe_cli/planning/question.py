@@ -13,7 +13,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
-from roundpipe_cli.planning.admission import check_model
+from roundpipe_cli.planning.admission import check_model, packing_note
 from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
@@ -36,6 +36,8 @@ class PlanRequest:
     """Weights are read anew from the disk in every round."""
     machine_source: str = ""
     """Who named the machine, for the reader."""
+    choices: tuple[str, ...] = ()
+    """What `auto` is for some keys, a line each."""
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
@@ -126,7 +128,9 @@ def ask(
     in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return PlanRequest(loaded, architecture, settings, machine, analytic, analytic is not in_memory, source)
+    reads_disk = analytic is not in_memory
+    choices = tuple(filter(None, [packing_note(found, recipe)]))
+    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, choices)
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:

@@ -255,8 +255,11 @@ class Recipe:
     all rows. 0 is none."""
     max_seq_length: PositiveInt = 2048
     """Tokens of the longest row; `long_rows` says what happens to longer ones. Activation memory grows with it."""
-    packing: bool = False
-    """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other."""
+    packing: Literal["auto"] | bool = False
+    """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other. A step then has
+    as many sequences as it has rows otherwise, and so more rows. `auto` does so where rows have at most half of
+    `max_seq_length` tokens on average, the model allows it and enough steps are left; the run says which and keeps to
+    it."""
     shuffle: bool = True
     """New order of the rows in each epoch, from `seed`."""
     train_on_inputs: bool = False
@@ -397,6 +400,18 @@ class Recipe:
     def trains_pairs(self) -> bool:
         """Whether a row is a preference pair: two sequences."""
         return self.objective in PAIR_OBJECTIVES
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed, as far as that is decided: `auto` is not yet."""
+        return self.packing is True
+
+    @property
+    def unpackable(self) -> str | None:
+        """Why rows of this recipe cannot be packed, whatever the model; None where they can."""
+        if self.trains_pairs:
+            return f"pairs of objective {self.objective} are not packed"
+        return "sequences in chunks are not packed" if self.pipeline.num_chunks > 1 else None
 
     @property
     def packed_bits(self) -> int:

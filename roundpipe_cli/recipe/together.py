@@ -81,7 +81,7 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
                 findings.add(path, "preference pairs need another objective", hint=PAIRS_HINT)
         return
     objective = recipe.objective
-    off = [("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
+    off = [("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
     if recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     if objective == "dpo" and recipe.method != "lora":
@@ -89,6 +89,8 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         findings.add(("method",), "objective dpo needs method lora", found=recipe.method, hint=why)
     if objective != "dpo":  # a prompt's log-probability would be part of the means that are compared
         off.append(("train_on_inputs", False))
+    if recipe.packs:  # `auto` is off with pairs
+        off.append(("packing", "auto"))
     for key, without in off:
         if getattr(recipe, key) != without:
             findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
@@ -106,7 +108,7 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
     kept = "activations of chunks are always recomputed"
     bound = "all chunks go forward before one goes backward"
     clashes = (
-        (recipe.packing, "packing", "chunks of packed rows are not offered yet"),
+        (recipe.packs, "packing", "chunks of packed rows are not offered yet"),
         (recipe.trains_pairs, "objective", "pairs are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
         (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),

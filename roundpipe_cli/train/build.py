@@ -191,7 +191,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
         setup.split,
         setup.store,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
-        packed=recipe.packing,
+        packed=recipe.packs,
     )
     whole = find(options)
     if whole is None:
@@ -240,7 +240,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
 
 def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest: bool) -> int:
     """Tokens of the longest or of a usual sequence."""
-    if recipe.packing:
+    if recipe.packs:
         return recipe.max_seq_length
     return int(lengths.max()) if longest else max(1, int(lengths.mean()))
 

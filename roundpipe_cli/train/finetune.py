@@ -16,6 +16,7 @@ from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, is_of_other_run, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.checkpoint.resolved import as_decided
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_state,
@@ -63,6 +64,8 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
             checkpoint = load_newest(output_dir, named_checkpoint(recipe), lambda text: tell(Notice(text)))
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
+        if checkpoint is not None:
+            loaded = replace(loaded, recipe=as_decided(loaded.recipe, checkpoint.meta["recipe"]))
         with watching(recipe.watchdog_s):
             shards: list[Shards] = []
 

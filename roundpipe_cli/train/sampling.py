@@ -24,7 +24,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: Tokenized
     weights = [entry.weight for entry in recipe.datasets]
     mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
     lengths = dataset.rows.lengths
-    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packing else None
+    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
     padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
     grouping = Grouping(padded, recipe.micro_batch_size)
     return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.e2e import finetune, make_model, make_workspace, metrics
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
 
 TOLERANCE = 1e-5
 """Relative, of a loss in float32 without dropout."""
@@ -58,3 +59,44 @@ def test_rows_of_like_length_meet_and_the_loss_stays(
     losses, rows = trained(folder)
     assert rows == one_by_one[1], "the rows of each step are those that they were"
     assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
+
+
+# --- packing: auto ----------------------------------------------------------------------------------------------------
+
+
+def resolved(folder: Path) -> dict[str, Any]:
+    recipe: dict[str, Any] = yaml.safe_load((folder / "out" / "recipe.yaml").read_text())
+    return recipe
+
+
+def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, model: Path) -> None:
+    shape = {"max_seq_length": 256, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    whole = workspace(tmp_path / "whole", model, packing=True, **shape)
+    finetune(whole).expect(0)
+    folder = workspace(tmp_path / "auto", model, packing="auto", **shape)
+    done = finetune(folder, "max_steps=2").expect(0)
+    assert "packing (auto): on: rows have" in done.err and "packing: 20 rows in" in done.err
+    assert resolved(folder)["packing"] is True
+    again = finetune(folder, "--resume").expect(0)
+    assert "packing (auto)" not in again.err, "decided once"
+    rows = [row["tokens"] for row in metrics(folder / "out")]
+    assert rows == [row["tokens"] for row in metrics(whole / "out")] and len(rows) == 4
+
+
+def test_auto_does_not_pack_long_rows_nor_where_rows_would_mix(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path / "long", model, packing="auto", max_steps=1)
+    assert "packing (auto): off: rows have" in finetune(folder).expect(0).err
+    assert resolved(folder)["packing"] is False
+    bloom = make_model(tmp_path / "b" / "model", "bloom", num_hidden_layers=2)
+    other = workspace(tmp_path / "bloom", bloom, packing="auto", max_steps=1, max_seq_length=256)
+    done = finetune(other).expect(0)
+    assert "packing (auto): off: this model cannot train on packed rows: they would see each other" in done.err
+    assert resolved(other)["packing"] is False
+
+
+def test_data_and_plan_say_what_auto_does(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path, model, packing="auto", max_seq_length=256, max_steps=2)
+    assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
+    document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
+    assert document["packing"]["auto"]["packs"] is True
+    assert "packing (auto): short rows will be packed" in run(folder, "plan", "recipe.yaml", "-v").expect(0).out
