@@ -67,7 +67,7 @@ class BatchSampler:
         """
         self.position = Position()
         self.mix = mix
-        self._packer, self._grouping = packer, grouping
+        self._packer, self.grouping = packer, grouping
         self._micro_batch_size = micro_batch_size
         self._sequences_per_step = micro_batch_size * microbatches_per_step
         self._num_windows = -(-mix.rows_per_epoch // WINDOW_ROWS)
@@ -98,8 +98,8 @@ class BatchSampler:
             if offset >= len(sequences):
                 window, offset = window + 1, 0
         self.position = Position(epoch + 1) if window == self._num_windows else Position(epoch, window, offset)
-        if self._grouping is not None:
-            return self._grouping.group(taken)
+        if self.grouping is not None:
+            return self.grouping.group(taken)
         size = self._micro_batch_size
         return [taken[first : first + size] for first in range(0, len(taken), size)]
 

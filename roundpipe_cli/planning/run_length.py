@@ -25,5 +25,4 @@ def steps_of(loaded: LoadedRecipe) -> tuple[int | None, str]:
             head = stream.read(MAX_COUNTED_BYTES)
         lines = head.count(b"\n") + (len(head) == size and not head.endswith(b"\n"))
         rows += round(lines * size / len(head)) if head else 0
-    per_step = recipe.micro_batch_size * recipe.gradient_accumulation_steps
-    return math.ceil(rows / per_step) * recipe.num_train_epochs, f"{rows} rows"
+    return math.ceil(rows / recipe.rows_per_step) * recipe.num_train_epochs, f"{rows} rows"

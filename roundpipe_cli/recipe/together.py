@@ -41,6 +41,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
         what = f"the base weights cannot be in {packed[0].bits} and in {other.bits} bit"
         findings.add((other.key,), what, hint="delete one of the lines")
     _find_split_problems(recipe, findings)
+    _find_budget_problems(recipe, findings)
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -53,6 +54,20 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
                     found="neither val_set_size nor eval_datasets",
                     hint="add a line such as `val_set_size: 0.05`",
                 )
+
+
+def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
+    """A token budget that no row fits into, or that nothing would read."""
+    path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
+    if recipe.micro_batch_tokens is not None and recipe.pipeline.num_chunks > 1:
+        what = "microbatches of chunked sequences are not filled by tokens"
+        hint = "delete the line micro_batch_tokens, or pipeline.sequence_chunks=1"
+        findings.add(path, what, found=f"pipeline.sequence_chunks: {recipe.pipeline.num_chunks}", hint=hint)
+    if recipe.token_budget is not None and recipe.token_budget < row:
+        what = "a row of max_seq_length tokens does not fit into a microbatch"
+        each = f"{recipe.max_seq_length} tokens" + (" for each answer of a pair" if recipe.trains_pairs else "")
+        hint = f"micro_batch_tokens={row}, or a smaller max_seq_length"
+        findings.add(path, what, found=str(recipe.token_budget), expected=f"at least {row}: {each}", hint=hint)
 
 
 def _find_split_problems(recipe: Recipe, findings: Findings) -> None:

@@ -66,7 +66,7 @@ class StepsAhead:
         self.next = self._begin(engine, step)
 
     def _begin(self, engine: Engine, step: int) -> Begun | None:
-        num_microbatches = self._setup.recipe.gradient_accumulation_steps
+        num_microbatches = self._setup.recipe.microbatches_per_step
         chain = self._planner.chain(num_microbatches)
         if chain is None:
             return None

@@ -23,7 +23,6 @@ import torch
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.encode import IGNORED_LABEL
-from roundpipe_cli.data.grouping import Grouping
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.engine import Engine
@@ -45,6 +44,7 @@ from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, 
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
+from roundpipe_cli.train.sampling import grouping_of
 from roundpipe_cli.train.setup import Setup
 
 
@@ -181,7 +181,7 @@ class Evaluator:
         rows = self._setup.eval_rows
         pad = pad_token_id(self._setup.tokenizer)
         lengths = np.array([len(row.input_ids) for row in rows])
-        batches = Grouping(lengths, self._setup.recipe.micro_batch_size).group([(index,) for index in range(len(rows))])
+        batches = grouping_of(self._setup.recipe, lengths).group([(index,) for index in range(len(rows))])
         microbatches = [collate_rows([rows[index] for (index,) in batch], pad) for batch in batches]
         loss_sum, tokens = 0.0, 0
         for scores in self._scorer.scores(microbatches, step=done):

@@ -33,6 +33,7 @@ from roundpipe_cli.train.nodes.shard import Shards, make_shards
 from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.setup import prepare
 from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.token_budget import with_token_budget
 from roundpipe_cli.watchdog import watching
 
 
@@ -73,6 +74,7 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
                 shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
                 return shards[0].elsewhere if shards else frozenset()
 
+            loaded = with_token_budget(loaded, tell, lambda tokens: -nodes.most([-tokens])[0])
             setup = prepare(loaded, offline=start.offline, tell=tell, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
             if checkpoint is not None:

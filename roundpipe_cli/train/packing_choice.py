@@ -30,15 +30,14 @@ def with_packing(recipe: Recipe, model: nn.Module, split: ModelSplit, dataset: T
 
 def step_needs(recipe: Recipe) -> StepNeeds:
     """The recipe's part of the question."""
-    rows_per_step = recipe.micro_batch_size * recipe.gradient_accumulation_steps
     length, epochs = recipe.max_seq_length, recipe.num_train_epochs
-    return StepNeeds(length, rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
+    return StepNeeds(length, recipe.rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
 
 
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
     if recipe.unpackable is not None:
         return recipe.unpackable
-    shape = {"max_seq_length": recipe.max_seq_length, "micro_batch_size": recipe.micro_batch_size}
+    shape = {"max_seq_length": recipe.max_seq_length, "micro_batch_size": recipe.rows_per_microbatch}
     try:
         check_packing(model, split, **shape)
         if recipe.kernels == "reference":  # whose masks are of all pairs of tokens

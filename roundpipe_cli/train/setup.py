@@ -54,6 +54,7 @@ from roundpipe_cli.train.rows import (
     refuse_unknown_ids,
 )
 from roundpipe_cli.train.sampling import rows_of_steps
+from roundpipe_cli.train.token_budget import with_token_budget
 from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
 from roundpipe_cli.units import format_bytes, format_count
 
@@ -105,7 +106,7 @@ class Setup:
         if needed and recipe.kernels == "auto" and can_attend_in_rows(*blocks):
             return True
         if recipe.packs:
-            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
         return False
 
 
@@ -127,6 +128,7 @@ def prepare(
         RefusedError: recipe, data or model refused (exit code 2).
         ResourceError: not enough host memory (exit code 5).
     """
+    loaded = with_token_budget(loaded, tell)
     base = _find_base(loaded, offline)
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
@@ -231,7 +233,7 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
     """
     _refuse_large_on_cpu(model, recipe, devices)
     if recipe.packs:
-        check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+        check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
     if recipe.pipeline.num_chunks > 1:
         check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
 

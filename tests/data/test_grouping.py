@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,3 +55,38 @@ def test_a_step_has_the_rows_that_it_had_without() -> None:
         assert sorted(flat(plain)) == sorted(flat(grouped))
         assert len(plain) == 1 or padded_tokens(grouped, lengths) < padded_tokens(plain, lengths)
         assert samplers[0].position == samplers[1].position
+
+
+# --- by tokens --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_by_hand() -> None:
+    grouping = Grouping(np.array([40, 300, 90, 310, 50, 80, 50]), 1, max_tokens=400)
+    rows = [(index,) for index in range(7)]
+    assert grouping.group(rows) == [[(3,)], [(1,)], [(2,), (5,), (4,)], [(6,), (0,)]]
+    assert grouping.resized(2).group(rows) == [[(3,), (1,)], [(2,), (5,), (4,), (6,), (0,)]]
+    assert Grouping(np.array([500, 10]), 1, max_tokens=400).group([(0,), (1,)]) == [[(0,)], [(1,)]]
+
+
+def test_microbatches_of_equal_rows_are_evened_out() -> None:
+    batches = Grouping(np.full(9, 100), 8, max_tokens=800).group([(index,) for index in range(9)])
+    assert [len(batch) for batch in batches] == [5, 4], "not 8 and 1"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(500, 4000), st.randoms())
+def test_no_microbatch_has_more_tokens_and_no_fewer_would_do(lengths: list[int], most: int, random: Random) -> None:
+    rows = np.array(lengths)
+    sequences = [(index,) for index in range(len(rows))]
+    batches = Grouping(rows, 1, most).group(sequences)
+    assert sorted(flat(batches)) == sequences
+    assert all(padded_tokens([batch], rows) <= most for batch in batches)
+    left, fewest = sorted(lengths, reverse=True), 0
+    while left:  # the longest first, each microbatch as full as it can be
+        left, fewest = left[most // left[0] :], fewest + 1
+    assert len(batches) == fewest
+    shuffled = random.sample(sequences, len(sequences))
+    again = Grouping(rows, 1, most).group(shuffled)
+    assert [[lengths[row] for (row,) in batch] for batch in again] == [
+        [lengths[row] for (row,) in batch] for batch in batches
+    ]

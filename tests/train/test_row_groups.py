@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def workspace(folder: Path, model: Path, **changes: Any) -> Path:
     return folder
 
 
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def row_sets(folder: Path) -> list[list[int]]:
     return [sorted(json.loads(line)["rows"]) for line in (folder / "rows.log").read_text().splitlines()]
 
@@ -59,6 +64,96 @@ def test_rows_of_like_length_meet_and_the_loss_stays(
     losses, rows = trained(folder)
     assert rows == one_by_one[1], "the rows of each step are those that they were"
     assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("tokens, packing", [(128, False), (300, False), (512, False), (256, True), (1024, True)])
+def test_microbatches_filled_by_tokens_keep_rows_and_loss(
+    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], tokens: int, packing: bool
+) -> None:
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS}
+    if packing:
+        shape["gradient_accumulation_steps"] = 4
+        one_by_one = trained(workspace(tmp_path / "one", model, packing=True, **shape))
+    folder = workspace(tmp_path / "work", model, packing=packing, micro_batch_tokens=tokens, **shape)
+    losses, rows = trained(folder)
+    assert rows == one_by_one[1], "the rows of each step are those that they were"
+    assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
+
+
+def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, model: Path) -> None:
+    """Steps have 2 to 4 microbatches here."""
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 256}
+    whole = workspace(tmp_path / "whole", model, pipeline__devices=["cpu"], val_set_size=3, **shape)
+    finetune(whole).expect(0)
+    expected = [row["loss_hex"] for row in metrics(whole / "out")]
+    for count in (2, 3):
+        folder = workspace(
+            tmp_path / str(count), model, pipeline__devices=["cpu"] * count, val_set_size=3, max_steps=3, **shape
+        )
+        finetune(folder).expect(0)
+        finetune(folder, "--resume", "max_steps=5").expect(0)
+        rows = [row["loss_hex"] for row in metrics(folder / "out")]
+        assert rows[:3] == expected[:3] and len(rows) == 5
+    evaluations = [(tmp_path / name / "out" / "eval.jsonl").read_text().splitlines()[-1] for name in ("2", "3")]
+    assert json.loads(evaluations[0])["loss_hex"] == json.loads(evaluations[1])["loss_hex"]
+
+
+def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, model: Path) -> None:
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": "auto"}
+    found = []
+    for count in (1, 3):
+        folder = workspace(tmp_path / str(count), model, pipeline__devices=["cpu"] * count, max_steps=2, **shape)
+        done = finetune(folder).expect(0)
+        assert "micro_batch_tokens (auto): 256: 2 rows of 128 tokens" in done.err
+        found.append((resolved(folder)["micro_batch_tokens"], [row["loss_hex"] for row in metrics(folder / "out")]))
+    assert found[0] == found[1] and found[0][0] == 256
+    again = finetune(folder, "--resume", "max_steps=3").expect(0)
+    assert "micro_batch_tokens (auto)" not in again.err, "decided once"
+    assert resolved(folder)["micro_batch_tokens"] == 256
+    changed = finetune(folder, "--resume", "max_steps=4", "micro_batch_tokens=512").expect(2)
+    assert "micro_batch_tokens: changed" in changed.err
+
+
+def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
+    shape = {"objective": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 4, "save_steps": 10}
+    losses = []
+    for tokens in (None, 256, 1024):
+        folder = workspace(tmp_path / str(tokens), model, micro_batch_tokens=tokens, max_steps=3, **shape)
+        rows = [
+            {"prompt": "Say", "chosen": f"{index} {'x' * (9 * index % 50)}", "rejected": f"no {'y' * (7 * index % 60)}"}
+            for index in range(12)
+        ]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        finetune(folder).expect(0)
+        losses.append([row["loss"] for row in metrics(folder / "out")])
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+    assert losses[2] == pytest.approx(losses[0], rel=TOLERANCE)
+
+
+def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(tmp_path: Path, model: Path) -> None:
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 512}
+    whole = workspace(tmp_path / "whole", model, **shape)
+    finetune(whole).expect(0)
+    folder = workspace(tmp_path / "adapts", model, **shape)
+    twice = ",".join(f"compute:raise=MemoryError:step=1:nth={count}" for count in (1, 2))
+    done = finetune(folder, "on_oom=adapt", environment={"ROUNDPIPE_FAULT": twice}).expect(0)
+    assert "write micro_batch_tokens: 256, pipeline.recompute: layer" in done.err
+    adapted, plain = ([row["loss"] for row in metrics(one / "out")] for one in (folder, whole))
+    assert adapted == pytest.approx(plain, rel=TOLERANCE)
+    for out in (folder / "out" / "step-00000006", folder / "out" / "report.json"):
+        remove(out)
+    advised = ["micro_batch_tokens=256", "pipeline.recompute=layer"]
+    assert "micro_batch_tokens: changed" in finetune(folder, "--resume", "micro_batch_tokens=128").expect(2).err
+    finetune(folder, "--resume", *advised).expect(0)
+
+
+def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path, model)
+    done = finetune(folder, "micro_batch_tokens=100").expect(2)
+    assert "a row of max_seq_length tokens does not fit into a microbatch" in done.err
+    assert "hint: micro_batch_tokens=128, or a smaller max_seq_length" in done.err
+    done = finetune(folder, "micro_batch_tokens=auto", "pipeline.sequence_chunks=2").expect(2)
+    assert "microbatches of chunked sequences are not filled by tokens" in done.err
 
 
 # --- packing: auto ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from roundpipe_cli.recipe.schema import Recipe
 
-DECIDED_ONCE: Mapping[str, Any] = {"packing": False}
+DECIDED_ONCE: Mapping[str, Any] = {"packing": False, "micro_batch_tokens": None}
 """Keys whose `auto` depends on rows, model or machine, and what a release without the key did."""
 
 
