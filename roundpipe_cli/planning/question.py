@@ -146,7 +146,7 @@ def _token_budget(recipe: Recipe, architecture: Architecture, settings: Training
     by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
     if recipe.weights == "auto":
         by_row = choose_tier(architecture, by_row, replace(machine, devices=machine.devices[:1]))
-    return choose_token_budget(architecture, by_row, machine)
+    return choose_token_budget(architecture, by_row, machine, may_hold=recipe.may_hold_all_weights)
 
 
 def describe_budget(recipe: Recipe) -> str:

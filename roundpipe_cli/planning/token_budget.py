@@ -14,7 +14,15 @@ from dataclasses import replace
 
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.memory import DEVICE_SHARE, FITTING_SHARE, device_need, usable_host_bytes
+from roundpipe_cli.costs.memory import (
+    DEVICE_SHARE,
+    FITTING_SHARE,
+    device_need,
+    fixed_device_need,
+    usable_device_bytes,
+    usable_host_bytes,
+    whole_cache_bytes,
+)
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, stages_of_blocks
@@ -35,12 +43,18 @@ CPU_SHARE = 1 / 8
 """Share of the host's memory for the activations of one CPU worker."""
 
 
-def choose_token_budget(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
-    """Tokens of a microbatch, padding included: a multiple of a row's `max_seq_length`; one row's at least.
+def choose_token_budget(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, *, may_hold: bool = False
+) -> int:
+    """Tokens of a microbatch, padding included: a row's `max_seq_length`, or as many times as many as divides a step.
+
+    Where a card has room for all weights and, with fewer tokens, for the activations of all blocks too, so that nothing
+    is computed twice, there are no more tokens than that.
 
     Args:
         settings: with one row in a microbatch, and the rows of a step as microbatches.
         machine: of whose devices only the one with least memory counts.
+        may_hold: all weights may stay on a card, see `Recipe.may_hold_all_weights`.
     """
     row_tokens = settings.sequences_per_row * settings.max_seq_length
     if architecture.is_guess:
@@ -49,13 +63,17 @@ def choose_token_budget(architecture: Architecture, settings: TrainingSettings, 
     on_cpu = smallest.devices[0].is_cpu
     has_experts = any(block.num_experts for block in architecture.blocks)
     wanted = CPU_TOKENS if on_cpu else EXPERT_TOKENS if has_experts else USUAL_TOKENS
-    for rows in range(max(1, wanted // row_tokens), 1, -1):
-        count = -(-settings.num_microbatches // rows)
+    fitting = []
+    for rows in range(max(1, wanted // row_tokens), 0, -1):
+        count = settings.num_microbatches // rows
         least = MIN_LARGE_MICROBATCHES if rows * row_tokens > USUAL_TOKENS else MIN_MICROBATCHES
         tried = replace(settings, micro_batch_size=rows, num_microbatches=count)
-        if count >= least and _has_room(architecture, tried, smallest):
-            return rows * row_tokens
-    return row_tokens
+        if count >= least and settings.num_microbatches % rows == 0 and _has_room(architecture, tried, smallest):
+            fitting.append(tried)
+    if not fitting:
+        return row_tokens
+    keeping = [tried for tried in fitting if may_hold and not on_cpu and _keeps_all(architecture, tried, smallest)]
+    return int((keeping or fitting)[0].micro_batch_size) * row_tokens
 
 
 def _with_smallest_device(machine: Hardware) -> Hardware:
@@ -64,6 +82,14 @@ def _with_smallest_device(machine: Hardware) -> Hardware:
     device = min(gpus or machine.devices, key=lambda one: one.memory_bytes)
     share = 1.0 if device.is_cpu else DEVICE_SHARE / FITTING_SHARE
     return replace(machine, devices=(replace(device, memory_bytes=int(share * device.memory_bytes)),))
+
+
+def _keeps_all(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+    """Whether the card holds all weights and the activations of a microbatch in all blocks."""
+    costs = analytic_costs(architecture, settings, machine).costs
+    fixed = fixed_device_need(costs, architecture, settings, machine).total_bytes
+    activations = sum(layer.activation_bytes for layer in costs.layers[:-1])
+    return whole_cache_bytes(costs.layers) + activations + fixed <= usable_device_bytes(machine.devices[0])
 
 
 def _has_room(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:

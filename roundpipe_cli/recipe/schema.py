@@ -419,10 +419,12 @@ class Recipe:
 
     @property
     def rows_per_microbatch(self) -> int:
-        """Rows of a microbatch; with a token budget, rows of `max_seq_length` tokens."""
+        """Rows of a microbatch; with a token budget, rows of `max_seq_length` tokens, as many as the budget holds and
+        a step needs to have no more microbatches."""
         if self.token_budget is None:
             return self.micro_batch_size
-        return min(self.rows_per_step, max(1, self.token_budget // self.tokens_of_full_row))
+        most = max(1, self.token_budget // self.tokens_of_full_row)
+        return -(-self.rows_per_step // -(-self.rows_per_step // most))
 
     @property
     def tokens_of_full_row(self) -> int:
