@@ -67,6 +67,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         micro_batch_size=recipe.rows_per_microbatch,
         num_microbatches=recipe.microbatches_per_step * recipe.pipeline.num_chunks,
         sequences_per_row=2 if recipe.trains_pairs else 1,
+        counts_tokens=recipe.token_budget is not None,
         sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,
         lora_r=recipe.lora.r,
@@ -123,7 +124,7 @@ def ask(
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
         loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
         size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
-        settings = replace(settings, micro_batch_size=size, num_microbatches=count)
+        settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
     if recipe.weights == "auto":
         settings = choose_tier(architecture, settings, machine)
     settings = replace(

@@ -435,6 +435,7 @@ NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 """Their weights are frozen."""
 NOT_OF_PEERS = {
     "model",
+    "micro_batch_tokens",
     "method",
     "objective",
     "dpo",
