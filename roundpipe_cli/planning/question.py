@@ -15,7 +15,7 @@ from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_model, packing_note
 from roundpipe_cli.planning.counting import Build, counted_architecture
-from roundpipe_cli.planning.token_budget import choose_token_budget
+from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
@@ -145,9 +145,10 @@ def _token_budget(recipe: Recipe, architecture: Architecture, settings: Training
     """What `micro_batch_tokens: auto` is here."""
     by_row = replace(settings, micro_batch_size=1, num_microbatches=recipe.rows_per_step)
     by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
+    smallest = with_smallest_card(machine)
     if recipe.weights == "auto":
-        by_row = choose_tier(architecture, by_row, replace(machine, devices=machine.devices[:1]))
-    return choose_token_budget(architecture, by_row, machine, may_hold=recipe.may_hold_all_weights)
+        by_row = choose_tier(architecture, by_row, smallest)
+    return choose_token_budget(architecture, by_row, smallest, may_hold=recipe.may_hold_all_weights)
 
 
 def describe_budget(recipe: Recipe) -> str:

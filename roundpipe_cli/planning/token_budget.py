@@ -44,7 +44,7 @@ CPU_SHARE = 1 / 8
 
 
 def choose_token_budget(
-    architecture: Architecture, settings: TrainingSettings, machine: Hardware, *, may_hold: bool = False
+    architecture: Architecture, settings: TrainingSettings, smallest: Hardware, *, may_hold: bool = False
 ) -> int:
     """Tokens of a microbatch, padding included: a row's `max_seq_length`, or as many times as many as divides a step.
 
@@ -53,13 +53,12 @@ def choose_token_budget(
 
     Args:
         settings: with one row in a microbatch, and the rows of a step as microbatches.
-        machine: of whose devices only the one with least memory counts.
+        smallest: `with_smallest_card`; one that two workers share counts as two of half its memory.
         may_hold: all weights may stay on a card, see `Recipe.may_hold_all_weights`.
     """
     row_tokens = settings.sequences_per_row * settings.max_seq_length
     if architecture.is_guess:
         return row_tokens
-    smallest = _with_smallest_device(machine)
     on_cpu = smallest.devices[0].is_cpu
     has_experts = any(block.num_experts for block in architecture.blocks)
     wanted = CPU_TOKENS if on_cpu else EXPERT_TOKENS if has_experts else USUAL_TOKENS
@@ -76,12 +75,13 @@ def choose_token_budget(
     return int((keeping or fitting)[0].micro_batch_size) * row_tokens
 
 
-def _with_smallest_device(machine: Hardware) -> Hardware:
-    """The machine with its card of least memory alone, of which stages may fill `DEVICE_SHARE`."""
+def with_smallest_card(machine: Hardware) -> Hardware:
+    """The machine with its card of least memory alone, of which stages may fill `DEVICE_SHARE`, and any disk."""
     gpus = [device for device in machine.devices if not device.is_cpu]
     device = min(gpus or machine.devices, key=lambda one: one.memory_bytes)
     share = 1.0 if device.is_cpu else DEVICE_SHARE / FITTING_SHARE
-    return replace(machine, devices=(replace(device, memory_bytes=int(share * device.memory_bytes)),))
+    alone = replace(device, memory_bytes=int(share * device.memory_bytes))
+    return replace(machine, devices=(alone,), disk_free_bytes=None)
 
 
 def _keeps_all(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:

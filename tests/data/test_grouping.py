@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.data.grouping import Grouping
 from roundpipe_cli.data.order import RowMix
+from roundpipe_cli.data.packing import Packer
 
 
 def flat(batches: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
@@ -90,3 +91,14 @@ def test_no_microbatch_has_more_tokens_and_no_fewer_would_do(lengths: list[int],
     assert [[lengths[row] for (row,) in batch] for batch in again] == [
         [lengths[row] for (row,) in batch] for batch in batches
     ]
+
+
+def test_packed_rows_of_150_tokens_fill_the_step_that_plan_counts() -> None:
+    """16 sequences of 2,048 tokens a step, in microbatches of 8,192: not a twelfth of the tokens in 16 microbatches."""
+    lengths = np.random.default_rng(1).integers(100, 200, 7473)
+    packer = Packer(lengths, 2048, seed=0, shuffle=True)
+    sampler = BatchSampler(RowMix([7473], [1.0], 0, shuffle=True), 1, 16, packer, Grouping(lengths, 4, 8192))
+    for _ in range(sampler.num_steps(1) - 1):
+        step = sampler.next_step()
+        assert len(step) == 4
+        assert 0.95 * 32_768 < sum(int(lengths[list(rows)].sum()) for rows in flat(step)) <= 32_768
