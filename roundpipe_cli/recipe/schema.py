@@ -283,7 +283,8 @@ class Recipe:
     memory of a device grows with it."""
     gradient_accumulation_steps: PositiveInt = 8
     """Microbatches of one step. A step has micro_batch_size x gradient_accumulation_steps rows whatever the number of
-    devices; more microbatches than devices make the pipeline's bubble small."""
+    devices; more microbatches than devices make the pipeline's bubble small. With `micro_batch_tokens` only that
+    product counts."""
     micro_batch_tokens: Literal["auto"] | PositiveInt | None = None
     """Fill microbatches up to so many tokens, padding included, in place of `micro_batch_size` rows each: as many rows
     of like length as that, or at least one of `max_seq_length`, of which it counts whole ones. A step's rows stay the
