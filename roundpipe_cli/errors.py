@@ -43,6 +43,13 @@ class RoundpipeError(Exception):
     def __str__(self) -> str:
         return "\n".join(render_problem(problem) for problem in self.problems)
 
+    @property
+    def in_short(self) -> str:
+        """The first problem in half a line: what, where, found."""
+        first = self.problems[0]
+        details = ": ".join(filter(None, [first.where, first.found]))
+        return f"{first.what} ({details})" if details else first.what
+
 
 class InternalError(RoundpipeError):
     """Our own fault, for instance an exception inside a worker. Exit code 1."""

@@ -6,6 +6,8 @@
 One step on one one-thread CPU worker, with the weights that `finetune` would load; no weight is changed. The ways:
 
     padded       8 rows to a microbatch, in the order of the file
+    by length    8 rows of like length to a microbatch
+    by tokens    as many rows of like length as `--tokens` hold (`micro_batch_tokens`)
     one by one   a row is a microbatch: nothing is padded, nothing packed
     by mask      packed to `--tokens`, rows kept apart by a mask of all pairs of tokens
     by rows      packed to `--tokens`, each row attended to by itself
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 
 from roundpipe_cli.data.batching import collate, collate_packed
+from roundpipe_cli.data.grouping import Grouping
 from roundpipe_cli.data.packing import Packer
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.backends.cpu import CpuBackend
@@ -76,6 +79,13 @@ def setup_for(args: argparse.Namespace, folder: Path) -> Setup:
     return prepare(load_recipe(recipe), offline=True, tell=lambda event: None)
 
 
+def grouped(rows: Sequence[Row], size: int, max_tokens: int | None = None) -> list[Microbatch]:
+    """Microbatches of rows of like length, `size` of them or as many as `max_tokens` hold."""
+    lengths = np.array([len(row.input_ids) for row in rows])
+    batches = Grouping(lengths, size, max_tokens).group([(index,) for index in range(len(rows))])
+    return [one for batch in batches for one in padded([rows[index] for (index,) in batch], len(batch))]
+
+
 def padded(rows: Sequence[Row], size: int) -> list[Microbatch]:
     """Microbatches of `size` rows, filled up on the right."""
     batches = [collate(rows[start : start + size], 0) for start in range(0, len(rows), size)]
@@ -107,7 +117,12 @@ def main() -> None:
         setup = setup_for(args, Path(folder))
         assert can_attend_in_rows(setup.model, setup.split, setup.store)
         rows = [setup.dataset.rows[index] for index in range(len(setup.dataset.rows))]
-        made = {"padded": padded(rows, PADDED_ROWS), "one by one": padded(rows, 1)}
+        made = {
+            "padded": padded(rows, PADDED_ROWS),
+            "by length": grouped(rows, PADDED_ROWS),
+            "by tokens": grouped(rows, 1, args.tokens),
+            "one by one": padded(rows, 1),
+        }
         made |= dict.fromkeys(("by mask", "by rows"), packed(rows, args.tokens))
         ways = {}
         for name, microbatches in made.items():

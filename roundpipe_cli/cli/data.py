@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,10 +75,15 @@ class DataView:
 
 
 def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
+    from roundpipe_cli.costs.find_model import find_config
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.data.order import RowMix
+    from roundpipe_cli.data.packing_choice import choose_packing
     from roundpipe_cli.model.load import load_tokenizer
     from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.planning.admission import packing_obstacle
+    from roundpipe_cli.recipe.load import resolve_path
+    from roundpipe_cli.train.packing_choice import step_needs
     from roundpipe_cli.train.rows import read_rows
 
     recipe = loaded.recipe
@@ -93,6 +98,10 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     weights = [entry.weight for entry in recipe.datasets]
     mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
+    if recipe.packing == "auto":
+        found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+        choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), packing_obstacle(found, recipe))
+        fill = replace(fill, choice=choice)
     return DataView(dataset, None, fill, shown)
 
 
@@ -125,6 +134,8 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
             f"packing {len(lengths)} rows in {look.fill.num_sequences} sequences of {max_seq_length} tokens, "
             f"{100 * look.fill.ratio:.1f} % full"
         )
+        if look.fill.choice is not None:
+            yield look.fill.choice.describe()
     yield f"lengths shortest {lengths.min()}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens"
     bins = histogram(lengths)
     most = max(rows for _, _, rows in bins)

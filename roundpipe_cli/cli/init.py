@@ -79,6 +79,7 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
         f"  - {{path: {text(data)}, type: auto}}",
         "",
         f"max_seq_length: {choice.max_seq_length}",
+        "packing: auto  # short rows fill whole sequences",
         f"micro_batch_size: {choice.micro_batch_size}",
         f"gradient_accumulation_steps: {choice.num_microbatches}",
         "num_train_epochs: 1",

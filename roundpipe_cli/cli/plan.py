@@ -165,10 +165,13 @@ def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) 
 def _solution_lines(answer: Plan, solution: Solution) -> list[str]:
     limit = answer.question.architecture.max_position_embeddings
     bound = " (the model's own limit)" if limit is not None and solution.max_seq_length == limit else ""
+    key, size, recipe = "micro_batch_size", solution.micro_batch_size, answer.question.loaded.recipe
+    if recipe.token_budget is not None:
+        key, size = "micro_batch_tokens", size and size * recipe.tokens_of_full_row
     lines = [
         "what would fit",
         f"  longest max_seq_length, all else equal: {_or_none(solution.max_seq_length)}{bound}",
-        f"  largest micro_batch_size, all else equal: {_or_none(solution.micro_batch_size)}",
+        f"  largest {key}, all else equal: {_or_none(size)}",
     ]
     if solution.changes:
         lines.append("cheapest changes that make it fit")

@@ -65,13 +65,13 @@ def _memory(answer: Plan) -> list[str]:
 
 
 def _time_to_finish(answer: Plan) -> str:
-    from roundpipe_cli.planning.run_length import rows_per_step, steps_of
+    from roundpipe_cli.planning.run_length import steps_of
     from roundpipe_cli.units import counted, format_seconds
 
     steps, how_known = steps_of(answer.question.loaded)
     if steps is None:
         recipe = answer.question.loaded.recipe
-        each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / rows_per_step(recipe)
+        each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
         return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
     return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}), if every row is full"
 

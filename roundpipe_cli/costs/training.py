@@ -20,6 +20,8 @@ class TrainingSettings:
     """2 where rows are pairs of answers."""
     num_microbatches: int = 8
     """Per step."""
+    counts_tokens: bool = False
+    """The recipe fills microbatches by tokens; `micro_batch_size` is what that comes to in full rows."""
     method: Literal["lora", "full"] = "lora"
     lora_r: int = 16
     lora_dropout: float = 0.0

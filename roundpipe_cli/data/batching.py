@@ -16,13 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.grouping import Grouping, RowBatch
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import WINDOW_ROWS, PackedRows, Packer
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError
-
-RowBatch = list[PackedRows]
-"""Row indices of one microbatch: its sequences, each of one row or of several packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,24 @@ class BatchSampler:
     """Which rows make up each microbatch of each step, step after step."""
 
     def __init__(
-        self, mix: RowMix, micro_batch_size: int, microbatches_per_step: int, packer: Packer | None = None
+        self,
+        mix: RowMix,
+        micro_batch_size: int,
+        microbatches_per_step: int,
+        packer: Packer | None = None,
+        grouping: Grouping | None = None,
     ) -> None:
         """
+        Args:
+            packer: packs the rows of a window; None: a sequence is one row.
+            grouping: makes microbatches of a step's sequences; None: `micro_batch_size` at a time, in order.
+
         Raises:
             RefusedError: fewer rows than one step takes.
         """
         self.position = Position()
         self.mix = mix
-        self._packer = packer
+        self._packer, self.grouping = packer, grouping
         self._micro_batch_size = micro_batch_size
         self._sequences_per_step = micro_batch_size * microbatches_per_step
         self._num_windows = -(-mix.rows_per_epoch // WINDOW_ROWS)
@@ -79,7 +86,7 @@ class BatchSampler:
     def next_step(self) -> list[RowBatch]:
         """The microbatches of the next step; the position moves on behind them.
 
-        The last step of an epoch may have fewer microbatches, and its last microbatch fewer sequences.
+        The last step of an epoch may have fewer sequences.
         """
         epoch, window, offset = self.position.epoch, self.position.window, self.position.offset
         taken: list[PackedRows] = []
@@ -91,6 +98,8 @@ class BatchSampler:
             if offset >= len(sequences):
                 window, offset = window + 1, 0
         self.position = Position(epoch + 1) if window == self._num_windows else Position(epoch, window, offset)
+        if self.grouping is not None:
+            return self.grouping.group(taken)
         size = self._micro_batch_size
         return [taken[first : first + size] for first in range(0, len(taken), size)]
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing import WINDOW_ROWS, Packer
+from roundpipe_cli.data.packing import Packer
+from roundpipe_cli.data.packing_choice import PackingChoice, count_sequences
 from roundpipe_cli.data.report import SourceReport
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 
@@ -53,6 +54,8 @@ class Fill:
     num_sequences: int
     ratio: float
     """Tokens / (sequences x max_seq_length)."""
+    choice: PackingChoice | None = None
+    """What `packing: auto` would do; None where the recipe says yes or no."""
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -69,11 +72,8 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 def fill_with_packing(mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: int, seed: int, shuffle: bool) -> Fill:
     """Fill of the first epoch."""
-    packer = Packer(lengths, max_tokens, seed, shuffle)
-    order = mix.order(0)
-    windows = [order[start : start + WINDOW_ROWS] for start in range(0, len(order), WINDOW_ROWS)]
-    num_sequences = sum(len(packer.pack(rows, 0, index)) for index, rows in enumerate(windows))
-    return Fill(num_sequences, float(lengths[order].sum()) / (num_sequences * max_tokens))
+    num_sequences = count_sequences(mix, Packer(lengths, max_tokens, seed, shuffle))
+    return Fill(num_sequences, float(lengths[mix.order(0)].sum()) / (num_sequences * max_tokens))
 
 
 def samples(
@@ -119,7 +119,11 @@ def data_document(
         fill: None for preference pairs, which are not packed.
     """
     report, lengths = dataset.report, sequence_lengths(dataset, rejected)
-    packing = None if fill is None else {"sequences": fill.num_sequences, "fill": fill.ratio}
+    packing: dict[str, Any] | None = None
+    if fill is not None:
+        packing = {"sequences": fill.num_sequences, "fill": fill.ratio}
+        if fill.choice is not None:
+            packing["auto"] = {"packs": fill.choice.packs, "why": fill.choice.why}
     return {
         "rows": {
             "read": report.rows_read,

@@ -31,6 +31,8 @@ CONFIRM_STEPS = 2
 """More such steps, where workers seem to differ in speed: only what all of them show is believed."""
 MAX_OFF = 1.3
 """Factor by which steps may differ from an earlier run's times before they are measured again."""
+MAX_SEARCHES = 4
+"""Numbers of microbatches for which stages are looked for; steps of other numbers get those of the nearest."""
 PREDICTED_STEPS = 16
 """Chained steps from which the time of one is predicted."""
 
@@ -89,6 +91,8 @@ class AdaptivePlanner:
         self._num_workers = num_workers
         self._pipeline = pipeline
         self._schedules: dict[int, Schedule] = {}
+        self._cuts: dict[int, StageCut] = {}
+        """Found by search, by microbatches of a step; by the present costs."""
         self._profile: list[Timeline] = []
         """Steps since the stages last changed."""
         self._kept: _KeptStages | None = None
@@ -208,7 +212,7 @@ class AdaptivePlanner:
             self._doubted = False
             if not self._borne_out(self._profile[1:]):
                 self.costs, self.measured = self.rough, False
-                self._schedules.clear()
+                self._forget_schedules()
             self._profile.clear()
         elif not self.measured and len(self._profile) >= PROFILE_STEPS:
             steps = self._profile[PROFILE_STEPS - 1 :]
@@ -219,7 +223,7 @@ class AdaptivePlanner:
             self.measured = True
             if self._cache is not None:
                 self._cache.save(self.costs)
-            self._schedules.clear()
+            self._forget_schedules()
             self._profile.clear()
 
     def _borne_out(self, steps: Sequence[Timeline]) -> bool:
@@ -236,8 +240,7 @@ class AdaptivePlanner:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
         if self._kept is None:
             case = self.case(num_microbatches)
-            cut = self._given or choose(self._pipeline.schedule, case, effort="quick")
-            return make_schedule(self._pipeline.schedule, cut, case)
+            return make_schedule(self._pipeline.schedule, self._given or self._searched(num_microbatches, case), case)
         return build_schedule(
             self._pipeline.schedule,
             forward_stages=self._kept.stages[0],
@@ -246,6 +249,19 @@ class AdaptivePlanner:
             rounds=Rounds(num_microbatches, options=self._kept.options, sequence_chunks=self._chunks),
             costs=self._kept.costs,
         )
+
+    def _searched(self, num_microbatches: int, case: SimulationCase) -> StageCut:
+        """Stages for a step of so many microbatches. Microbatches that are filled by tokens come in many numbers."""
+        if num_microbatches not in self._cuts:
+            if len(self._cuts) >= MAX_SEARCHES:
+                return self._cuts[min(self._cuts, key=lambda count: abs(count - num_microbatches))]
+            self._cuts[num_microbatches] = choose(self._pipeline.schedule, case, effort="quick")
+        return self._cuts[num_microbatches]
+
+    def _forget_schedules(self) -> None:
+        """Costs have changed."""
+        self._schedules.clear()
+        self._cuts.clear()
 
     def case(self, num_microbatches: int, *, costs: CostModel | None = None, overlaps: bool = False) -> SimulationCase:
         """The question to `choose` for a step of so many microbatches or chunks.

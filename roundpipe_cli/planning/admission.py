@@ -10,6 +10,7 @@ from pathlib import Path
 
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.architectures import check_architecture
 from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
 from roundpipe_cli.model.type_refusals import PROVEN, check_type
@@ -33,10 +34,31 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
             check_stored_in_4bit(found.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
     check_type(
         found.config,
-        packing=recipe.packing,
+        packing=recipe.packs,
         chunks=recipe.pipeline.num_chunks > 1,
         max_seq_length=recipe.max_seq_length,
     )
+
+
+def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
+    """Why `packing: auto` cannot pack this model's rows, as far as its configuration says; None where it can."""
+    if recipe.unpackable is not None:
+        return recipe.unpackable
+    try:
+        check_type(found.config, packing=True, chunks=False, max_seq_length=recipe.max_seq_length)
+    except RefusedError as error:
+        return error.in_short
+    return None
+
+
+def packing_note(found: FoundConfig, recipe: Recipe) -> str:
+    """What `packing: auto` means for a plan, which has not read the rows; empty where the recipe says yes or no."""
+    if recipe.packing != "auto":
+        return ""
+    obstacle = packing_obstacle(found, recipe)
+    if obstacle is None:
+        return "packing (auto): short rows will be packed, so sequences are counted as full"
+    return f"packing (auto): off: {obstacle}; rows shorter than max_seq_length train fewer tokens a second than this"
 
 
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:

@@ -10,17 +10,21 @@ from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.verdict import Verdict, judge
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 
 
-def planned_bytes(loaded: LoadedRecipe, schedule: Schedule, holds_all: bool, longest_row: int) -> dict[str, float]:
+def planned_bytes(
+    loaded: LoadedRecipe, recipe: Recipe, schedule: Schedule, holds_all: bool, longest_row: int
+) -> dict[str, float]:
     """Predicted device and host bytes; empty for a model or devices that `plan` has no figures for.
 
     Args:
+        recipe: as the run resolved it, without `auto` where that is decided once.
         holds_all: the schedule is for GPUs that hold all weights.
         longest_row: tokens of the longest row that was computed; before the data is read, `max_seq_length` is assumed.
     """
-    recipe = replace(loaded.recipe, max_seq_length=min(longest_row, loaded.recipe.max_seq_length))
+    recipe = replace(recipe, max_seq_length=min(longest_row, recipe.max_seq_length))
     try:
         question = ask(replace(loaded, recipe=recipe), here=True)
     except RefusedError:

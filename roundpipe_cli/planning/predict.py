@@ -339,6 +339,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
     lines = [
         f"model: {architecture.source}",
         *architecture.notes,
+        *question.choices,
         *unproven(architecture, question.loaded.recipe),
         *hardware.notes,
     ]
@@ -359,9 +360,11 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
     if settings.sequence_chunks > 1:
         lines.append("assumed: every chunk of a sequence takes the same time, and keys and values no time on the links")
     elif workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
+        recipe = question.loaded.recipe
+        enough = math.ceil(4 * workers * settings.micro_batch_size / recipe.micro_batch_size)
         lines.append(
             f"note: {per_step} microbatches a step are few for {counted(workers, 'worker')}; "
-            f"gradient_accumulation_steps={4 * workers} makes the bubble smaller"
+            f"gradient_accumulation_steps={enough} makes the bubble smaller"
         )
     return tuple(lines)
 

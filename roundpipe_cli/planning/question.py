@@ -13,12 +13,13 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
-from roundpipe_cli.planning.admission import check_model
+from roundpipe_cli.planning.admission import check_model, packing_note
 from roundpipe_cli.planning.counting import Build, counted_architecture
+from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.units import format_bytes, format_count
+from roundpipe_cli.units import counted, format_bytes, format_count
 
 THIS_MACHINE = "this machine"
 
@@ -36,6 +37,8 @@ class PlanRequest:
     """Weights are read anew from the disk in every round."""
     machine_source: str = ""
     """Who named the machine, for the reader."""
+    choices: tuple[str, ...] = ()
+    """What `auto` is for some keys, a line each."""
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
@@ -61,9 +64,10 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
     targets = recipe.lora.target_modules
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
-        micro_batch_size=recipe.micro_batch_size,
+        micro_batch_size=recipe.rows_per_microbatch,
+        num_microbatches=recipe.microbatches_per_step * recipe.pipeline.num_chunks,
         sequences_per_row=2 if recipe.trains_pairs else 1,
-        num_microbatches=recipe.gradient_accumulation_steps * recipe.pipeline.num_chunks,
+        counts_tokens=recipe.token_budget is not None,
         sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,
         lora_r=recipe.lora.r,
@@ -115,6 +119,12 @@ def ask(
         settings = replace(settings, dtype="float16")
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
+    choices = [packing_note(found, recipe)]
+    if recipe.micro_batch_tokens == "auto":
+        recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
+        loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
+        size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
+        settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
     if recipe.weights == "auto":
         settings = choose_tier(architecture, settings, machine)
     settings = replace(
@@ -126,7 +136,25 @@ def ask(
     in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    return PlanRequest(loaded, architecture, settings, machine, analytic, analytic is not in_memory, source)
+    reads_disk = analytic is not in_memory
+    made = tuple(filter(None, choices))
+    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, made)
+
+
+def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
+    """What `micro_batch_tokens: auto` is here."""
+    by_row = replace(settings, micro_batch_size=1, num_microbatches=recipe.rows_per_step)
+    by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
+    smallest = with_smallest_card(machine)
+    if recipe.weights == "auto":
+        by_row = choose_tier(architecture, by_row, smallest)
+    return choose_token_budget(architecture, by_row, smallest, may_hold=recipe.may_hold_all_weights)
+
+
+def describe_budget(recipe: Recipe) -> str:
+    """What `micro_batch_tokens: auto` became, in words."""
+    rows, tokens = recipe.rows_per_microbatch, recipe.token_budget
+    return f"micro_batch_tokens (auto): {tokens:,}: {counted(rows, 'row')} of {recipe.max_seq_length:,} tokens"
 
 
 def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:

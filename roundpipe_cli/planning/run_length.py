@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
-from roundpipe_cli.recipe.schema import Recipe
 
 MAX_COUNTED_BYTES = 256 * 1024**2
 """Lines of a larger file are counted up to here and scaled."""
@@ -26,9 +25,4 @@ def steps_of(loaded: LoadedRecipe) -> tuple[int | None, str]:
             head = stream.read(MAX_COUNTED_BYTES)
         lines = head.count(b"\n") + (len(head) == size and not head.endswith(b"\n"))
         rows += round(lines * size / len(head)) if head else 0
-    return math.ceil(rows / rows_per_step(recipe)) * recipe.num_train_epochs, f"{rows} rows"
-
-
-def rows_per_step(recipe: Recipe) -> int:
-    """Rows of an optimizer step."""
-    return recipe.micro_batch_size * recipe.gradient_accumulation_steps
+    return math.ceil(rows / recipe.rows_per_step) * recipe.num_train_epochs, f"{rows} rows"

@@ -66,9 +66,17 @@ def solve(
 def longest_sequence(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
     """Tokens of the longest sequence that fits, all else equal, up to the model's own limit."""
     limit = architecture.max_position_embeddings or MAX_SEQUENCE_TOKENS
-    return _largest(
-        limit, lambda tokens: judge_coarsest(architecture, replace(settings, max_seq_length=tokens), hardware).fits
-    )
+    return _largest(limit, lambda tokens: judge_coarsest(architecture, _with_length(settings, tokens), hardware).fits)
+
+
+def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
+    """The same with other rows; a microbatch that is filled by tokens has fewer of them if they are longer."""
+    changed = replace(settings, max_seq_length=tokens)
+    if not settings.counts_tokens:
+        return changed
+    step_rows = int(settings.micro_batch_size * settings.num_microbatches)
+    rows = min(step_rows, max(1, int(settings.micro_batch_size * settings.max_seq_length // tokens)))
+    return replace(changed, micro_batch_size=rows, num_microbatches=-(-step_rows // rows))
 
 
 def largest_micro_batch(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
@@ -140,7 +148,12 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
     rows, count = int(settings.micro_batch_size), settings.num_sequences
     for smaller in sorted({rows // part for part in range(2, 17)} | {1}, reverse=True):
         if 1 <= smaller < rows:
-            yield _fewer_rows(smaller, math.ceil(rows * count / smaller), 0.1 + 0.01 * math.log2(rows / smaller))
+            fewer, rank = math.ceil(rows * count / smaller), 0.1 + 0.01 * math.log2(rows / smaller)
+            yield (
+                _fewer_tokens(smaller, fewer, rank, settings)
+                if settings.counts_tokens
+                else _fewer_rows(smaller, fewer, rank)
+            )
     if settings.head_chunk_tokens > 256:
         yield (
             Change(("head_chunk_tokens=256",), "head_chunk_tokens=256: the head's logits in smaller pieces", 0.2),
@@ -200,6 +213,14 @@ def _fewer_rows(rows: int, count: int, rank: float) -> SolveStep:
             rank,
         ),
         lambda s: replace(s, micro_batch_size=rows, num_microbatches=count * s.sequence_chunks),
+    )
+
+
+def _fewer_tokens(rows: int, count: int, rank: float, settings: TrainingSettings) -> SolveStep:
+    text = f"micro_batch_tokens={rows * settings.sequences_per_row * settings.max_seq_length}"
+    return (
+        Change((text,), f"{text}: the same rows a step, in smaller pieces", rank),
+        lambda s: replace(s, micro_batch_size=rows, num_microbatches=count),
     )
 
 

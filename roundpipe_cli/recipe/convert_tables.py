@@ -187,7 +187,7 @@ CHANGES: Mapping[str, str] = {
     "lr_quadratic_warmup": "the warmup is a line",
     "cosine_constant_lr_ratio": "the schedule has no constant part",
     "jagged_restart_steps": "the learning rate has no restarts",
-    "group_by_length": "rows come in random order, not grouped by length",
+    "group_by_length": "rows of like length meet in a microbatch; which rows a step has is not by length",
     "tokenizer_legacy": "the tokenizer is as its own configuration says",
     "skip_prepare_dataset": "rows are read as texts or chats, not as tokens",
     "pretraining_sample_concatenation": "texts are not joined into sequences but by packing",

@@ -199,7 +199,7 @@ class PipelineConfig:
     """Updates by which the weights of a step lag. 0 equals plain PyTorch; 1 hides the optimizer behind the next step,
     lets workers begin that step while others end this one, and needs 6 more bytes of host memory for each trainable
     parameter in 16 bit. Steps wait for each other all the same with float16, dpo, on_oom: adapt, several machines, a
-    weight cache, another dispatch than in turn, or workers of different speed."""
+    weight cache, micro_batch_tokens, another dispatch than in turn, or workers of different speed."""
 
     @property
     def binds_stages(self) -> bool:
@@ -255,8 +255,11 @@ class Recipe:
     all rows. 0 is none."""
     max_seq_length: PositiveInt = 2048
     """Tokens of the longest row; `long_rows` says what happens to longer ones. Activation memory grows with it."""
-    packing: bool = False
-    """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other."""
+    packing: Literal["auto"] | bool = False
+    """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other. A step then has
+    as many sequences as it has rows otherwise, and so more rows. `auto` does so where rows have at most half of
+    `max_seq_length` tokens on average, the model allows it and enough steps are left; the run says which and keeps to
+    it."""
     shuffle: bool = True
     """New order of the rows in each epoch, from `seed`."""
     train_on_inputs: bool = False
@@ -276,10 +279,18 @@ class Recipe:
     eval_datasets: tuple[DatasetConfig, ...] = ()
     """Rows for evaluation only; together with those that `val_set_size` holds out."""
     micro_batch_size: PositiveInt = 1
-    """Rows of one microbatch, the unit of work of a stage. Activation memory of a device grows with it."""
+    """Rows of one microbatch, the unit of work of a stage; those of a step's rows that are of like length. Activation
+    memory of a device grows with it."""
     gradient_accumulation_steps: PositiveInt = 8
     """Microbatches of one step. A step has micro_batch_size x gradient_accumulation_steps rows whatever the number of
-    devices; more microbatches than devices make the pipeline's bubble small."""
+    devices; more microbatches than devices make the pipeline's bubble small. With `micro_batch_tokens` only that
+    product counts."""
+    micro_batch_tokens: Literal["auto"] | PositiveInt | None = None
+    """Fill microbatches up to so many tokens, padding included, in place of `micro_batch_size` rows each: as many rows
+    of like length as that, or at least one of `max_seq_length`, of which it counts whole ones. A step's rows stay the
+    same, only their grouping changes, so its loss differs by rounding. `auto` is 8192 where the memory of the smallest
+    card allows it (16384 with experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and
+    never depends on the number of devices; the saved recipe holds the number. null is `micro_batch_size`."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
     null leaves it to the epochs."""
@@ -398,6 +409,47 @@ class Recipe:
         return self.objective in PAIR_OBJECTIVES
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows of one update, or packed sequences."""
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def token_budget(self) -> int | None:
+        """`micro_batch_tokens`; None where rows are counted, or while `auto` is not decided."""
+        return None if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def rows_per_microbatch(self) -> int:
+        """Rows of a microbatch; with a token budget, rows of `max_seq_length` tokens, as many as the budget holds and
+        a step needs to have no more microbatches."""
+        if self.token_budget is None:
+            return self.micro_batch_size
+        most = max(1, self.token_budget // self.tokens_of_full_row)
+        return -(-self.rows_per_step // -(-self.rows_per_step // most))
+
+    @property
+    def tokens_of_full_row(self) -> int:
+        """Tokens of the longest row; of both answers of a pair."""
+        return self.max_seq_length * (2 if self.trains_pairs else 1)
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """Microbatches of a step; with a token budget, of one whose rows have `max_seq_length` tokens: the most."""
+        return -(-self.rows_per_step // self.rows_per_microbatch)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed, as far as that is decided: `auto` is not yet."""
+        return self.packing is True
+
+    @property
+    def unpackable(self) -> str | None:
+        """Why rows of this recipe cannot be packed, whatever the model; None where they can."""
+        if self.trains_pairs:
+            return f"pairs of objective {self.objective} are not packed"
+        return "sequences in chunks are not packed" if self.pipeline.num_chunks > 1 else None
+
+    @property
     def packed_bits(self) -> int:
         """Bits of a frozen base weight's code; 0 where the weights lie whole."""
         return next((bits for bits, kind in PACKED_FORMATS.items() if getattr(self, kind.key)), 0)
@@ -420,14 +472,14 @@ class Recipe:
 
         Only at staleness 1, where a step does not wait for the update before it; and only where all that a step needs
         is known before the one before it has ended: not a loss scale, the base model's log-probabilities, or smaller
-        microbatches after it ran out of memory. Weights that stay on a GPU are worth more there than full workers: a
-        worker would have other stages in every step.
+        microbatches after it ran out of memory; and only where steps have the same number of microbatches. Weights that
+        stay on a GPU are worth more there than full workers: a worker would have other stages in every step.
         """
         pipeline, cache = self.pipeline, self.pipeline.weight_cache
         caches = not on_cpu and (self.method == "lora" if cache == "auto" else cache > 0)
         needs_outcome = self.dtype == "float16" or self.objective == "dpo" or self.on_oom == "adapt"
         in_turn = not pipeline.binds_stages and pipeline.dispatch != "earliest_free" and pipeline.num_chunks == 1
-        whole_stages = pipeline.head_workers in ("auto", 1)
+        whole_stages = pipeline.head_workers in ("auto", 1) and self.micro_batch_tokens is None
         return pipeline.optimizer_staleness == 1 and in_turn and whole_stages and not (caches or needs_outcome)
 
 

@@ -41,6 +41,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
         what = f"the base weights cannot be in {packed[0].bits} and in {other.bits} bit"
         findings.add((other.key,), what, hint="delete one of the lines")
     _find_split_problems(recipe, findings)
+    _find_budget_problems(recipe, findings)
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -53,6 +54,20 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
                     found="neither val_set_size nor eval_datasets",
                     hint="add a line such as `val_set_size: 0.05`",
                 )
+
+
+def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
+    """A token budget that no row fits into, or that nothing would read."""
+    path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
+    if recipe.micro_batch_tokens is not None and recipe.pipeline.num_chunks > 1:
+        what = "microbatches of chunked sequences are not filled by tokens"
+        hint = "delete the line micro_batch_tokens, or pipeline.sequence_chunks=1"
+        findings.add(path, what, found=f"pipeline.sequence_chunks: {recipe.pipeline.num_chunks}", hint=hint)
+    if recipe.token_budget is not None and recipe.token_budget < row:
+        what = "a row of max_seq_length tokens does not fit into a microbatch"
+        each = f"{recipe.max_seq_length} tokens" + (" for each answer of a pair" if recipe.trains_pairs else "")
+        hint = f"micro_batch_tokens={row}, or a smaller max_seq_length"
+        findings.add(path, what, found=str(recipe.token_budget), expected=f"at least {row}: {each}", hint=hint)
 
 
 def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
@@ -81,7 +96,7 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
                 findings.add(path, "preference pairs need another objective", hint=PAIRS_HINT)
         return
     objective = recipe.objective
-    off = [("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
+    off = [("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
     if recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     if objective == "dpo" and recipe.method != "lora":
@@ -89,6 +104,8 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
         findings.add(("method",), "objective dpo needs method lora", found=recipe.method, hint=why)
     if objective != "dpo":  # a prompt's log-probability would be part of the means that are compared
         off.append(("train_on_inputs", False))
+    if recipe.packs:  # `auto` is off with pairs
+        off.append(("packing", "auto"))
     for key, without in off:
         if getattr(recipe, key) != without:
             findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
@@ -106,7 +123,7 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
     kept = "activations of chunks are always recomputed"
     bound = "all chunks go forward before one goes backward"
     clashes = (
-        (recipe.packing, "packing", "chunks of packed rows are not offered yet"),
+        (recipe.packs, "packing", "chunks of packed rows are not offered yet"),
         (recipe.trains_pairs, "objective", "pairs are compared as a whole"),
         (recipe.neftune_noise_alpha > 0, "neftune_noise_alpha", "its noise is scaled by the length of the sequence"),
         (not SCHEDULE_KINDS[pipeline.schedule].takes_chunks, "pipeline.schedule", bound),

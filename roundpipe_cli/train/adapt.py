@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roundpipe_cli.data.batching import RowBatch
+from roundpipe_cli.data.grouping import Grouping, RowBatch
 from roundpipe_cli.recipe.schema import Recipe
 
 
@@ -19,7 +19,7 @@ class Fit:
     """How a step is computed, from some step of the run on."""
 
     micro_batch_size: int
-    """Sequences of one microbatch; divides the recipe's."""
+    """Sequences of one microbatch; divides the recipe's. With a token budget, those of `max_seq_length` tokens."""
     recompute: str
     first_step: int = 1
     """The first one computed so, from 1."""
@@ -27,7 +27,7 @@ class Fit:
     @staticmethod
     def of(recipe: Recipe) -> Fit:
         """As the recipe says."""
-        return Fit(recipe.micro_batch_size, recipe.pipeline.recompute)
+        return Fit(recipe.rows_per_microbatch, recipe.pipeline.recompute)
 
     def smaller(self, step: int) -> Fit | None:
         """The next one that needs less device memory, from `step` (from 1) on; None if there is none."""
@@ -37,16 +37,22 @@ class Fit:
         size = next(divisors, None)
         return None if size is None else Fit(size, self.recompute, step)
 
-    def divide(self, batches: Sequence[RowBatch]) -> list[RowBatch]:
-        """A step's microbatches, each cut into microbatches of at most `micro_batch_size` sequences."""
+    def divide(self, batches: Sequence[RowBatch], grouping: Grouping | None = None) -> list[RowBatch]:
+        """A step's microbatches, each cut into microbatches of at most `micro_batch_size` sequences, or the tokens of
+        so many where `grouping` counts tokens."""
         size = self.micro_batch_size
+        if grouping is not None and grouping.max_tokens is not None:
+            smaller = grouping.resized(size)
+            return [part for batch in batches for part in smaller.group(batch)]
         return [batch[start : start + size] for batch in batches for start in range(0, len(batch), size)]
 
     def recipe_lines(self, recipe: Recipe) -> dict[str, int | str]:
         """Recipe keys that make a run compute so from the start."""
         steps = recipe.gradient_accumulation_steps * recipe.micro_batch_size // self.micro_batch_size
         lines: dict[str, int | str] = {}
-        if self.micro_batch_size != recipe.micro_batch_size:
+        if self.micro_batch_size != recipe.rows_per_microbatch and recipe.token_budget is not None:
+            lines = {"micro_batch_tokens": self.micro_batch_size * recipe.tokens_of_full_row}
+        elif self.micro_batch_size != recipe.rows_per_microbatch:
             lines = {"micro_batch_size": self.micro_batch_size, "gradient_accumulation_steps": steps}
         if self.recompute != recipe.pipeline.recompute:
             lines["pipeline.recompute"] = self.recompute

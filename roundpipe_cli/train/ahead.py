@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch
+from roundpipe_cli.data.batching import BatchSampler, Position
+from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.engine.engine import Engine, StepUnderWay
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
@@ -65,7 +66,7 @@ class StepsAhead:
         self.next = self._begin(engine, step)
 
     def _begin(self, engine: Engine, step: int) -> Begun | None:
-        num_microbatches = self._setup.recipe.gradient_accumulation_steps
+        num_microbatches = self._setup.recipe.microbatches_per_step
         chain = self._planner.chain(num_microbatches)
         if chain is None:
             return None

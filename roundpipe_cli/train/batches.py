@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.batching import BatchSampler, collate, collate_packed, pad_token_id
+from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.train.sampling import rows_of_steps
@@ -27,7 +28,7 @@ def make_sampler(setup: Setup) -> BatchSampler:
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    return rows_of_steps(setup.recipe, setup.dataset)
+    return rows_of_steps(setup.recipe, setup.dataset, setup.rejected)
 
 
 def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:
@@ -39,7 +40,7 @@ def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[M
         sequences = [[setup.dataset.rows[index] for index in sequence] for sequence in batch]
         rows = [row for sequence in sequences for row in sequence]
         num_tokens += sum(len(row.input_ids) for row in rows)
-        made = collate_packed(sequences, pad) if setup.recipe.packing else collate(rows, pad)
+        made = collate_packed(sequences, pad) if setup.recipe.packs else collate(rows, pad)
         position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
         microbatches.append(Microbatch(torch.from_numpy(made.input_ids), torch.from_numpy(made.labels), position_ids))
     return microbatches, num_tokens
@@ -55,7 +56,7 @@ def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
             for dataset, rows, count in zip(setup.recipe.datasets, mix.source_rows, mix.epoch_rows, strict=True)
         ]
         lines.append("mixed by weight: an epoch has " + ", ".join(shares))
-    if setup.recipe.packing:
+    if setup.recipe.packs:
         num_sequences = sampler.num_sequences(0)
         tokens = int(setup.dataset.rows.lengths[mix.order(0)].sum())
         capacity = num_sequences * setup.recipe.max_seq_length

@@ -90,7 +90,7 @@ def weight_cache_bytes(pipeline: PipelineConfig) -> int:
 def _inputs_bytes(setup: Setup) -> int:
     """Host bytes of the boundary tensors at the input of every layer, of a step's microbatches at their longest."""
     recipe = setup.recipe
-    tokens = recipe.gradient_accumulation_steps * recipe.micro_batch_size * int(setup.dataset.rows.lengths.max())
+    tokens = recipe.rows_per_step * int(setup.dataset.rows.lengths.max())
     return (
         len(setup.store.layouts)
         * tokens
@@ -152,9 +152,11 @@ class _Form:
 def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
-    rows = recipe.micro_batch_size * (2 if recipe.trains_pairs else 1)
     context = _sequence_tokens(recipe, setup.dataset.rows.lengths, longest=longest)
-    return _Form(rows, max(1, context // recipe.pipeline.num_chunks), context)
+    rows = recipe.rows_per_microbatch
+    if recipe.token_budget is not None:  # as many as fill it
+        rows = min(recipe.rows_per_step, rows * recipe.max_seq_length // context)
+    return _Form(rows * (2 if recipe.trains_pairs else 1), max(1, context // recipe.pipeline.num_chunks), context)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
         setup.split,
         setup.store,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
-        packed=recipe.packing,
+        packed=recipe.packs,
     )
     whole = find(options)
     if whole is None:
@@ -225,7 +227,8 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
             "dtype": recipe.dtype,
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
-            "micro_batch_size": recipe.micro_batch_size,
+            "micro_batch_size": recipe.rows_per_microbatch,
+            "micro_batch_tokens": recipe.token_budget,
             "head_chunk_tokens": recipe.head_chunk_tokens,
             "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
             "kernels": recipe.kernels,
@@ -240,7 +243,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
 
 def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest: bool) -> int:
     """Tokens of the longest or of a usual sequence."""
-    if recipe.packing:
+    if recipe.packs:
         return recipe.max_seq_length
     return int(lengths.max()) if longest else max(1, int(lengths.mean()))
 

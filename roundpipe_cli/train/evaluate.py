@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
@@ -43,6 +44,7 @@ from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, 
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
+from roundpipe_cli.train.sampling import grouping_of
 from roundpipe_cli.train.setup import Setup
 
 
@@ -176,10 +178,11 @@ class Evaluator:
 
     def _loss(self, done: int) -> tuple[float, int]:
         """Mean loss over all target tokens, and their number."""
-        size = self._setup.recipe.micro_batch_size
         rows = self._setup.eval_rows
         pad = pad_token_id(self._setup.tokenizer)
-        microbatches = [collate_rows(rows[start : start + size], pad) for start in range(0, len(rows), size)]
+        lengths = np.array([len(row.input_ids) for row in rows])
+        batches = grouping_of(self._setup.recipe, lengths).group([(index,) for index in range(len(rows))])
+        microbatches = [collate_rows([rows[index] for (index,) in batch], pad) for batch in batches]
         loss_sum, tokens = 0.0, 0
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)

@@ -16,6 +16,7 @@ from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, is_of_other_run, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.checkpoint.resolved import as_decided
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_state,
@@ -32,6 +33,7 @@ from roundpipe_cli.train.nodes.shard import Shards, make_shards
 from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.setup import prepare
 from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.token_budget import with_token_budget
 from roundpipe_cli.watchdog import watching
 
 
@@ -63,6 +65,8 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
             checkpoint = load_newest(output_dir, named_checkpoint(recipe), lambda text: tell(Notice(text)))
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
+        if checkpoint is not None:
+            loaded = replace(loaded, recipe=as_decided(loaded.recipe, checkpoint.meta["recipe"]))
         with watching(recipe.watchdog_s):
             shards: list[Shards] = []
 
@@ -70,6 +74,7 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
                 shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
                 return shards[0].elsewhere if shards else frozenset()
 
+            loaded = with_token_budget(loaded, tell, lambda tokens: -nodes.most([-tokens])[0])
             setup = prepare(loaded, offline=start.offline, tell=tell, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
             if checkpoint is not None:

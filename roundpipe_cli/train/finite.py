@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from roundpipe_cli.data.batching import RowBatch
+from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import NotFiniteError
@@ -49,7 +49,8 @@ class FiniteGuard:
         dataset = self._dataset
         self.num_skipped += 1
         self.num_in_a_row += 1
-        rows = [dataset.where(dataset.rows[index].row_id) for batch in batches for rows in batch for index in rows]
+        indices = sorted(index for batch in batches for sequence in batch for index in sequence)
+        rows = [dataset.where(dataset.rows[index].row_id) for index in indices]
         what = "loss" if not math.isfinite(result.loss) else "gradient"
         found = f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}"
         if self._may_skip and self.num_in_a_row < MAX_SKIPPED_IN_A_ROW:

@@ -11,7 +11,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.data.batching import Position, RowBatch
+from roundpipe_cli.data.batching import Position
+from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
@@ -103,7 +104,7 @@ class Trainer:
             needs_norm or may_compute_again or not self._machines.is_only
         )
         """Whether a layer is updated as soon as its gradient is complete."""
-        self._planner.schedule(recipe.gradient_accumulation_steps)  # stages that cannot be are refused now
+        self._planner.schedule(recipe.microbatches_per_step)  # stages that cannot be are refused now
 
     @property
     def recipe(self) -> Recipe:
@@ -134,7 +135,7 @@ class Trainer:
         engine = make_engine(setup)
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
-        size = self.recipe.gradient_accumulation_steps
+        size = self.recipe.microbatches_per_step
         self._references = Scorer(engine, self._planner, size, lambda: False)
         alone = self._machines.is_only
         scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
@@ -186,13 +187,13 @@ class Trainer:
 
     def _predicted(self) -> dict[str, float]:
         """Prediction of a full step, made before it was measured."""
-        num_microbatches = self.recipe.gradient_accumulation_steps
+        num_microbatches = self._log.num_microbatches or self.recipe.microbatches_per_step
         figures = dict(self._planner.predicted(num_microbatches) or {})
         if figures and (tokens := self._log.tokens) is not None:
             figures["tokens_per_s"] = tokens / figures["step_s"]
         planned, holds_all = self._reporting.planned, self._auto_cache.holds_all
-        longest = self._log.longest_row
-        needs = [planned(one, holds_all, longest) for one in self._planner.schedules] if planned and longest else []
+        longest, schedules = self._log.longest_row, self._planner.schedules
+        needs = [planned(self.recipe, one, holds_all, longest) for one in schedules] if planned and longest else []
         for need in needs:  # what the step that needs most does: a short one is cut in its own way
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
@@ -315,7 +316,7 @@ class Trainer:
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, DPO's pairs with what the base model says of them, and the number of tokens."""
-        batches = self._fit.divide(batches)
+        batches = self._fit.divide(batches, self.sampler.grouping)
         if self.setup.rejected is None:
             return make_microbatches(self.setup, batches)
         microbatches, num_tokens = make_pairs(self.setup, batches)

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from roundpipe_cli.data.batching import RowBatch, pad_token_id
+from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.preference import Preference, Rewards

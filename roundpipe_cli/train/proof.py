@@ -81,12 +81,12 @@ def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build
     """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
     if recipe.kernels == "auto":
         try:
-            return _prove(model, split, build, packing=recipe.packing, fused=True)
+            return _prove(model, split, build, packing=recipe.packs, fused=True)
         except ParityRefusedError as error:
             problem = error.problems[0]
-        proof = _prove(model, split, build, packing=recipe.packing, fused=False)
+        proof = _prove(model, split, build, packing=recipe.packs, fused=False)
         return replace(proof, not_fused=f"{problem.where}: {problem.found}")
-    return _prove(model, split, build, packing=recipe.packing, fused=False)
+    return _prove(model, split, build, packing=recipe.packs, fused=False)
 
 
 def _prove(model: nn.Module, split: ModelSplit, build: Build, **how: bool) -> Proof:
@@ -117,7 +117,7 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
         "versions": [__version__, *(version(name) for name in LIBRARIES)],
         "config": {key: value for key, value in config.to_dict().items() if key != "_name_or_path"},
         "parameters": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()],
-        "packing": recipe.packing,
+        "packing": recipe.packs,
         "kernels": recipe.kernels,
         "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
     }

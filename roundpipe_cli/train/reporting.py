@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.events import Tell
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 
-Planned = Callable[[Schedule, bool, int], Mapping[str, float]]
+Planned = Callable[[Recipe, Schedule, bool, int], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -34,5 +35,5 @@ class Reporting:
     trace: bool = False
     """Write what the workers did in the last steps to trace.json."""
     planned: Planned | None = None
-    """Says for the report what was predicted of a schedule, besides its times: of the schedule, whether all weights
-    stay on the devices, and the tokens of the longest row."""
+    """Says for the report what was predicted of a schedule, besides its times: of the recipe as the
+    run resolved it, the schedule, whether all weights stay on the devices, and the tokens of the longest row."""

@@ -31,6 +31,8 @@ class RunLog:
         self.longest_row = 0
         """Tokens of the longest row until now."""
         self._rows: list[StepFinished] = []
+        self._counts: list[int] = []
+        """Microbatches of each step."""
         self._pipeline_s: list[float] = []
         self._launch_bound: list[float] = []
         self._started_s = time.monotonic()
@@ -49,9 +51,15 @@ class RunLog:
         """Median of the steps' tokens; None before the first step."""
         return statistics.median(row.tokens for row in self._rows) if self._rows else None
 
+    @property
+    def num_microbatches(self) -> int | None:
+        """Microbatches of most steps; None before the first step."""
+        return statistics.mode(self._counts) if self._counts else None
+
     def computed(self, result: StepResult, pipeline_s: float, microbatches: Sequence[Microbatch]) -> None:
         """A step's forward and backward are done, in `pipeline_s` seconds."""
         self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
+        self._counts.append(len(microbatches))
         self._pipeline_s.append(pipeline_s)
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:

@@ -43,6 +43,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
+from roundpipe_cli.train.packing_choice import with_packing
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.rows import (
@@ -53,6 +54,7 @@ from roundpipe_cli.train.rows import (
     refuse_unknown_ids,
 )
 from roundpipe_cli.train.sampling import rows_of_steps
+from roundpipe_cli.train.token_budget import with_token_budget
 from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
 from roundpipe_cli.units import format_bytes, format_count
 
@@ -100,11 +102,11 @@ class Setup:
         """
         recipe, blocks = self.recipe, (self.model, self.split, self.store)
         longest = int(self.dataset.rows.lengths.max())
-        needed = recipe.packing or (recipe.pipeline.num_chunks == 1 and has_masks(*blocks, longest))
+        needed = recipe.packs or (recipe.pipeline.num_chunks == 1 and has_masks(*blocks, longest))
         if needed and recipe.kernels == "auto" and can_attend_in_rows(*blocks):
             return True
-        if recipe.packing:
-            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+        if recipe.packs:
+            check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
         return False
 
 
@@ -126,6 +128,7 @@ def prepare(
         RefusedError: recipe, data or model refused (exit code 2).
         ResourceError: not enough host memory (exit code 5).
     """
+    loaded = with_token_budget(loaded, tell)
     base = _find_base(loaded, offline)
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
@@ -138,7 +141,8 @@ def prepare(
     _check_model(model, split, recipe, devices)
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
-    sampler = rows_of_steps(recipe, rows.dataset)  # too few for a step: said before the weights are loaded
+    recipe = with_packing(recipe, model, split, rows.dataset, tell)
+    sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # too few for a step: before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
     start = start_folder(loaded)
@@ -228,8 +232,8 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
         RefusedError: it is one.
     """
     _refuse_large_on_cpu(model, recipe, devices)
-    if recipe.packing:
-        check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.micro_batch_size)
+    if recipe.packs:
+        check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
     if recipe.pipeline.num_chunks > 1:
         check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
 

@@ -43,7 +43,7 @@ def checks(place: CheckPlace) -> Iterator[Check]:
         for devices in place.pairs if name in ("lora", "full") else place.pairs[-1:]:
             yield check(f"{name} on {list(devices)}", same_as_processor, place, name, cases[name], devices)
     yield check("out of memory, then with less", less_memory, place)
-    for change in ("finetune", "resume", "packing", "on_oom: adapt"):
+    for change in ("finetune", "resume", "packing", "micro_batch_tokens", "on_oom: adapt"):
         yield check(change, finetune, place, change)
     yield check("tests/engine/test_cuda.py", tests_for_gpus, place, limit_s=300.0)
 
@@ -159,6 +159,8 @@ def changes_of(change: str, devices: list[str]) -> dict[str, Any]:
     own: dict[str, Any] = {"pipeline": {"devices": devices, "threads_per_worker": 1}, "watchdog_s": WATCHDOG_S}
     if change == "packing":
         own["packing"] = True
+    if change == "micro_batch_tokens":  # steps differ in the number of their microbatches
+        own |= {"micro_batch_tokens": 128, "micro_batch_size": 1, "gradient_accumulation_steps": 8}
     if change == "on_oom: adapt":
         own["on_oom"] = "adapt"
     return own

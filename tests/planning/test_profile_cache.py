@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.adaptive import PROFILE_STEPS, AdaptivePlanner
+from roundpipe_cli.planning.adaptive import MAX_SEARCHES, PROFILE_STEPS, AdaptivePlanner
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.simulate import simulate
@@ -104,3 +104,14 @@ def test_times_keep_their_meaning() -> None:
     cache.save(known)
     loaded = cache.load(costs(1.0))
     assert loaded is not None and replace(loaded, name="") == replace(known, name="")
+
+
+def test_stages_are_looked_for_a_few_numbers_of_microbatches_only() -> None:
+    """Microbatches that are filled by tokens come in many numbers, and a search takes seconds for a large model."""
+    chosen, machine = planner(ProfileCache({"model": "many"})), costs(0.01)
+    while not chosen.is_settled:
+        step(chosen, machine)
+    schedules = {count: chosen.schedule(count) for count in range(2, 14)}
+    assert all(schedule.num_microbatches == count for count, schedule in schedules.items())
+    stages = {count: (made.forward_stages, made.backward_stages) for count, made in schedules.items()}
+    assert all(stages[count] == stages[1 + MAX_SEARCHES] for count in range(2 + MAX_SEARCHES, 14))

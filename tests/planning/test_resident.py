@@ -241,7 +241,7 @@ def test_the_report_compares_with_the_stages_that_were_used(tmp_path: Path) -> N
     stages = {"forward_stages": (), "backward_stages": ((0, 31),)}
     schedule = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2))
     assert plan.question.settings.weight_cache_bytes
-    found = planned_bytes(loaded, schedule, True, 64)
-    assert found == planned_bytes(loaded, schedule, False, 64)  # on the CPU nothing is kept
-    longer = planned_bytes(loaded, schedule, True, 128)
+    found = planned_bytes(loaded, loaded.recipe, schedule, True, 64)
+    assert found == planned_bytes(loaded, loaded.recipe, schedule, False, 64)  # on the CPU nothing is kept
+    longer = planned_bytes(loaded, loaded.recipe, schedule, True, 128)
     assert longer["host_bytes"] > found["host_bytes"], "activations of the longest row that there was"

@@ -306,7 +306,7 @@ def test_file_without_rows_is_refused(tool: str) -> None:
         ("llama-factory", "adapter_name_or_path: first,second", "without those adapters"),
         ("trl", "loss_type: dft", "DFT"),
         ("axolotl", "jagged_restart_steps: 100", "no restarts"),
-        ("axolotl", "group_by_length: true", "grouped by length"),
+        ("axolotl", "group_by_length: true", "which rows a step has is not by length"),
         ("axolotl", "skip_prepare_dataset: true", "not as tokens"),
         ("axolotl", "pretrain_multipack_attn: false", "do not see each other"),
         ("axolotl", "tokenizer_legacy: true", "its own configuration"),
@@ -435,6 +435,7 @@ NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 """Their weights are frozen."""
 NOT_OF_PEERS = {
     "model",
+    "micro_batch_tokens",
     "method",
     "objective",
     "dpo",

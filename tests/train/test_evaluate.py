@@ -422,11 +422,12 @@ def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(folder: Path) ->
 
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.recipe.schema import plain_data
-    from roundpipe_cli.train.checkpoint.resume import check_unchanged, tokenizer_hash
+    from roundpipe_cli.train.checkpoint.resume import BY_LENGTH, check_unchanged, tokenizer_hash
 
     recipe = load_recipe(folder / "recipe.yaml").recipe
     tokenizer = make_tokenizer()
     saved = {"recipe": plain_data(recipe), "data_hash": "d", "model_hash": "m", "tokenizer_hash": ""}
+    saved["grouping"] = BY_LENGTH
     saved["tokenizer_hash"] = tokenizer_hash(tokenizer)
     del saved["recipe"]["weight_decay"], saved["recipe"]["lora"]["dropout"]
     setup: Any = SimpleNamespace(

@@ -89,6 +89,18 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, count: int) 
     assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
 
 
+@pytest.mark.parametrize("tokens", [128, "auto"])
+def test_microbatches_filled_by_tokens_are_shared(workspace: Path, tokens: int | str) -> None:
+    """Rows are short, so that a step has fewer microbatches than full rows would make."""
+    words = (f"micro_batch_tokens={tokens}", "lora.dropout=0", "max_steps=4")
+    finetune(workspace, *words, f"output_dir=one-{tokens}").expect(0)
+    outcomes = train(workspace, 2, *words, f"output_dir=two-{tokens}")
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    alone, shared = (metrics(workspace / f"{name}-{tokens}") for name in ("one", "two"))
+    assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
+    assert [row["tokens"] for row in shared] == [row["tokens"] for row in alone]
+
+
 FULL = ("method=full", "learning_rate=1e-3", "save_steps=4")
 
 

@@ -22,6 +22,7 @@ from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run,
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.resume import (
+    BY_LENGTH,
     DECAYED,
     check_not_past_end,
     check_unchanged,
@@ -398,3 +399,22 @@ def test_decay_of_norms_is_not_given_up_in_the_middle_of_a_run() -> None:
         check_unchanged(old, setup, [])
     check_unchanged(old, setup, ["weight_decay"])
     check_unchanged(old | {"decayed": DECAYED}, setup, [])
+
+
+def test_rows_do_not_meet_others_in_the_middle_of_a_run() -> None:
+    """Runs begun when rows met in the order of the epoch continue by length only if that is asked for."""
+    setup: Any = SimpleNamespace(
+        fused=None,
+        recipe=recipe_of(micro_batch_size=2),
+        dataset=SimpleNamespace(content_hash="d"),
+        tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
+        model_hash="",
+        config_hash="",
+    )
+    old = {"recipe": plain_data(setup.recipe), "num_steps": 9}
+    with pytest.raises(RefusedError, match="micro_batch_size .which rows meet.: changed"):
+        check_unchanged(old, setup, [])
+    check_unchanged(old, setup, ["micro_batch_size"])
+    check_unchanged(old | {"grouping": BY_LENGTH}, setup, [])
+    setup.recipe = recipe_of(micro_batch_size=1)
+    check_unchanged(old | {"recipe": plain_data(setup.recipe)}, setup, [])

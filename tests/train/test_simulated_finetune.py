@@ -48,7 +48,7 @@ def finetune(*words: str, resume: bool = False, watch: Callable[[Event], None] =
         watch(event)
 
     loaded = load_recipe("recipe.yaml", words)
-    on_cards = ON_CARDS in words
+    on_cards = any("cuda:0" in word for word in words)
     with warnings.catch_warnings(), simulated() if on_cards else kernels_as_on(), StopSignals() as signals:
         warnings.simplefilter("ignore")  # PEFT's, when it saves
         run_finetune(loaded, Start(resume=resume, offline=True), Reporting(tell), signals)
@@ -142,3 +142,16 @@ def test_bench_compares_schedules(folder: Path) -> None:
     assert found.devices == ("cuda:0", "cuda:1") and [len(one.steps) for one in found.schedules] == [1, 1]
     assert all(one.device_peak_bytes > 0 for one in found.schedules)
     assert not any("counting memory" in text for text in said), "cards count it themselves"
+
+
+@pytest.mark.parametrize("tokens", ["128", "auto"])
+def test_microbatches_filled_by_tokens(folder: Path, tokens: str) -> None:
+    """Their number varies from step to step; so do their rows."""
+    words = (f"micro_batch_tokens={tokens}", "micro_batch_size=1", "gradient_accumulation_steps=8", "packing=auto")
+    words = (*words, "num_train_epochs=3", "dtype=float32")
+    two = finetune(*words, ON_CARDS, "output_dir=two")
+    one = finetune(*words, "pipeline.devices=[cuda:0]", "output_dir=one")
+    assert losses(two) == losses(one) and len(losses(two)) == 6
+    assert ("micro_batch_tokens (auto): 128" in notices(two)) == (tokens == "auto")
+    expected = finetune(*words[1:], "micro_batch_tokens=128", ON_CPU, "output_dir=cpu")
+    assert losses(two) == losses(expected)

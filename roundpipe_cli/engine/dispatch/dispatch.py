@@ -28,7 +28,9 @@ from roundpipe_cli.engine.dispatch.work import NOBODY, AddedTransfer, DispatchEv
 from roundpipe_cli.schedule.operations import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
-MEMORY_HINT = "lower micro_batch_size or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
+MEMORY_HINT = (
+    "lower micro_batch_size (or micro_batch_tokens) or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
+)
 
 
 @dataclass

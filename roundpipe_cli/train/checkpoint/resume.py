@@ -52,8 +52,12 @@ CONFIG_KEY = "model (config.json)"
 FUSED_KEY = "kernels (fused modules)"
 DECAY_KEY = "weight_decay (of which weights)"
 DECAYED = "all but norms and biases"
+GROUPING_KEY = "micro_batch_size (which rows meet)"
+BY_LENGTH = "rows of like length"
 BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
 """What releases without a key did, where it is not what its default does."""
+MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
+"""How a step's rows are grouped."""
 WHOLE, NUMBER = (int,), (int, float)
 NEEDED: Mapping[str, tuple[type, ...]] = {
     "recipe": (dict,),
@@ -83,6 +87,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "config_hash": setup.config_hash,
         "fused": fused_counts(setup.fused),
         "decayed": DECAYED,
+        "grouping": BY_LENGTH,
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -216,9 +221,11 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
             changes.append((key, saved.get(name), now))
     if setup.recipe.method == "full" and setup.recipe.weight_decay and saved.get("decayed") != DECAYED:
         changes.append((DECAY_KEY, saved.get("decayed", "all"), DECAYED))
+    if setup.recipe.rows_per_microbatch > 1 and saved.get("grouping") != BY_LENGTH:
+        changes.append((GROUPING_KEY, saved.get("grouping", "rows in the order of the epoch"), BY_LENGTH))
     changes = [change for change in changes if not _is_longer(saved, *change)]
     if _as_advised(saved, setup.recipe):
-        changes = [change for change in changes if change[0] not in ("micro_batch_size", "gradient_accumulation_steps")]
+        changes = [change for change in changes if change[0] not in MICROBATCH_KEYS]
     for key, old, new in changes:
         if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:
             problems.append(
@@ -243,8 +250,9 @@ def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
     """Whether the microbatches are now those to which the run had adapted itself: the same rows in each step."""
     fit, old = saved.get("fit"), saved["recipe"]  # with both keys: `check_state` saw them
     rows = old["micro_batch_size"] * old["gradient_accumulation_steps"]
-    same_rows = recipe.micro_batch_size * recipe.gradient_accumulation_steps == rows
-    return fit is not None and recipe.micro_batch_size == fit["micro_batch_size"] and same_rows
+    by_tokens = recipe.token_budget is not None, old.get("micro_batch_tokens") is not None
+    same_rows = recipe.rows_per_step == rows and by_tokens[0] == by_tokens[1]
+    return fit is not None and recipe.rows_per_microbatch == fit["micro_batch_size"] and same_rows
 
 
 def _filled(old: Any, defaults: Any) -> Any:

@@ -39,9 +39,9 @@ def _refuse_unshareable(recipe: Recipe, count: int) -> None:
             raise RefusedError(
                 f"{key}: not with several machines", found=str(value).lower(), expected=str(only).lower()
             )
-    if recipe.gradient_accumulation_steps < count:
+    if recipe.microbatches_per_step < count:
         raise RefusedError(
             "gradient_accumulation_steps: fewer microbatches in a step than machines",
-            found=f"{recipe.gradient_accumulation_steps} microbatches, {count} machines",
+            found=f"{recipe.microbatches_per_step} microbatches, {count} machines",
             expected="at least one for each; several for each of its devices",
         )

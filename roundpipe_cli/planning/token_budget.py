@@ -1,0 +1,106 @@
+"""`micro_batch_tokens: auto`: how many tokens a microbatch may hold, from the recipe and the smallest card. No torch.
+
+    rows of max_seq_length tokens     1     2     4     8       the largest count is taken
+    tokens                         2048  4096  8192 16384       that the card has room for
+    microbatches of a full step      64    32    16     8       and that leaves enough microbatches
+
+Neither the number of workers nor that of machines is asked for, so that a run's microbatches, and with them its bits,
+are the same on one such card and on eight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.hardware import Hardware
+from roundpipe_cli.costs.memory import (
+    DEVICE_SHARE,
+    FITTING_SHARE,
+    device_need,
+    fixed_device_need,
+    usable_device_bytes,
+    usable_host_bytes,
+    whole_cache_bytes,
+)
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.planning.verdict import coarsest_cut, judge, stages_of_blocks
+
+USUAL_TOKENS = 8192
+"""Tokens that keep a card busy with products rather than with launching them and fetching weights (rule of thumb)."""
+EXPERT_TOKENS = 16384
+"""The same where each expert sees a small share of them."""
+CPU_TOKENS = 2048
+"""The same for the processor, which fetches no weights."""
+MIN_MICROBATCHES = 4
+"""Microbatches that a full step is left with, whatever the number of workers, which is not asked for."""
+MIN_LARGE_MICROBATCHES = 16
+"""The same where they have more than `USUAL_TOKENS`."""
+MICROBATCHES_KEPT = 16
+"""Microbatches whose boundaries the host has room for: rounds of two for each of eight workers."""
+CPU_SHARE = 1 / 8
+"""Share of the host's memory for the activations of one CPU worker."""
+
+
+def choose_token_budget(
+    architecture: Architecture, settings: TrainingSettings, smallest: Hardware, *, may_hold: bool = False
+) -> int:
+    """Tokens of a microbatch, padding included: a row's `max_seq_length`, or as many times as many as divides a step.
+
+    Where a card has room for all weights and, with fewer tokens, for the activations of all blocks too, so that nothing
+    is computed twice, there are no more tokens than that.
+
+    Args:
+        settings: with one row in a microbatch, and the rows of a step as microbatches.
+        smallest: `with_smallest_card`; one that two workers share counts as two of half its memory.
+        may_hold: all weights may stay on a card, see `Recipe.may_hold_all_weights`.
+    """
+    row_tokens = settings.sequences_per_row * settings.max_seq_length
+    if architecture.is_guess:
+        return row_tokens
+    on_cpu = smallest.devices[0].is_cpu
+    has_experts = any(block.num_experts for block in architecture.blocks)
+    wanted = CPU_TOKENS if on_cpu else EXPERT_TOKENS if has_experts else USUAL_TOKENS
+    fitting = []
+    for rows in range(max(1, wanted // row_tokens), 0, -1):
+        count = settings.num_microbatches // rows
+        least = MIN_LARGE_MICROBATCHES if rows * row_tokens > USUAL_TOKENS else MIN_MICROBATCHES
+        tried = replace(settings, micro_batch_size=rows, num_microbatches=count)
+        if count >= least and settings.num_microbatches % rows == 0 and _has_room(architecture, tried, smallest):
+            fitting.append(tried)
+    if not fitting:
+        return row_tokens
+    keeping = [tried for tried in fitting if may_hold and not on_cpu and _keeps_all(architecture, tried, smallest)]
+    return int((keeping or fitting)[0].micro_batch_size) * row_tokens
+
+
+def with_smallest_card(machine: Hardware) -> Hardware:
+    """The machine with its card of least memory alone, of which stages may fill `DEVICE_SHARE`, and any disk."""
+    gpus = [device for device in machine.devices if not device.is_cpu]
+    device = min(gpus or machine.devices, key=lambda one: one.memory_bytes)
+    share = 1.0 if device.is_cpu else DEVICE_SHARE / FITTING_SHARE
+    alone = replace(device, memory_bytes=int(share * device.memory_bytes))
+    return replace(machine, devices=(alone,), disk_free_bytes=None)
+
+
+def _keeps_all(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+    """Whether the card holds all weights and the activations of a microbatch in all blocks."""
+    costs = analytic_costs(architecture, settings, machine).costs
+    fixed = fixed_device_need(costs, architecture, settings, machine).total_bytes
+    activations = sum(layer.activation_bytes for layer in costs.layers[:-1])
+    return whole_cache_bytes(costs.layers) + activations + fixed <= usable_device_bytes(machine.devices[0])
+
+
+def _has_room(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+    """Whether such microbatches fit one device, and `MICROBATCHES_KEPT` of them the host."""
+    analytic = analytic_costs(architecture, settings, machine)
+    cut = coarsest_cut(architecture, settings, machine, analytic)
+    kept = replace(cut, microbatches_per_round=min(MICROBATCHES_KEPT, settings.num_microbatches))
+    if not judge(architecture, settings, machine, analytic, kept).fits:
+        return False
+    if not machine.devices[0].is_cpu:
+        return True
+    stages = stages_of_blocks(len(analytic.costs.layers), 1)
+    need = device_need(analytic.costs, architecture, settings, machine, *stages)
+    return need.total_bytes <= CPU_SHARE * usable_host_bytes(machine)

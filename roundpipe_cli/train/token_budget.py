@@ -1,0 +1,43 @@
+"""What `micro_batch_tokens: auto` is for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from roundpipe_cli.costs.find_model import FoundConfig
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta
+from roundpipe_cli.planning.question import ask, describe_budget
+from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+def with_token_budget(
+    loaded: LoadedRecipe, tell: Tell, smallest: Callable[[int], int] = lambda tokens: tokens
+) -> LoadedRecipe:
+    """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model.
+
+    Args:
+        tell: gets the number.
+        smallest: of the numbers of all machines of the run.
+    """
+    recipe = loaded.recipe
+    if recipe.micro_batch_tokens != "auto":
+        return loaded
+    tokens = None
+    with suppress(RefusedError):  # another check says what is wrong, if anything
+        tokens = ask(loaded, here=True, build=_counted).loaded.recipe.token_budget
+    recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
+    tell(Notice(f"{describe_budget(recipe)}, or more shorter ones"))
+    return replace(loaded, recipe=recipe)
+
+
+def _counted(found: FoundConfig) -> Mapping[str, Any] | None:
+    """The counts that `plan` takes of a model that the tables do not know."""
+    try:
+        return count_on_meta(found.config, found.name, found.folder)
+    except NotBuiltError:
+        return None

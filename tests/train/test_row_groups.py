@@ -1,0 +1,197 @@
+"""How a step's rows are put into microbatches: the loss is that of the rows one by one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
+
+TOLERANCE = 1e-5
+"""Relative, of a loss in float32 without dropout."""
+STEP_ROWS = 8
+PLAIN = {"num_train_epochs": 2, "lora__dropout": 0.0, "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
+
+
+def write_uneven_rows(path: Path, num_rows: int = 20) -> None:
+    """Rows of 20 to 120 tokens, in no order of length."""
+    lengths = [7 * index % num_rows * 5 + 1 for index in range(num_rows)]
+    rows = [{"prompt": f"Say {index}: ", "completion": "x" * length} for index, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def workspace(folder: Path, model: Path, **changes: Any) -> Path:
+    make_workspace(folder, model, **{"max_seq_length": 128, **PLAIN, **changes})
+    write_uneven_rows(folder / "rows.jsonl")
+    return folder
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def row_sets(folder: Path) -> list[list[int]]:
+    return [sorted(json.loads(line)["rows"]) for line in (folder / "rows.log").read_text().splitlines()]
+
+
+def trained(folder: Path, *words: str) -> tuple[list[float], list[list[int]]]:
+    """Losses and rows of a run's steps."""
+    finetune(folder, *words, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
+    return [row["loss"] for row in metrics(folder / "out")], row_sets(folder)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[list[float], list[list[int]]]:
+    folder = workspace(tmp_path_factory.mktemp("one"), model, micro_batch_size=1, gradient_accumulation_steps=STEP_ROWS)
+    return trained(folder)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_rows_of_like_length_meet_and_the_loss_stays(
+    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], size: int
+) -> None:
+    folder = workspace(tmp_path, model, micro_batch_size=size, gradient_accumulation_steps=STEP_ROWS // size)
+    losses, rows = trained(folder)
+    assert rows == one_by_one[1], "the rows of each step are those that they were"
+    assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("tokens, packing", [(128, False), (300, False), (512, False), (256, True), (1024, True)])
+def test_microbatches_filled_by_tokens_keep_rows_and_loss(
+    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], tokens: int, packing: bool
+) -> None:
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS}
+    if packing:
+        shape["gradient_accumulation_steps"] = 4
+        one_by_one = trained(workspace(tmp_path / "one", model, packing=True, **shape))
+    folder = workspace(tmp_path / "work", model, packing=packing, micro_batch_tokens=tokens, **shape)
+    losses, rows = trained(folder)
+    assert rows == one_by_one[1], "the rows of each step are those that they were"
+    assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
+
+
+def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, model: Path) -> None:
+    """Steps have 2 to 4 microbatches here."""
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 256}
+    whole = workspace(tmp_path / "whole", model, pipeline__devices=["cpu"], val_set_size=3, **shape)
+    finetune(whole).expect(0)
+    expected = [row["loss_hex"] for row in metrics(whole / "out")]
+    for count in (2, 3):
+        folder = workspace(
+            tmp_path / str(count), model, pipeline__devices=["cpu"] * count, val_set_size=3, max_steps=3, **shape
+        )
+        finetune(folder).expect(0)
+        finetune(folder, "--resume", "max_steps=5").expect(0)
+        rows = [row["loss_hex"] for row in metrics(folder / "out")]
+        assert rows[:3] == expected[:3] and len(rows) == 5
+    evaluations = [(tmp_path / name / "out" / "eval.jsonl").read_text().splitlines()[-1] for name in ("2", "3")]
+    assert json.loads(evaluations[0])["loss_hex"] == json.loads(evaluations[1])["loss_hex"]
+
+
+def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, model: Path) -> None:
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": "auto"}
+    found = []
+    for count in (1, 3):
+        folder = workspace(tmp_path / str(count), model, pipeline__devices=["cpu"] * count, max_steps=2, **shape)
+        done = finetune(folder).expect(0)
+        assert "micro_batch_tokens (auto): 256: 2 rows of 128 tokens" in done.err
+        found.append((resolved(folder)["micro_batch_tokens"], [row["loss_hex"] for row in metrics(folder / "out")]))
+    assert found[0] == found[1] and found[0][0] == 256
+    again = finetune(folder, "--resume", "max_steps=3").expect(0)
+    assert "micro_batch_tokens (auto)" not in again.err, "decided once"
+    assert resolved(folder)["micro_batch_tokens"] == 256
+    changed = finetune(folder, "--resume", "max_steps=4", "micro_batch_tokens=512").expect(2)
+    assert "micro_batch_tokens: changed" in changed.err
+
+
+def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
+    shape = {"objective": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 4, "save_steps": 10}
+    losses = []
+    for tokens in (None, 256, 1024):
+        folder = workspace(tmp_path / str(tokens), model, micro_batch_tokens=tokens, max_steps=3, **shape)
+        rows = [
+            {"prompt": "Say", "chosen": f"{index} {'x' * (9 * index % 50)}", "rejected": f"no {'y' * (7 * index % 60)}"}
+            for index in range(12)
+        ]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        finetune(folder).expect(0)
+        losses.append([row["loss"] for row in metrics(folder / "out")])
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+    assert losses[2] == pytest.approx(losses[0], rel=TOLERANCE)
+
+
+def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(tmp_path: Path, model: Path) -> None:
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 512}
+    whole = workspace(tmp_path / "whole", model, **shape)
+    finetune(whole).expect(0)
+    folder = workspace(tmp_path / "adapts", model, **shape)
+    twice = ",".join(f"compute:raise=MemoryError:step=1:nth={count}" for count in (1, 2))
+    done = finetune(folder, "on_oom=adapt", environment={"ROUNDPIPE_FAULT": twice}).expect(0)
+    assert "write micro_batch_tokens: 256, pipeline.recompute: layer" in done.err
+    adapted, plain = ([row["loss"] for row in metrics(one / "out")] for one in (folder, whole))
+    assert adapted == pytest.approx(plain, rel=TOLERANCE)
+    for out in (folder / "out" / "step-00000006", folder / "out" / "report.json"):
+        remove(out)
+    advised = ["micro_batch_tokens=256", "pipeline.recompute=layer"]
+    assert "micro_batch_tokens: changed" in finetune(folder, "--resume", "micro_batch_tokens=128").expect(2).err
+    finetune(folder, "--resume", *advised).expect(0)
+
+
+def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path, model)
+    done = finetune(folder, "micro_batch_tokens=100").expect(2)
+    assert "a row of max_seq_length tokens does not fit into a microbatch" in done.err
+    assert "hint: micro_batch_tokens=128, or a smaller max_seq_length" in done.err
+    done = finetune(folder, "micro_batch_tokens=auto", "pipeline.sequence_chunks=2").expect(2)
+    assert "microbatches of chunked sequences are not filled by tokens" in done.err
+
+
+# --- packing: auto ----------------------------------------------------------------------------------------------------
+
+
+def resolved(folder: Path) -> dict[str, Any]:
+    recipe: dict[str, Any] = yaml.safe_load((folder / "out" / "recipe.yaml").read_text())
+    return recipe
+
+
+def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, model: Path) -> None:
+    shape = {"max_seq_length": 256, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    whole = workspace(tmp_path / "whole", model, packing=True, **shape)
+    finetune(whole).expect(0)
+    folder = workspace(tmp_path / "auto", model, packing="auto", **shape)
+    done = finetune(folder, "max_steps=2").expect(0)
+    assert "packing (auto): on: rows have" in done.err and "packing: 20 rows in" in done.err
+    assert resolved(folder)["packing"] is True
+    again = finetune(folder, "--resume").expect(0)
+    assert "packing (auto)" not in again.err, "decided once"
+    rows = [row["tokens"] for row in metrics(folder / "out")]
+    assert rows == [row["tokens"] for row in metrics(whole / "out")] and len(rows) == 4
+
+
+def test_auto_does_not_pack_long_rows_nor_where_rows_would_mix(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path / "long", model, packing="auto", max_steps=1)
+    assert "packing (auto): off: rows have" in finetune(folder).expect(0).err
+    assert resolved(folder)["packing"] is False
+    bloom = make_model(tmp_path / "b" / "model", "bloom", num_hidden_layers=2)
+    other = workspace(tmp_path / "bloom", bloom, packing="auto", max_steps=1, max_seq_length=256)
+    done = finetune(other).expect(0)
+    assert "packing (auto): off: this model cannot train on packed rows: they would see each other" in done.err
+    assert resolved(other)["packing"] is False
+
+
+def test_data_and_plan_say_what_auto_does(tmp_path: Path, model: Path) -> None:
+    folder = workspace(tmp_path, model, packing="auto", max_seq_length=256, max_steps=2)
+    assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
+    document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
+    assert document["packing"]["auto"]["packs"] is True
+    assert "packing (auto): short rows will be packed" in run(folder, "plan", "recipe.yaml", "-v").expect(0).out
