@@ -170,6 +170,29 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
     assert "no result" in run(trained, "generate", "nowhere", "x").expect(2).err
 
 
+def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
+    """It was a usage error. A turn is answered behind the turns before it; the expected text is rendered here."""
+    words = ("generate", "out", "--max-new-tokens", "6", "--dtype", "float32", "--offline", "--json")
+    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/new\nSay x1: \n").expect(0)
+    first, second, third = map(json.loads, done.out.splitlines())
+    assert first == third and first["prompt"] == "Say x1:" and second["prompt"] == "again"
+    from peft import PeftModel
+
+    tokenizer = make_tokenizer()
+    turns = [("user", "Say x1:"), ("assistant", first["answer"]), ("user", "again")]
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": said} for role, said in turns], add_generation_prompt=True, tokenize=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, str(trained / "out")).eval()
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+    assert second["answer"] == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "not valid UTF-8" in fresh(trained, *words, stdin=b"a\xff\n").expect(2).err
+
+
 def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:
     """It ended at the tokenizer's alone, and said neither where nor how it answers."""
     work = tmp_path / "work"
