@@ -161,7 +161,6 @@ CHANGES: Mapping[str, str] = {
     "pissa_init": "the adapters start by lora.init in place of PiSSA",
     "fp8": "products are computed in the recipe's dtype, not in fp8",
     "shift_attn": "attention is whole, not shifted as in LongLoRA",
-    "mask_history": "every answer of a chat is trained, not only the last",
     "default_system": "the chat template's own system message is used",
     "default_system_message": "the chat template's own system message is used",
     "add_tokens": "no tokens are added",
@@ -256,9 +255,12 @@ FACTORY_COLUMNS: Mapping[str, str] = {
 }
 """LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
 
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+CHAT_ROLES: Mapping[str, str] = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
+}
 SHAREGPT_ROLES: Mapping[str, str] = {
     **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
-    **{"tool": "tool", "observation": "tool", "function_response": "tool"},
+    **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
 }
 """Names of roles that rows may have here, as in `data/formats.py`; a test holds the two together."""

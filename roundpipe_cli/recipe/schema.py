@@ -143,6 +143,25 @@ class DatasetConfig:
     weight: Annotated[float, Range(0, above=True)] = 1.0
     """Share of this source in the rows of an epoch, relative to the others' weights; a row comes again when all rows of
     its source have come. All weights equal (as here): every row once an epoch, whatever the sizes."""
+    roles_to_train: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], NotEmpty()] = ("assistant",)
+    """Roles whose turns are trained, each with the end of its turn. A message with `train: false` or `weight: 0` is
+    not, whatever its role."""
+    turns_to_train: Literal["all", "last"] = "all"
+    """`last` trains the last turn alone of those that would be trained; the turns before it are its context."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """Ends of turns that are trained: those of trained turns, the last of these, every turn's, or none. For rows that
+    are plain texts with an answer, all but `none` train the EOS behind it."""
+    thoughts: Literal["train", "mask", "drop"] = "train"
+    """What becomes of the assistant's thoughts, in `reasoning_content` or between <think> marks: trained, kept as
+    context that is not trained, or left out of the text."""
+    as_chat: bool = True
+    """Plain prompts and completions become turns where the tokenizer has a chat template. `false` joins them as they
+    stand (TRL), or in the Alpaca prompt (axolotl)."""
+    alpaca_join: Literal["blank_line", "newline"] = "blank_line"
+    """What stands between instruction and input of alpaca rows in the user's turn: LLaMA-Factory has `newline`."""
+    txt_rows: Literal["paragraph", "line", "file"] | Words = "paragraph"
+    """Rows of a .txt file: its paragraphs, its lines, the whole file, or what stands between any other text that is
+    given here, such as <|endoftext|>."""
     columns: Mapping[Column, Words] = field(default_factory=dict)
     """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
     prompt. Empty: the columns have the type's own names."""

@@ -7,7 +7,7 @@ from dataclasses import fields
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schedules import find_schedule_problems
-from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
+from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 
 NEEDS_EVALUATION = (
     ("eval_steps", None),
@@ -41,6 +41,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
         what = f"the base weights cannot be in {packed[0].bits} and in {other.bits} bit"
         findings.add((other.key,), what, hint="delete one of the lines")
     _find_split_problems(recipe, findings)
+    _find_rule_problems(recipe, findings)
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -71,6 +72,21 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
     for key, index, kind in ((key, at, one.type) for key, given in named for at, one in enumerate(given)):
         if splits and kind not in ("auto", "text"):
             findings.add((key, index, "type"), "only rows of type text can be split", found=kind, hint=SPLIT_HINT)
+
+
+def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
+    """Rules for what is trained of a conversation, where all of it is, or where an answer is compared."""
+    plain = {field.name: field.default for field in fields(DatasetConfig)}
+    every = recipe.train_on_inputs
+    why = "train_on_inputs trains every token" if every else f"objective {recipe.objective} compares whole answers"
+    keys = ["roles_to_train", "turns_to_train"] if every or recipe.trains_pairs else []
+    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+    for name, index, dataset in ((name, at, one) for name, given in named for at, one in enumerate(given)):
+        for key in [*keys, *(["train_on_eos"] if every else [])]:
+            if getattr(dataset, key) != plain[key]:
+                findings.add((name, index, key), f"{why}: {key} changes nothing", hint=f"delete {key}")
+        if every and dataset.thoughts == "mask":
+            findings.add((name, index, "thoughts"), f"{why}, thoughts too", found="mask", expected="train or drop")
 
 
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.hold_out import hold_out
 from roundpipe_cli.data.pairs import build_pairs
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell
@@ -66,6 +66,15 @@ def _spec(dataset: DatasetConfig) -> DatasetSpec:
         split=dataset.split,
         name=dataset.name,
         columns={str(key): value for key, value in dataset.columns.items()},
+        rules=TrainRules(
+            roles_to_train=dataset.roles_to_train,
+            turns_to_train=dataset.turns_to_train,
+            train_on_eos=dataset.train_on_eos,
+            thoughts=dataset.thoughts,
+        ),
+        as_chat=dataset.as_chat,
+        alpaca_join=dataset.alpaca_join,
+        txt_rows=dataset.txt_rows,
     )
 
 
