@@ -396,6 +396,10 @@ class Recipe:
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
     (same rows, same loss), compute the step again and say what to write here."""
+    check_longest_rows: Literal["auto"] | bool = "auto"
+    """Compute a step of the longest rows before the first step and discard it, so that a lack of memory shows at once.
+    It takes the time of a step and changes no bit of the run. `auto` does so on GPUs; not with packing, where all
+    sequences are about as long, or on several machines."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is NaN or infinite: stop (exit code 4), or skip that update, name its rows and
     continue; ten such steps in a row stop the run anyway."""

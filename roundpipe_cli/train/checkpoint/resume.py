@@ -36,6 +36,7 @@ FREE_KEYS = (
     "report_to",
     "resume_from_checkpoint",
     "on_oom",
+    "check_longest_rows",
     "on_nonfinite",
     "watchdog_s",
     "weights",
