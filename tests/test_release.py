@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from roundpipe_cli.train.result.generate import roomy_device
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.support.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run, smollm2_folder
+from tests.support.hub_server import hub_server
 from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
@@ -138,6 +139,36 @@ def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -
     assert "the upload failed" in done.err and "hf upload me/mine pushed" in done.err and SECRET not in done.err
     assert (trained / "pushed" / "README.md").exists()
     assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
+
+
+def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_path: Path) -> None:
+    """To a small hub on this machine: the result with its card, and neither checkpoints nor metrics."""
+    work = tmp_path / "work"
+    shutil.copytree(trained, work, ignore=shutil.ignore_patterns("out", ".log*"))
+    with hub_server() as hub:
+        environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": SECRET, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "--no-dashboard")
+        done = fresh(work, *words, environment=environment).expect(0)
+        assert f"uploaded to {hub.address}/me/mine" in done.err and SECRET not in done.err
+        assert hub.is_private == {"me/mine": True}
+        files = hub.files["me/mine"]
+        assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= set(files)
+        assert files["adapter_model.safetensors"] == (work / "out" / "adapter_model.safetensors").read_bytes()
+        assert not any(name.startswith(("step-", "metrics", "events", "report", "recipe")) for name in files)
+        assert not list((work / "out").glob(".tmp*"))
+        hub.refuses_files = True
+        done = fresh(work, *words, "output_dir=other", environment=environment).expect(2)
+        assert "the run is finished, and its upload failed" in done.err and SECRET not in done.err
+        assert "roundpipe export other --to other-exported --push me/mine" in done.err
+        assert (work / "other" / "adapter_model.safetensors").exists()
+
+
+def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
+    words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "output_dir=never")
+    done = fresh(trained, *words, environment=nowhere).expect(2)
+    assert "could not be uploaded" in done.err and SECRET not in done.err and not (trained / "never").exists()
+    assert "--offline" in fresh(trained, *words, "--offline", environment=nowhere).expect(2).err
 
 
 def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:

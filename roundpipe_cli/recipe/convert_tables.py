@@ -200,8 +200,6 @@ CHANGES: Mapping[str, str] = {
 }
 """Keys whose work is not done here, and what training does instead: said in the recipe's first line."""
 
-_UPLOAD = "upload the finished adapter with `hf upload`"
-
 NO_COUNTERPART: Mapping[str, str] = {
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
@@ -213,9 +211,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "wandb_name": "the name goes into the WANDB_NAME variable",
     "wandb_watch": "gradients are not sent to trackers",
     "wandb_log_model": "adapters are not sent to trackers",
-    "hub_model_id": _UPLOAD,
-    "hub_strategy": _UPLOAD,
-    "push_to_hub": _UPLOAD,
+    "hub_strategy": "the finished result is uploaded, and no checkpoint",
     "loss_watchdog_threshold": "on_nonfinite says what a loss that is no number does",
     "loss_watchdog_patience": "on_nonfinite says what a loss that is no number does",
     "model_quantization_config": "the weights are loaded as the model's own files say",

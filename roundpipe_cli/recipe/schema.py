@@ -389,6 +389,9 @@ class Recipe:
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get the metrics too, each through its own package: `pip install 'roundpipe-cli[wandb]'`. What they
     need to know (projects, servers, secrets) they read from their own variables."""
+    hub_model_id: Words | None = None
+    """Repository on the hub, such as me/my-model, that the finished result is uploaded to. It is made before training,
+    private, unless it is there. null uploads nothing."""
     resume_from_checkpoint: Words | None = None
     """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. One in `output_dir`: later ones are
     set aside (renamed to set-aside-step-*). One of another run: it continues in `output_dir`, which must hold no run,

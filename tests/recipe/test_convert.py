@@ -427,7 +427,7 @@ SAMPLES: dict[str, Any] = {
     **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090", "kernels": "reference"},
     **{"lora.r": 2, "lora.alpha": 2, "lora.dropout": 0.1, "lora.target_modules": ["q"], "lora.use_dora": True},
     **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
-    "lora.start_from": "adapter",
+    **{"lora.start_from": "adapter", "hub_model_id": "me/mine"},
     "chat_template_kwargs": {"enable_thinking": False},
 }
 """A value for each recipe key that a training file of another tool may have, under its own or another name."""
@@ -447,6 +447,7 @@ NOT_OF_PEERS = {
     "resume_from_checkpoint",
     "lr_above_peak",
     "long_rows_overlap",
+    "check_longest_rows",
 }
 """Sections, keys that no other tool has, what every file has, and the checkpoint, whose value decides: another
 program's is not read."""
@@ -470,6 +471,7 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
             "use_peft": target.startswith("lora.") or target in NEEDS_ADAPTERS,
             key: value,
             "dataset_test_split": "test",
+            "push_to_hub": target == "hub_model_id",
         }
         together |= {"optim": "sgd"} if target == "sgd_momentum" else {}
         together |= {"eval_strategy": "steps"} if target in dict(NEEDS_EVALUATION) else {}
@@ -606,6 +608,23 @@ def test_what_axolotl_trains_of_a_chat(rows: str, expected: dict[str, Any]) -> N
 def test_what_cannot_be_trained_of_a_chat_is_listed(rows: str, keys: list[str]) -> None:
     result = converted("axolotl", f"datasets: [{{path: x.jsonl, type: chat_template, {rows}}}]")
     assert [entry.key for entry in result.left_out] == [f"datasets[0].{key}" for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "expected"),
+    [
+        ("axolotl", "hub_model_id: me/mine", "me/mine"),
+        ("trl", "{hub_model_id: me/mine, push_to_hub: true}", "me/mine"),
+        ("trl", "hub_model_id: me/mine", None),
+        ("llama-factory", "{hub_model_id: me/mine, push_to_hub: false}", None),
+    ],
+)
+def test_a_result_is_uploaded_where_the_tool_would(tool: str, lines: str, expected: str | None) -> None:
+    result = converted(tool, lines)
+    assert result.recipe.get("hub_model_id") == expected
+    assert not any("hub" in entry.key for entry in result.left_out)
+    alone = converted("trl", "push_to_hub: true")
+    assert [entry.key for entry in alone.left_out] == ["push_to_hub"] and "hub_model_id" not in alone.recipe
 
 
 def test_mask_history_trains_the_last_answer(tmp_path: Path) -> None:

@@ -208,8 +208,9 @@ my_own_key: 12
             **{"method": "full", "num_train_epochs": 3, "learning_rate": 5e-4, "save_steps": 100},
             **{"save_total_limit": 3, "gradient_accumulation_steps": 2},
             "datasets": [{"path": "org/qa", "name": "main", "type": "auto"}],
+            "hub_model_id": "me/smol",
         },
-        {"datasets[0].type", "datasets[0].shards", "hub_model_id", "my_own_key"},
+        {"datasets[0].type", "datasets[0].shards", "my_own_key"},
         num_gpus=2,
     ),
     "factory_lora": Example(
@@ -480,7 +481,7 @@ eos_token: <|im_end|>
                 {"path": "org/code", "split": "train[:10%]", "as_chat": False},
             ],
         },
-        {"dataset_mixture.seed", "hub_model_id", "eos_token"},
+        {"dataset_mixture.seed", "eos_token"},
     ),
     "trl_text": Example(
         "trl",

@@ -34,6 +34,7 @@ FREE_KEYS = (
     "load_best_model_at_end",
     "early_stopping_patience",
     "report_to",
+    "hub_model_id",
     "resume_from_checkpoint",
     "on_oom",
     "check_longest_rows",
