@@ -18,6 +18,7 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
+PAIRS = "preference"
 PAIRS_HINT = "add the line `objective: dpo` (or orpo, simpo)"
 SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
@@ -91,13 +92,12 @@ def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
 
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     if not recipe.trains_pairs:
-        for index, dataset in enumerate(recipe.datasets):
-            if dataset.type == "preference":
-                path = ("datasets", index, "type")
-                findings.add(path, "preference pairs need another objective", hint=PAIRS_HINT)
+        sources = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+        for name, at in ((name, at) for name, given in sources for at, one in enumerate(given) if one.type == PAIRS):
+            findings.add((name, at, "type"), "preference pairs need another objective", hint=PAIRS_HINT)
         return
     objective = recipe.objective
-    off = [("packing", False), ("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
+    off = [("packing", False), ("label_smoothing_factor", 0.0)]
     if recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     if objective == "dpo" and recipe.method != "lora":
@@ -108,9 +108,10 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     for key, without in off:
         if getattr(recipe, key) != without:
             findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
-    for index, dataset in enumerate(recipe.datasets):
+    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+    for name, index, dataset in ((name, at, one) for name, given in named for at, one in enumerate(given)):
         if dataset.type not in ("auto", "preference"):
-            what, path = f"objective {objective} needs preference pairs", ("datasets", index, "type")
+            what, path = f"objective {objective} needs preference pairs", (name, index, "type")
             findings.add(path, what, found=dataset.type, expected="preference")
 
 

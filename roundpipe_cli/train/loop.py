@@ -33,7 +33,7 @@ from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
 from roundpipe_cli.train.devices import updater_threads
-from roundpipe_cli.train.evaluate import Evaluator, Scorer
+from roundpipe_cli.train.evaluate import Evaluator
 from roundpipe_cli.train.finite import FiniteGuard, poisoned
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.longest import RunStep, try_longest
@@ -50,6 +50,7 @@ from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.result.finish import write_report, write_trace
 from roundpipe_cli.train.result.report import make_report
 from roundpipe_cli.train.run_log import RunLog
+from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.train.signals import StopSignals
 

@@ -268,10 +268,10 @@ def test_keys_that_mean_another_thing_in_one_tool() -> None:
 
 
 def test_what_a_loss_of_pairs_lacks_is_in_the_first_line() -> None:
-    """Other references and added likelihoods make another loss; held-out rows are not evaluated."""
+    """Other references and added likelihoods make another loss."""
     lines = f"{{stage: dpo, pref_ftx: 0.5, ref_model: other/model, val_size: 0.1, {_LIKED}}}"
     result = converted("llama-factory", lines)
-    assert {entry.key for entry in result.left_out} == {"pref_ftx", "ref_model", "template", "val_set_size"}
+    assert {entry.key for entry in result.left_out} == {"pref_ftx", "ref_model", "template"}
     first = result.text("a.yaml").splitlines()[0]
     assert "pref_ftx: " in first and "ref_model: the reference is the base model" in first
 
