@@ -121,7 +121,7 @@ class EvaluationFinished:
     """Updates done before."""
     num_steps: int
     loss: float
-    """Mean over the target tokens of all evaluation rows, in nats."""
+    """Mean over the target tokens of all evaluation rows, in nats; of preference pairs over the pairs."""
     perplexity: float
     """exp(loss)."""
     tokens: int
@@ -131,6 +131,8 @@ class EvaluationFinished:
     """Whether no evaluation before had a lower loss."""
     samples: tuple[tuple[str, str], ...] = ()
     """(prompt, generated answer)."""
+    preference: Mapping[str, float] | None = None
+    """Keys of the row in place of the perplexity, for preference pairs."""
 
 
 @dataclass(frozen=True, slots=True)

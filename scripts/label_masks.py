@@ -1,13 +1,20 @@
-"""Labels of rows in every format against transformers' assistant masks, for six chat templates.
+"""Labels of rows in every format against transformers' assistant masks, for six chat templates; and against TRL's own
+trainers and collators for prompt/completion and DPO.
 
     python scripts/label_masks.py                   1,000 rows of each format
     python scripts/label_masks.py --rows 50 --only qwen
+    python scripts/label_masks.py --only none       TRL's collators without a chat template
 
 This program reads rows through the templates as models have them, without marks. The reference is transformers'
 `return_assistant_tokens_mask` through TRL's training variants of the same templates, which mark the assistant's words.
 Some of them mark the line break before an answer and the one behind its end, too: these are taken out of the reference.
 The tokenizer is SmolLM2's with the templates' special tokens; rows are made up, with a seed. TRL is installed as
 `trl_losses.py` installs it.
+
+The second table reads the same rows by TRL's SFTTrainer and DPOTrainer and collates them one by one with their own
+collators. These train a line break that a template writes behind the end of the last turn, and those before the answer
+where SmolLM2's tokenizer cuts them otherwise without an answer behind (Llama 3). They are taken out of theirs; the last
+column says in how many rows there were some.
 
 Exits 1 where the tokens or the labels of a row differ.
 """
@@ -16,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import sys
@@ -25,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trl_losses import enter_venv
+from trl_losses import enter_venv, make_model
 
 TEMPLATES = ("qwen2_5", "qwen3_instruct_2507", "llama3", "gemma3", "phi3", "cohere")
 WORDS = (
@@ -114,7 +122,109 @@ def equal_rows(tokenizer: Any, template: str, marked: str, chats: list[Messages]
     return equal
 
 
+def pair_of(chat: Messages, other: str) -> dict[str, Any]:
+    """The chat's last answer as the chosen one, and `other` as the rejected one."""
+    return {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": [{"role": "assistant", "content": other}]}
+
+
+def whole_pair_of(chat: Messages, other: str) -> dict[str, Any]:
+    """The same as two whole conversations."""
+    pair = pair_of(chat, other)
+    return {answer: pair["prompt"] + pair[answer] for answer in ("chosen", "rejected")}
+
+
+COLLATED: dict[str, Callable[[Messages, str], dict[str, Any]]] = {
+    "prompt_completion": lambda chat, _: {"prompt": chat[:-1], "completion": chat[-1:]},
+    "DPO": pair_of,
+    "DPO, whole conversations": whole_pair_of,
+}
+COLLATED_TEXTS: dict[str, Callable[[Messages, str], dict[str, Any]]] = {
+    "prompt_completion": lambda chat, _: {"prompt": chat[-2]["content"], "completion": " " + chat[-1]["content"]},
+    "DPO": lambda chat, other: {"prompt": chat[-2]["content"], "chosen": " " + chat[-1]["content"],
+                                "rejected": "\n" + other},
+}  # fmt: skip
+"""The rows of the second table: of messages, and of texts without a template."""
+
+
+def trl_rows(rows: list[dict[str, Any]], tokenizer: Any, base: Path, folder: Path) -> list[list[tuple[Any, Any]]]:
+    """(tokens, labels) of each row's sequences as TRL's trainer prepares and collates them."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    pairs = "rejected" in rows[0]
+    config, maker = (DPOConfig, DPOTrainer) if pairs else (SFTConfig, SFTTrainer)
+    trainer = maker(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        args=config(output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to=[], max_length=4096),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    read = []
+    for row in trainer.train_dataset:
+        batch = trainer.data_collator([row])
+        labels = batch["input_ids"].where(batch["completion_mask"] == 1, -100) if pairs else batch["labels"]
+        mask = batch["attention_mask"].bool() if pairs else torch.ones_like(labels, dtype=torch.bool)
+        sequences = zip(batch["input_ids"], labels, mask, strict=True)
+        read.append([(tokens[one].tolist(), label[one].tolist()) for tokens, label, one in sequences])
+    return read
+
+
+def our_rows(path: Path, tokenizer: Any, template: str | None, *, pairs: bool) -> list[list[tuple[Any, Any]]]:
+    """The same by this program."""
+    from roundpipe_cli.data.dataset import build_dataset
+    from roundpipe_cli.data.pairs import build_pairs
+    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+
+    settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=template)
+    if pairs:
+        dataset, rejected = build_pairs(settings, tokenizer, lambda text: None)
+        sides = [dataset.rows, rejected]
+    else:
+        sides = [build_dataset(settings, tokenizer).rows]
+    return [[(list(row.input_ids), list(row.labels)) for row in rows] for rows in zip(*sides, strict=True)]
+
+
+def without_breaks(tokenizer: Any, tokens: list[int], labels: list[int]) -> list[int]:
+    """The labels without line breaks at both ends of the answer."""
+    mask = without_borders(tokenizer, tokens, [int(label >= 0) for label in labels])
+    return [label if trained else -100 for label, trained in zip(labels, mask, strict=True)]
+
+
+def compare_collated(tokenizer: Any, templates: dict[str, str | None], num_rows: int, folder: Path) -> bool:
+    """Print the second table; whether all rows are equal."""
+    print("\n| template | " + " | ".join(COLLATED) + " | line breaks taken out |\n|---|" + "---:|" * 4)
+    make_model(folder / "base")
+    all_equal = True
+    for name, template in templates.items():
+        tokenizer.chat_template = template
+        counts, num_breaks, num_all = [], 0, 0
+        for index, (shape, make) in enumerate((COLLATED if template else COLLATED_TEXTS).items()):
+            generator = random.Random(100 + index)
+            chats = [chat_of(generator, generator.randint(1, 4)) for _ in range(num_rows)]
+            rows = [make(chat, text_of(generator)) for chat in chats]
+            path = folder / "rows.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            equal = 0
+            mine = our_rows(path, tokenizer, template, pairs=shape != "prompt_completion")
+            theirs = trl_rows(rows, tokenizer, folder / "base", folder)
+            for our, their in zip(mine, theirs, strict=True):
+                cut = their
+                if template is not None:
+                    cut = [(tokens, without_breaks(tokenizer, tokens, labels)) for tokens, labels in their]
+                num_breaks += cut != their
+                equal += our == cut
+            counts.append(equal)
+            num_all += num_rows
+        all_equal &= counts == [num_rows] * len(counts)
+        shown = [*map(str, counts), *[""] * (len(COLLATED) - len(counts)), f"{num_breaks} of {num_all}"]
+        print(f"| {name} | {' | '.join(shown)} |", flush=True)
+    return all_equal
+
+
 def main() -> None:
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1000, help="rows of each format")
     parser.add_argument("--only", default="", help="templates whose name begins so")
@@ -129,6 +239,8 @@ def main() -> None:
     tokenizer = tokenizer_with(list(plain.values()))
     print(f"| template | {' | '.join(FORMATS)} |\n|---|{'---:|' * len(FORMATS)}")
     all_equal = True
+    collated: dict[str, str | None] = {"none": None, **plain}
+    collated = {name: template for name, template in collated.items() if name.startswith(args.only)}
     with tempfile.TemporaryDirectory() as folder:
         for name in (name for name in TEMPLATES if name.startswith(args.only)):
             counts = []
@@ -139,6 +251,7 @@ def main() -> None:
                 counts.append(equal_rows(tokenizer, plain[name], marked[name], chats, shape, path))
             all_equal &= counts == [args.rows] * len(FORMATS)
             print(f"| {name} | {' | '.join(map(str, counts))} |", flush=True)
+        all_equal &= compare_collated(tokenizer, collated, args.rows, Path(folder))
     sys.exit(0 if all_equal else 1)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from roundpipe_cli.train.result.generate import roomy_device
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.support.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run, smollm2_folder
+from tests.support.hub_server import hub_server
 from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
@@ -140,6 +141,36 @@ def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -
     assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
 
 
+def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_path: Path) -> None:
+    """To a small hub on this machine: the result with its card, and neither checkpoints nor metrics."""
+    work = tmp_path / "work"
+    shutil.copytree(trained, work, ignore=shutil.ignore_patterns("out", ".log*"))
+    with hub_server() as hub:
+        environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": SECRET, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "--no-dashboard")
+        done = fresh(work, *words, environment=environment).expect(0)
+        assert f"uploaded to {hub.address}/me/mine" in done.err and SECRET not in done.err
+        assert hub.is_private == {"me/mine": True}
+        files = hub.files["me/mine"]
+        assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= set(files)
+        assert files["adapter_model.safetensors"] == (work / "out" / "adapter_model.safetensors").read_bytes()
+        assert not any(name.startswith(("step-", "metrics", "events", "report", "recipe")) for name in files)
+        assert not list((work / "out").glob(".tmp*"))
+        hub.refuses_files = True
+        done = fresh(work, *words, "output_dir=other", environment=environment).expect(2)
+        assert "the run is finished, and its upload failed" in done.err and SECRET not in done.err
+        assert "roundpipe export other --to other-exported --push me/mine" in done.err
+        assert (work / "other" / "adapter_model.safetensors").exists()
+
+
+def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
+    words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "output_dir=never")
+    done = fresh(trained, *words, environment=nowhere).expect(2)
+    assert "could not be uploaded" in done.err and SECRET not in done.err and not (trained / "never").exists()
+    assert "--offline" in fresh(trained, *words, "--offline", environment=nowhere).expect(2).err
+
+
 def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:
     make_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=2)
     random_adapter(tmp_path / "base", tmp_path / "adapter")
@@ -168,6 +199,29 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
     document = json.loads(run(trained, "generate", "whole", *words[2:], "--json").expect(0).out)
     assert document == {"prompt": prompt, "system": None, "answer": expected, "tokens": 12, "ended": False}
     assert "no result" in run(trained, "generate", "nowhere", "x").expect(2).err
+
+
+def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
+    """It was a usage error. A turn is answered behind the turns before it; the expected text is rendered here."""
+    words = ("generate", "out", "--max-new-tokens", "6", "--dtype", "float32", "--offline", "--json")
+    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/new\nSay x1: \n").expect(0)
+    first, second, third = map(json.loads, done.out.splitlines())
+    assert first == third and first["prompt"] == "Say x1:" and second["prompt"] == "again"
+    from peft import PeftModel
+
+    tokenizer = make_tokenizer()
+    turns = [("user", "Say x1:"), ("assistant", first["answer"]), ("user", "again")]
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": said} for role, said in turns], add_generation_prompt=True, tokenize=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, str(trained / "out")).eval()
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+    assert second["answer"] == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "not valid UTF-8" in fresh(trained, *words, stdin=b"a\xff\n").expect(2).err
 
 
 def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:

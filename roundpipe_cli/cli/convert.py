@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from roundpipe_cli.recipe.convert_objectives import Job
     from roundpipe_cli.recipe.convert_tables import Tool
 
 
@@ -23,6 +24,10 @@ def convert(
         int,
         typer.Option("--gpus", min=1, max=1024, help="GPUs the file was run on: they multiply a step's rows there."),
     ] = 1,
+    objective: Annotated[
+        str | None,
+        typer.Option("--objective", help="sft, dpo, orpo or simpo, for a file of TRL that does not say which it is."),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Turn a training file of axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
@@ -46,7 +51,7 @@ def convert(
             expected="a training file of axolotl, LLaMA-Factory or TRL",
             hint="roundpipe convert axolotl.yaml --output mine.yaml",
         ) from None
-    result = conversion.convert(raw, str(file), tool=_tool(from_), num_gpus=gpus)
+    result = conversion.convert(raw, str(file), tool=_tool(from_), num_gpus=gpus, objective=_job(objective))
     text = result.text(file.name)
     if output is not None:
         write_new(output, text.encode())
@@ -74,6 +79,19 @@ def convert(
     say(f"{len(result.without_effect)} keys change nothing here: {', '.join(result.without_effect) or 'none'}")
     if output is not None:
         say(f"wrote {output}\nnext: roundpipe plan {output}")
+
+
+def _job(name: str | None) -> Job | None:
+    from roundpipe_cli.choices import PAIR_OBJECTIVES
+    from roundpipe_cli.errors import RefusedError, closest
+
+    known: tuple[Job, ...] = ("sft", *PAIR_OBJECTIVES)
+    found = next((job for job in known if job == name), None)
+    if name is not None and found is None:
+        near = closest(name, list(known))
+        hint = f"did you mean --objective {near}?" if near else None
+        raise RefusedError(f"there is no objective {name}", expected=", ".join(known), hint=hint)
+    return found
 
 
 def _tool(name: str | None) -> Tool | None:

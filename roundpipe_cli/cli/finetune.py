@@ -61,12 +61,15 @@ def finetune(
             refuse_if_held(named_path(loaded.recipe.output_dir))
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.lines import LinePrinter
+        from roundpipe_cli.cli.publish import make_repository, push_result
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
         from roundpipe_cli.train.preflight import check_names
 
         check_names(loaded, resume=resume, offline=offline)
         refuse_too_large(loaded)
+        if is_first and loaded.recipe.hub_model_id is not None:
+            make_repository(loaded.recipe.hub_model_id, offline=offline)
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
@@ -81,6 +84,10 @@ def finetune(
             train(loaded, Start(resume, offline, allow_changed or ()), reporting, signals)
         if is_first:
             show_end(named_path(loaded.recipe.output_dir))
+            if loaded.recipe.hub_model_id is not None:
+                say(f"uploading the result to {loaded.recipe.hub_model_id} ...")
+                folder = named_path(loaded.recipe.output_dir)
+                say(f"uploaded to {push_result(folder, loaded.recipe.hub_model_id, loaded.recipe.model)}")
 
 
 def _silent(event: Event) -> None:

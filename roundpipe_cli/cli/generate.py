@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,10 +16,16 @@ from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.errors import RefusedError
 
+if TYPE_CHECKING:
+    from roundpipe_cli.train.result.generate import Prompt, WholeAnswer
+
 
 def generate(
     output_dir: Annotated[Path, typer.Argument(help="Folder of a finished run, of an adapter or of a model.")],
-    prompt: Annotated[str, typer.Argument(help="What the user says; `-` reads it from stdin.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="What the user says; `-` reads it from stdin. Without one, each line of stdin is a turn."),
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of the answer, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most probable tokens.")] = 0.0,
@@ -30,6 +38,8 @@ def generate(
 ) -> None:
     """Answer a prompt with the result of a run, on the GPU with the most free memory where it fits, else the processor.
 
+    Without a prompt it is a conversation: a line is a turn, /new begins anew, and Ctrl-D ends it.
+
     The answer ends at any end token of the model's generation_config.json, whose other settings (top_p, a repetition
     penalty) hold too, or at those of training.
 
@@ -41,7 +51,8 @@ def generate(
         raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
     if offline:
         go_offline()
-    text, system = read_prompt(prompt), None if system is None else _checked(system, "--system")
+    text = None if prompt is None else read_prompt(prompt)
+    system = None if system is None else _checked(system, "--system")
     check_temperature(temperature)
     if kind == "adapter":
         source = find_base(output_dir, base, offline=offline)
@@ -51,17 +62,83 @@ def generate(
         source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
     say("loading torch and transformers ...")
     quiet_libraries()
-    from roundpipe_cli.train.result.generate import Prompt, answer, describe_answer, load_result, move_to_gpu
+    from roundpipe_cli.train.result.generate import (
+        Prompt,
+        answer,
+        describe_answer,
+        has_template,
+        load_result,
+        move_to_gpu,
+    )
 
     model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))
     say(describe_answer(model, tokenizer, temperature))
-    found = answer(model, tokenizer, Prompt(text, system, max_new_tokens, temperature), is_shown=not json_)
-    if json_:
-        import json
+    first = Prompt(text or "", system, max_new_tokens, temperature)
 
-        document = {"prompt": text, "system": system, "answer": found.text, "tokens": found.num_tokens}
-        say_data(json.dumps({**document, "ended": found.is_ended}))
+    def show(asked: Prompt) -> WholeAnswer:
+        found = answer(model, tokenizer, asked, is_shown=not json_)
+        if json_:
+            import json
+
+            document = {"prompt": asked.text, "system": system, "answer": found.text, "tokens": found.num_tokens}
+            say_data(json.dumps({**document, "ended": found.is_ended}))
+        return found
+
+    if text is not None:
+        show(first)
+        return
+    keeps_turns = has_template(tokenizer)
+    if not keeps_turns:
+        say("note: the tokenizer has no chat template: each line is continued by itself")
+    converse(first, show, keeps_turns=keeps_turns)
+
+
+NEW = "/new"
+"""A line that begins a new conversation."""
+
+
+def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turns: bool) -> None:
+    """Answer one line of stdin after the other, each behind the turns before it, until stdin ends.
+
+    Args:
+        first: settings of all answers.
+        keeps_turns: otherwise every line stands alone.
+
+    Raises:
+        RefusedError: a line that is no UTF-8, or too long.
+    """
+    asked = first
+    for line in _turns():
+        if line == NEW:
+            asked = first
+            say("a new conversation")
+            continue
+        asked = replace(asked, text=line)
+        found = show(asked)
+        if keeps_turns:
+            asked = replace(asked, earlier=(*asked.earlier, (line, found.text)))
+
+
+def _turns() -> Iterator[str]:
+    """The lines of stdin that are not blank; on a terminal behind a mark."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        say(f"a line is a turn; {NEW} begins anew, Ctrl-D ends")
+    while True:
+        if is_terminal:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        data = sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)
+        if len(data) > MAX_PROMPT_BYTES:
+            raise RefusedError("the line is too long", where="stdin", expected=f"at most {MAX_PROMPT_BYTES} bytes")
+        if not data:
+            if is_terminal:
+                sys.stderr.write("\n")
+            return
+        line = _checked(data.decode("utf-8", errors="surrogateescape"), "stdin").strip()
+        if line:
+            yield line
 
 
 MIN_TEMPERATURE = 1e-3

@@ -105,9 +105,10 @@ def evaluation_line(event: EvaluationFinished) -> str:
     """`eval 12/100  loss 1.2345  perplexity 3.4  best`, under the lines of the steps."""
     width = len(str(event.num_steps))
     mark = "  best" if event.best else ""
-    return (
-        f"eval {event.step:>{width}}/{event.num_steps}  loss {event.loss:.4f}  perplexity {event.perplexity:.4g}{mark}"
-    )
+    shown = f"perplexity {event.perplexity:.4g}"
+    if event.preference is not None:
+        shown = f"margin {event.preference['reward_margin']:.3g}  accuracy {event.preference['reward_accuracy']:.3g}"
+    return f"eval {event.step:>{width}}/{event.num_steps}  loss {event.loss:.4f}  {shown}{mark}"
 
 
 def step_line(event: StepFinished) -> str:

@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.durable import TEMPORARY_PREFIX
+from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.plain_files import kind_of_file, named_path, stays_inside
 from roundpipe_cli.redact import redact
 
@@ -102,19 +104,65 @@ def push(folder: Path, name: str) -> str:
         RefusedError: not logged in, no network, the hub refuses, or a file is a link that leads out of the folder.
     """
     check_upload(folder)
+    problem = Problem(
+        "the upload failed; the folder is as it was",
+        where=f"--push {name}",
+        hint=f"hf auth login, then: hf upload {name} {folder}",
+    )
+    return _upload(folder, name, problem)
+
+
+def push_result(output_dir: Path, name: str, base: str) -> str:
+    """Upload the result of a finished run, without its checkpoints and logs; returns the repository's address.
+
+    Args:
+        base: name of the base model, for the card.
+
+    Raises:
+        RefusedError: as of `push`; the result is there and can be uploaded later.
+        ResourceError: disk full or failing.
+    """
+    from roundpipe_cli.train.result.export import Extras, copy_result
+
+    exported = f"{output_dir}-exported"
+    problem = Problem(
+        "the run is finished, and its upload failed",
+        where=f"hub_model_id: {name}",
+        hint=f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}",
+    )
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output_dir) as folder:
+        copy_result(output_dir, Path(folder) / "result", Extras(base))
+        return _upload(Path(folder) / "result", name, problem)
+
+
+def make_repository(name: str, *, offline: bool) -> None:
+    """Make the repository that a run's result will be uploaded to, unless it is there: a mistake shows before training.
+
+    Raises:
+        RefusedError: not logged in, no network, or the hub refuses.
+    """
+    problem = Problem(
+        "the result of this run could not be uploaded",
+        where=f"hub_model_id: {name}",
+        hint="hf auth login; or delete the line",
+    )
+    if offline:
+        raise RefusedError(problem.what, where=problem.where, found="--offline", hint="~hub_model_id uploads nothing")
+    _upload(None, name, problem)
+
+
+def _upload(folder: Path | None, name: str, problem: Problem) -> str:
+    """Make a repository if it is new, and upload `folder`, if there is one."""
     import huggingface_hub
 
     api: Any = huggingface_hub.HfApi()
     try:
         address = str(api.create_repo(name, private=True, exist_ok=True))
-        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Upload from roundpipe export")
+        if folder is not None:
+            api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Upload from roundpipe")
     except Exception as error:  # its errors are the network's, the login's, the hub's: all are for the user
-        raise RefusedError(
-            "the upload failed; the folder is as it was",
-            where=f"--push {name}",
-            found=redact(f"{type(error).__name__}: {error}".splitlines()[0][:300]),
-            hint=f"hf auth login, then: hf upload {name} {folder}",
-        ) from error
+        found = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        raise RefusedError(problem.what, where=problem.where, found=found, hint=problem.hint) from error
     return address
 
 

@@ -107,7 +107,7 @@ def validate(
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.load import load_recipe
 
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
     files = [word for word in words if word not in overrides]
     if not files:
         raise RefusedError("no recipe to check", found=" ".join(words), hint="roundpipe recipes validate mine.yaml")
@@ -133,6 +133,31 @@ def validate(
         say_data(json.dumps(documents, indent=1))
     if not all(document["valid"] for document in documents):
         raise typer.Exit(RefusedError.exit_code)
+
+
+@recipes.command("resolve", short_help="Print a recipe with every value in force, without a run.")
+def resolve(
+    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, or ~key to remove one.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Print a recipe as a run would save it: with aliases read, overrides applied and every default written out.
+
+    Example: roundpipe recipes resolve mine.yaml lora.r=32 ~val_set_size
+    """
+    from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.recipe.load import load_recipe, resolved_yaml
+    from roundpipe_cli.recipe.schema import plain_data
+
+    loaded = load_recipe(recipe, overrides or ())
+    for notice in loaded.notices:
+        say(f"note: {notice}")
+    if json_:
+        import json
+
+        say_data(json.dumps(plain_data(loaded.recipe), indent=1))
+        return
+    say_data(resolved_yaml(loaded.recipe).rstrip("\n"))
 
 
 @recipes.command("keys")

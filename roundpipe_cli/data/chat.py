@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import Conversation, Exchange, Message
 from roundpipe_cli.data.rows import BadRowError, printable
+from roundpipe_cli.data.settings import TrainRules
+from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
+from roundpipe_cli.data.tools import END_OF_THOUGHT
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
 
@@ -35,16 +38,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-END_OF_THOUGHT = "</think>"
 PLACEHOLDER = "Placeholder0"
 """Words by which a template is tried."""
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """The date that templates are told, the one that Llama 3's fall back on."""
-
-TokenSpan = tuple[int, int]
-"""Half-open range of characters."""
-
 
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of tools, as a chat template is given them."""
@@ -59,6 +57,10 @@ class Rendered:
     """Characters of `text` that are trained, in order."""
     left_out: tuple[str, ...] = ()
     """Parts of messages that the chat template does not write, by name."""
+    is_plain: bool = False
+    """Text without a template: the tokenizer adds its own special tokens (BOS), and EOS is appended."""
+    trains_eos: bool = True
+    """Whether an EOS that is appended to a trained text is trained."""
 
 
 class ChatTemplate:
@@ -107,30 +109,58 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def render_trained(self, conversation: Conversation | Exchange) -> Rendered:
-        """The text of a conversation and the spans of the assistant's turns.
+    def render_trained(
+        self,
+        conversation: Conversation | Exchange,
+        rules: TrainRules = TrainRules(),  # noqa: B008 - it is frozen
+    ) -> Rendered:
+        """The text of a conversation and the spans of the turns that `rules` train.
 
         Raises:
             BadRowError: the template refuses the conversation, leaves tools or thoughts out, or the turns cannot be
                 told apart in its text.
         """
         messages, tools = conversation.messages, conversation.tools
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self._has_marks:
-            text, spans = self._render_marked(messages, tools)
-            spans = [self._to_end_of_turn(text, span) for span in spans]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = turns_to_train(conversation, rules)
+        if self._has_marks and "assistant" in rules.roles_to_train:
+            text, marked = self._render_marked(messages, tools)
+            spans = self._spans_of_marks(text, marked, conversation, answers, turns)
         else:
             text = self.render(messages, tools)
-            spans = [self._turn_span(messages, tools, index, text) for index in turns]
+            spans = {index: self._turn_span(messages, tools, index, text) for index in turns if index in answers}
         left_out = self._check_kept(conversation, text)
-        if conversation.untrained:
-            if len(spans) != len(turns):
-                raise BadRowError(
-                    "cannot tell which turns of the assistant the row says not to train",
-                    found=f"{len(turns)} turns, {len(spans)} marked by the chat template",
-                )
-            spans = [span for index, span in zip(turns, spans, strict=True) if index not in conversation.untrained]
-        return Rendered(text, tuple(spans), left_out)
+        for index in turns:
+            if index not in answers:
+                spans[index] = self._other_span(messages, tools, index, text)
+        if rules.thoughts == "mask":
+            spans = {index: behind_thoughts(text, span, messages[index]) for index, span in spans.items()}
+        trained = with_ends(text, [spans[index] for index in sorted(spans)], self.end_of_turn, rules.train_on_eos)
+        return Rendered(text, tuple(trained), left_out)
+
+    def _spans_of_marks(
+        self,
+        text: str,
+        marked: Sequence[TokenSpan],
+        conversation: Conversation | Exchange,
+        answers: Sequence[int],
+        turns: Sequence[int],
+    ) -> dict[int, TokenSpan]:
+        """The marked answers that are trained, by their turns.
+
+        Raises:
+            BadRowError: some are not trained, and the marks are not one for each answer.
+        """
+        spans = [self._to_end_of_turn(text, span) for span in marked]
+        wanted = [index for index in turns if index in answers]
+        if len(spans) == len(answers):
+            return {index: span for index, span in zip(answers, spans, strict=True) if index in wanted}
+        if len(wanted) != len(answers):
+            raise BadRowError(
+                "cannot tell which turns of the assistant the row says not to train",
+                found=f"{len(answers)} turns, {len(spans)} marked by the chat template",
+            )
+        return dict(enumerate(spans))
 
     def render_all_trained(self, conversation: Conversation | Exchange) -> Rendered:
         """The text of a conversation, all of it trained.
@@ -217,6 +247,22 @@ class ChatTemplate:
                 "cannot tell what the assistant said in the text that the chat template makes",
                 found=f"turn {index + 1} of {len(messages)} is rewritten by the template",
                 expected="a template that keeps the assistant's words, or has {% generation %} marks around them",
+            )
+        return span
+
+    def _other_span(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> TokenSpan:
+        """What a turn that is not the assistant's says, with its end of turn.
+
+        Raises:
+            BadRowError: it is not to be found in the text.
+        """
+        span = self._span_by_placeholder(messages, tools, index, text)
+        if span is None:
+            role = messages[index]["role"]
+            raise BadRowError(
+                f"cannot tell what the {role} said in the text that the chat template makes",
+                found=f"turn {index + 1} of {len(messages)} is rewritten by the template",
+                expected=f"a template that keeps the words of the {role}, or `roles_to_train` without it",
             )
         return span
 

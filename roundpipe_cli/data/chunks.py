@@ -18,9 +18,10 @@ import numpy.typing as npt
 from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.encode import Encoded, encode_batch
 from roundpipe_cli.data.formats import RowFormat
-from roundpipe_cli.data.messages import Content, Conversation, Exchange
+from roundpipe_cli.data.messages import Content, Conversation, Exchange, PlainText
 from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault
-from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.settings import DataSettings, TrainRules
+from roundpipe_cli.data.spans import behind_thoughts, without_thoughts
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 
@@ -122,7 +123,7 @@ class RowEncoder:
                     raise BadRowError(fault.what, found=fault.found, expected=fault.expected, hint=fault.hint)
                 unused.update(row_format.unused(raw.columns))
                 content = row_format.parse(raw.columns)
-                rendered.append(self._render(content))
+                rendered.append(self._render(content, row_format))
                 unused.update(rendered[-1].left_out)
                 places.append(place)
                 if self._holds_control_token(content):
@@ -132,8 +133,7 @@ class RowEncoder:
             except BadRowError as error:
                 faults.append((place, error.fault))
         kept: list[tuple[int, Encoded]] = []
-        plain = row_format is not None and (row_format.type == "text" or self._template is None)
-        for place, result in zip(places, [] if count_only else self._tokenise(rendered, plain), strict=not count_only):
+        for place, result in zip(places, [] if count_only else self._tokenise(rendered), strict=not count_only):
             if isinstance(result, BadRowError):
                 faults.append((place, result.fault))
             else:
@@ -143,11 +143,13 @@ class RowEncoder:
         made.control_tokens, made.placeholders = control_tokens, placeholders
         return made
 
-    def _tokenise(self, rendered: Sequence[Rendered], plain: bool) -> Iterator[Encoded | BadRowError]:
+    def _tokenise(self, rendered: Sequence[Rendered]) -> Iterator[Encoded | BadRowError]:
         start = 0
         while start < len(rendered):
-            stop, characters = start, 0
-            while stop < len(rendered) and (stop == start or characters + len(rendered[stop].text) <= BATCH_CHARACTERS):
+            stop, characters, plain = start, 0, rendered[start].is_plain
+            while stop < len(rendered) and rendered[stop].is_plain == plain:
+                if stop > start and characters + len(rendered[stop].text) > BATCH_CHARACTERS:
+                    break
                 characters += len(rendered[stop].text)
                 stop += 1
             yield from encode_batch(self._tokenizer, rendered[start:stop], plain=plain)
@@ -201,24 +203,27 @@ class RowEncoder:
             trained[: seen - begin] = False
             yield Encoded(row.input_ids[begin:end], trained), end - seen
 
-    def _render(self, content: Content) -> Rendered:
-        train_all = self._settings.train_on_inputs
-        if isinstance(content, (Conversation, Exchange)) and self._template is not None:
-            template = self._template
+    def _render(self, content: Content, row_format: RowFormat) -> Rendered:
+        train_all, rules = self._settings.train_on_inputs, row_format.rules
+        if rules.thoughts == "drop":
+            content = without_thoughts(content)
+        is_chat = isinstance(content, Conversation) or (isinstance(content, Exchange) and row_format.as_chat)
+        if is_chat and self._template is not None:
+            assert isinstance(content, (Conversation, Exchange))
             with self._within_limits():
-                rendered = (template.render_all_trained if train_all else template.render_trained)(content)
-        elif isinstance(content, Exchange):
-            text = content.plain_prompt + content.completion
-            rendered = Rendered(text, ((0 if train_all else len(content.plain_prompt), len(text)),))
+                if train_all:
+                    rendered = self._template.render_all_trained(content)
+                else:
+                    rendered = self._template.render_trained(content, rules)
+        elif isinstance(content, Conversation):
+            raise BadRowError(
+                "the row is a conversation, and the tokenizer has no chat template",
+                found="roles " + ", ".join(message["role"] for message in content.messages),
+                expected="a prompt and an answer, both text, or a template",
+                hint="add to the recipe: `chat_template: path/to/template.jinja`",
+            )
         else:
-            if isinstance(content, Conversation):
-                raise BadRowError(
-                    "the row is a conversation, and the tokenizer has no chat template",
-                    found="roles " + ", ".join(message["role"] for message in content.messages),
-                    expected="a prompt and an answer, both text, or a template",
-                    hint="add to the recipe: `chat_template: path/to/template.jinja`",
-                )
-            rendered = Rendered(content.text, ((0, len(content.text)),))
+            rendered = _plain(content, rules, train_all=train_all)
         if len(rendered.text) > MAX_ROW_CHARACTERS:
             raise BadRowError(
                 "the row is too large",
@@ -247,3 +252,21 @@ class RowEncoder:
         if self._template is None or not isinstance(content, (Conversation, Exchange)):
             return False
         return self._template.holds_control_token(content.messages)
+
+
+def _plain(content: Exchange | PlainText, rules: TrainRules, *, train_all: bool) -> Rendered:
+    """A text that goes to the tokenizer without a template."""
+    if isinstance(content, PlainText):
+        return Rendered(content.text, ((0, len(content.text)),), is_plain=True)
+    text, border = content.plain_prompt + content.completion, len(content.plain_prompt)
+    if "assistant" not in rules.roles_to_train and not train_all:
+        raise BadRowError(
+            "a prompt and an answer that are joined as they stand have no roles to train",
+            found="roles_to_train " + ", ".join(rules.roles_to_train),
+            expected="assistant among them, or turns of a chat template",
+        )
+    begins_at_prompt = train_all or "user" in rules.roles_to_train
+    span = (0 if begins_at_prompt else border, len(text))
+    if rules.thoughts == "mask" and not train_all:
+        span = behind_thoughts(text, span, {})
+    return Rendered(text, (span,), is_plain=True, trains_eos=train_all or rules.train_on_eos != "none")

@@ -185,8 +185,9 @@ class _Builder:
                 hint="`long_rows: truncate` or drop, or a larger max_seq_length",
             )
         facts = self._facts  # asked for before the children got work
-        if facts is None:
-            self._do_without_template(source, row_format, notices)
+        joins = not row_format.as_chat and row_format.type in ("alpaca", "prompt_completion", "preference")
+        if facts is None or joins:
+            self._do_without_template(source, row_format, notices, has_template=facts is not None)
         elif row_format.type == "text":
             self._check_eos(source, row_format)
         else:
@@ -202,7 +203,9 @@ class _Builder:
                 )
         return row_format
 
-    def _do_without_template(self, source: Source, row_format: RowFormat, notices: list[str]) -> None:
+    def _do_without_template(
+        self, source: Source, row_format: RowFormat, notices: list[str], *, has_template: bool
+    ) -> None:
         if row_format.type in ("chat", "sharegpt"):
             raise RefusedError(
                 "this dataset needs a chat template, and the tokenizer has none",
@@ -214,9 +217,8 @@ class _Builder:
         self._check_eos(source, row_format)
         if row_format.type != "text":
             layout = "the Alpaca prompt" if row_format.type == "alpaca" else "prompt and completion as they stand"
-            notices.append(
-                f"{source.name}: the tokenizer has no chat template; rows are {layout}, joined without a blank, and EOS"
-            )
+            why = "as_chat: false" if has_template else "the tokenizer has no chat template"
+            notices.append(f"{source.name}: {why}; rows are {layout}, joined without a blank, and EOS")
 
     def _check_eos(self, source: Source, row_format: RowFormat) -> None:
         if self._tokenizer.eos_token_id is None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.chat import Rendered, TokenSpan
+from roundpipe_cli.data.chat import Rendered
 from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.data.spans import TokenSpan
 from roundpipe_cli.faults import fault
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ def _with_eos(
 ) -> Encoded:
     if not plain:
         return Encoded(input_ids, trained)
-    eos_trained = bool(row.trained) and row.trained[-1][1] == len(row.text)
+    eos_trained = row.trains_eos and bool(row.trained) and row.trained[-1][1] == len(row.text)
     if len(input_ids) and input_ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it themselves
-        trained[-1] |= eos_trained
+        trained[-1] = trained[-1] and row.trains_eos or eos_trained
         return Encoded(input_ids, trained)
     eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
     return Encoded(np.concatenate([input_ids, eos]), np.concatenate([trained, [eos_trained]]))

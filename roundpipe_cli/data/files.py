@@ -16,10 +16,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
 from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
+from roundpipe_cli.data.text_rows import text_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.units import format_bytes
@@ -71,8 +73,11 @@ def known_suffix(path: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def read_file(path: Path, progress: ReadProgress | None = None) -> Iterator[RawRow]:
+def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = "paragraph") -> Iterator[RawRow]:
     """The rows of one local file.
+
+    Args:
+        txt_rows: rows of a .txt file, as `DatasetSpec.txt_rows`.
 
     Raises:
         RefusedError: the file cannot be opened or is broken as a whole.
@@ -90,7 +95,9 @@ def read_file(path: Path, progress: ReadProgress | None = None) -> Iterator[RawR
         elif suffix == ".parquet":
             yield from _read_parquet(path, progress)
         elif suffix == ".txt":
-            yield from _read_text(path, progress)
+            with _open(path, progress) as file:
+                lines = _lines(file, path)
+                yield from text_rows(_without_mark(lines, path), txt_rows, MAX_LINE_BYTES, partial(_too_long, path))
         else:
             raise RefusedError(
                 "no reader for this kind of file", where=str(path), expected="a file named *" + ", *".join(SUFFIXES)
@@ -144,6 +151,18 @@ def _refuse_utf16(head: bytes, path: Path) -> None:
             expected="UTF-8",
             hint=f"iconv -f UTF-16 -t UTF-8 {path.name} > converted{known_suffix(path) or ''}",
         )
+
+
+def _without_mark(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """The lines without a byte order mark.
+
+    Raises:
+        RefusedError: they are UTF-16.
+    """
+    first = next(lines, b"")
+    _refuse_utf16(first, path)
+    yield first.removeprefix(b"\xef\xbb\xbf")
+    yield from lines
 
 
 def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
@@ -301,37 +320,6 @@ def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
         fault = RowFault("the row does not fit the header", f"{len(values)} fields", f"{len(header)} fields")
         return RawRow(number, {}, fault)
     return RawRow(number, dict(zip(header, values, strict=True)))
-
-
-def _read_text(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
-    """Plain text: each paragraph (lines up to an empty one) is a row with the column `text`."""
-    with _open(path, progress) as file:
-        paragraph: list[bytes] = []
-        number = 1
-        length = 0
-        for line_number, line in enumerate(_lines(file, path), start=1):
-            if line_number == 1:
-                _refuse_utf16(line, path)
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                number, length = (number, length) if paragraph else (line_number, 0)
-                length += len(line)
-                if length > MAX_LINE_BYTES:
-                    raise _too_long(path, number, "paragraph")
-                paragraph.append(line)
-            elif paragraph:
-                yield _paragraph(paragraph, number)
-                paragraph = []
-        if paragraph:
-            yield _paragraph(paragraph, number)
-
-
-def _paragraph(lines: list[bytes], number: int) -> RawRow:
-    try:
-        text = b"".join(lines).decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        return RawRow(number, {}, RowFault("the paragraph is not valid UTF-8"))
-    return RawRow(number, {"text": text.rstrip("\n")})
 
 
 def _dictionary_columns(metadata: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,17 +16,16 @@ from roundpipe_cli.data.messages import (
     PlainText,
     alpaca_exchange,
     check_says_something,
-    checked_text,
     holds_messages,
     read_history,
     read_speech,
-    read_tools,
     read_turns,
     with_system,
 )
 from roundpipe_cli.data.pair_rows import PAIR_FIELDS, find_pair_columns, parse_pair
-from roundpipe_cli.data.rows import BadRowError, column_names, printable
-from roundpipe_cli.data.settings import Answer, DatasetSpec
+from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
+from roundpipe_cli.data.settings import AlpacaJoin, Answer, DatasetSpec, TrainRules
+from roundpipe_cli.data.tools import read_tools
 from roundpipe_cli.errors import RefusedError, closest
 
 RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
@@ -71,6 +70,10 @@ class RowFormat:
     """The decision of `auto`, for the user."""
     answer: Answer | None = None
     """Which answer of a preference pair is read."""
+    rules: TrainRules = TrainRules()
+    as_chat: bool = True
+    alpaca_join: AlpacaJoin = "blank_line"
+    """These three as in `DatasetSpec`."""
 
     def parse(self, row: Mapping[str, object]) -> Content:
         """
@@ -79,7 +82,7 @@ class RowFormat:
         """
         if self.type == "preference":
             assert self.answer is not None
-            return parse_pair(self.columns, row, self.answer)
+            return parse_pair(self.columns, row, self.answer, self.alpaca_join)
         if self.type in ("chat", "sharegpt"):
             return self._conversation(row)
         if self.type == "alpaca":
@@ -112,7 +115,7 @@ class RowFormat:
         instruction = self._text(row, "instruction", filled=True)
         has_input = row.get(self.columns["input"]) is not None
         context = self._text(row, "input") if has_input else ""
-        return alpaca_exchange(instruction, context, self._text(row, "output", filled=True))
+        return alpaca_exchange(instruction, context, self._text(row, "output", filled=True), self.alpaca_join)
 
     def _prompt_completion(self, row: Mapping[str, object]) -> Exchange | Conversation:
         prompt, completion = self._field(row, "prompt"), self._field(row, "completion")
@@ -127,7 +130,15 @@ class RowFormat:
     def _in_context(self, row: Mapping[str, object], exchange: Exchange) -> Exchange | Conversation:
         """The exchange behind the row's system prompt, tools and earlier exchanges, where it has any."""
         conversation = self._with_columns(row, MessageColumn(exchange.messages))
-        return conversation if len(conversation.messages) > 2 or conversation.tools else exchange
+        if len(conversation.messages) == 2 and not conversation.tools:
+            return exchange
+        if not self.as_chat:
+            raise BadRowError(
+                "the row has more than a prompt and an answer, and is not to become a chat",
+                found="a system prompt, tools or earlier turns, and `as_chat: false`",
+                expected="a prompt and an answer, or `as_chat: true`",
+            )
+        return conversation
 
     def _with_columns(self, row: Mapping[str, object], turns: MessageColumn) -> Conversation:
         turns = turns.behind(read_history(row.get(self.columns["history"]), self.columns["history"]))
@@ -151,6 +162,15 @@ class RowFormat:
 
 
 def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
+    """The type and the columns of a dataset, with what its recipe says of its rows.
+
+    Args and Raises: as of `_decide`.
+    """
+    found = _decide(spec, layouts, where)
+    return replace(found, rules=spec.rules, as_chat=spec.as_chat, alpaca_join=spec.alpaca_join)
+
+
+def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
     """The type and the columns of a dataset.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "libraries": {name: version(name) for name in LIBRARIES},
         "content": content,
         "name": source.name,
-        "spec": [spec.type, spec.split, spec.name, sorted(spec.columns.items()), spec.answer],
+        "spec": {name: value for name, value in asdict(spec).items() if name != "path"},
         "tokenizer": tokenizer_digest,
         "template": template,
         "max_seq_length": settings.max_seq_length,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from roundpipe_cli.data.rows import BadRowError, check_text, describe_value, printable, shown
+from roundpipe_cli.data.rows import BadRowError, checked_text, describe_value, printable, shown
+from roundpipe_cli.data.settings import AlpacaJoin
+from roundpipe_cli.data.tools import read_called, read_calls
 
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, both text. With tools also `tool_calls`, `name` and `tool_call_id`; with thoughts
 `reasoning_content`. Nothing else reaches a chat template."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
+}
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -23,14 +27,22 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "function_call": "assistant",
 }
+CALL_ROLE = "function_call"
+"""A turn whose text is the JSON of one call or of several, as LLaMA-Factory writes them."""
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+PART_KEYS = ("text", "value", "content")
+"""Keys of a part of a message, one of which has its text."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 """Keys of a message that say how much it counts; 0 and 1 are offered."""
 TRAIN_KEYS = ("train", "training", "trainable", "loss")
 """Keys of a message that say whether it is trained."""
 MESSAGE_KEYS = frozenset(
-    {"role", "content", "from", "value", "tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *WEIGHT_KEYS, *TRAIN_KEYS}
+    {
+        *("role", "content", "from", "value", "tool_calls", "function_call", "name", "tool_call_id"),
+        *(*THOUGHT_KEYS, *WEIGHT_KEYS, *TRAIN_KEYS),
+    }
 )
 """Keys of a message that are read."""
 
@@ -54,8 +66,8 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     """Schemas of the tools that the assistant may call."""
     untrained: frozenset[int] = frozenset()
-    """Turns of the assistant that are not trained: the row says so (`train: false`, or `weight: 0`), or they belong to
-    the prompt."""
+    """Turns that are not trained whatever their role: the row says so (`train: false`, or `weight: 0`), or they belong
+    to the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +87,13 @@ class Exchange:
         return ({"role": "user", "content": self.user}, {"role": "assistant", "content": self.completion})
 
 
-def alpaca_exchange(instruction: str, context: str, output: str) -> Exchange:
-    """The input (`context`, may be blank) behind the instruction."""
+def alpaca_exchange(instruction: str, context: str, output: str, join: AlpacaJoin = "blank_line") -> Exchange:
+    """The input (`context`, may be blank) behind the instruction, `join` between them in the user's turn."""
     if not context.strip():
         return Exchange(instruction, ALPACA_WITHOUT_INPUT.format(instruction=instruction), output)
     plain_prompt = ALPACA_WITH_INPUT.format(instruction=instruction, input=context)
-    return Exchange(f"{instruction}\n\n{context}", plain_prompt, output)
+    line_break = "\n" if join == "newline" else "\n\n"
+    return Exchange(f"{instruction}{line_break}{context}", plain_prompt, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ class MessageColumn:
 
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
-    """Turns of the assistant that the row says not to train."""
+    """Turns that the row says not to train."""
 
     def behind(self, before: MessageColumn) -> MessageColumn:
         """The turns of `before`, then these."""
@@ -109,22 +122,7 @@ class MessageColumn:
 
     def as_prompt(self) -> MessageColumn:
         """The same turns, none of them trained."""
-        return MessageColumn(
-            self.messages, frozenset(i for i, item in enumerate(self.messages) if item["role"] == "assistant")
-        )
-
-
-def checked_text(value: object, field: str, *, filled: bool) -> str:
-    """
-    Raises:
-        BadRowError: no text, text that no tokenizer should see, or blank although `filled` is asked for.
-    """
-    if not isinstance(value, str):
-        raise BadRowError(f"{field} is not text", found=describe_value(value), expected="a string")
-    if filled and not value.strip():
-        raise BadRowError(f"{field} is empty", found=describe_value(value), expected="a string with some text")
-    check_text(value, field)
-    return value
+        return MessageColumn(self.messages, frozenset(range(len(self.messages))))
 
 
 def read_turns(value: object, column: str, role_key: str = "role") -> MessageColumn:
@@ -140,7 +138,7 @@ def read_turns(value: object, column: str, role_key: str = "role") -> MessageCol
     for index, item in enumerate(_list_of_objects(value, column)):
         field = f"`{column}[{index}]"
         message = _message(item, field, role_key)
-        if not _is_trained(item, message["role"], field) and message["role"] == "assistant":
+        if not _is_trained(item, message["role"], field):
             untrained.add(index)
         messages.append(message)
     return MessageColumn(tuple(messages), frozenset(untrained))
@@ -149,13 +147,14 @@ def read_turns(value: object, column: str, role_key: str = "role") -> MessageCol
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
     key = next((name for name in ("role", "from") if item.get(name) is not None), role_key)
     spoken, text_key = item.get(key), "content" if key == "role" else "value"
-    roles: Mapping[str, str] = dict(zip(ROLES, ROLES, strict=True)) if key == "role" else SHAREGPT_ROLES
+    roles: Mapping[str, str] = ROLES if key == "role" else SHAREGPT_ROLES
     role = roles.get(spoken) if isinstance(spoken, str) else None
     if role is None:
         known = "one of " + ", ".join(roles)
         raise BadRowError(f"{field}.{key}` is unknown", found=shown(spoken), expected=known)
-    calls = _tool_calls(item.get("tool_calls"), field)
-    text = item.get(text_key)
+    calls, text = _calls_of(item, field), item.get(text_key)
+    if spoken == CALL_ROLE and not calls:
+        text, calls = read_called(text, f"{field}.{text_key}`")
     content = "" if calls and text is None else _content(text, f"{field}.{text_key}`")
     message: Message = {"role": role, "content": content}
     if calls:
@@ -186,7 +185,7 @@ def _is_trained(item: Mapping[str, object], role: str, field: str) -> bool:
                 f"{field}.{key}` asks to train a turn that is not the assistant's",
                 found=f"a turn of role {role}",
                 expected="turns of the assistant to train",
-                hint="`train_on_inputs: true` trains all turns",
+                hint="`roles_to_train: [user, assistant]` of the dataset, and `train: false` for other turns",
             )
         trained = trained and value == 1
     return trained
@@ -216,77 +215,17 @@ def _content(value: object, field: str) -> str:
             if part.get(key) not in (None, 1):
                 what = f"{field} has a part whose `{key}` sets it apart, which is not offered"
                 raise BadRowError(what, expected=f"`{key}` of whole messages")
-        texts.append(checked_text(part.get("text"), field, filled=False))
+        given = next((part[name] for name in PART_KEYS if part.get(name) is not None), None)
+        texts.append(checked_text(given, field, filled=False))
     return "".join(texts)
 
 
-def _tool_calls(value: object, field: str) -> list[dict[str, Any]]:
-    """Tool calls in the form that chat templates read: arguments as an object, not as the text of one."""
-    field = f"{field}.tool_calls`"
-    if value is None:
-        return []
-    calls = []
-    for call in _checked_list(value, field):
-        function = call.get("function", call)
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRowError(
-                f"{field} has a call without a name", found=describe_value(call), expected="function.name"
-            )
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments, f"{field}: the arguments")
-        if not isinstance(arguments, Mapping):
-            raise BadRowError(
-                f"{field}: the arguments are no object", found=describe_value(arguments), expected="an object"
-            )
-        made = {"type": "function", "function": {"name": function["name"], "arguments": _plain(arguments, field)}}
-        if isinstance(call.get("id"), str):
-            made["id"] = call["id"]
-        calls.append(made)
-    return calls
-
-
-def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
-    """The schemas in the column of tools: a list, or the JSON text of one.
-
-    Raises:
-        BadRowError: something else.
-    """
-    if value is None or value == "":
-        return ()
-    field = f"`{column}`"
-    if isinstance(value, str):
-        value = _parsed(value, field)
-    return tuple(_plain(tool, field) for tool in _checked_list(value or [], field))
-
-
-def _parsed(text: str, field: str) -> object:
-    check_text(text, field)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error))) from None
-
-
-def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
-        raise BadRowError(
-            f"{field} is not a list of objects", found=describe_value(value), expected="a list of objects"
-        )
-    return value
-
-
-def _plain(value: object, field: str) -> Any:
-    """Objects and lists of JSON, without the keys that a table format filled with null in rows that lack them."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, field) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, field) for item in value]
-    if isinstance(value, str):
-        check_text(value, field)
-    elif value is not None and not isinstance(value, (bool, int, float)):
-        raise BadRowError(f"{field} holds something that is not JSON", found=describe_value(value))
-    return value
+def _calls_of(item: Mapping[str, object], field: str) -> list[dict[str, Any]]:
+    """Calls of a message, in the present or in OpenAI's older form."""
+    older = item.get("function_call")
+    if older is not None and not item.get("tool_calls"):
+        return read_calls([older], f"{field}.function_call`")
+    return read_calls(item.get("tool_calls"), f"{field}.tool_calls`")
 
 
 def holds_messages(value: object) -> bool:

@@ -19,16 +19,15 @@ from roundpipe_cli.data.messages import (
     MessageColumn,
     alpaca_exchange,
     check_says_something,
-    checked_text,
     holds_messages,
     read_history,
     read_speech,
-    read_tools,
     read_turns,
     with_system,
 )
-from roundpipe_cli.data.rows import BadRowError, column_names, printable
-from roundpipe_cli.data.settings import Answer, DatasetSpec
+from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
+from roundpipe_cli.data.settings import AlpacaJoin, Answer, DatasetSpec
+from roundpipe_cli.data.tools import read_tools
 from roundpipe_cli.errors import RefusedError
 
 ANSWERS: tuple[Answer, Answer] = ("chosen", "rejected")
@@ -76,7 +75,9 @@ def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def parse_pair(columns: Mapping[str, str], row: Mapping[str, object], answer: Answer) -> Exchange | Conversation:
+def parse_pair(
+    columns: Mapping[str, str], row: Mapping[str, object], answer: Answer, join: AlpacaJoin = "blank_line"
+) -> Exchange | Conversation:
     """The prompt of a row with one of its answers, which alone is trained.
 
     Raises:
@@ -84,7 +85,7 @@ def parse_pair(columns: Mapping[str, str], row: Mapping[str, object], answer: An
     """
     values = {side: _value(columns, row, side) for side in ANSWERS}
     texts = [value for value in values.values() if isinstance(value, str)]
-    prompt = _single_prompt(columns, row)
+    prompt = _single_prompt(columns, row, join)
     if isinstance(prompt, Exchange) and len(texts) == len(values):
         for side in ANSWERS:
             checked_text(values[side], f"`{columns[side]}`", filled=True)
@@ -92,7 +93,7 @@ def parse_pair(columns: Mapping[str, str], row: Mapping[str, object], answer: An
     sides = {side: read_speech(values[side], columns[side], "assistant") for side in ANSWERS}
     for side in ANSWERS:
         check_says_something(sides[side], columns[side])
-    context = _context(columns, row, sides["chosen"], prompt)
+    context = _context(columns, row, sides["chosen"], prompt or _prompt_text(columns, row, join))
     whole = {side: turns.behind(context) for side, turns in sides.items()}
     num_shared = _num_shared(whole["chosen"], whole["rejected"])
     _check_answers(whole, num_shared, columns)
@@ -117,21 +118,21 @@ def _optional(columns: Mapping[str, str], row: Mapping[str, object], field: str)
     return row.get(columns[field]) if field in columns else None
 
 
-def _single_prompt(columns: Mapping[str, str], row: Mapping[str, object]) -> Exchange | None:
+def _single_prompt(columns: Mapping[str, str], row: Mapping[str, object], join: AlpacaJoin) -> Exchange | None:
     """The prompt with an empty answer, where it is one text and nothing stands before it."""
     if any(_optional(columns, row, field) for field in ("messages", "system", "tools", "history")):
         return None
-    return _prompt_text(columns, row)
+    return _prompt_text(columns, row, join)
 
 
-def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object]) -> Exchange | None:
+def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object], join: AlpacaJoin) -> Exchange | None:
     """A prompt that is text, with an empty answer."""
     if "instruction" in columns:
         instruction = checked_text(_value(columns, row, "instruction"), f"`{columns['instruction']}`", filled=True)
         context = _optional(columns, row, "input")
         if context is not None:
             context = checked_text(context, f"`{columns['input']}`", filled=False)
-        return alpaca_exchange(instruction, context or "", "")
+        return alpaca_exchange(instruction, context or "", "", join)
     prompt = _optional(columns, row, "prompt")
     if prompt is None or holds_messages(prompt):
         return None
@@ -140,7 +141,7 @@ def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object]) -> Excha
 
 
 def _context(
-    columns: Mapping[str, str], row: Mapping[str, object], chosen: MessageColumn, prompt: Exchange | None
+    columns: Mapping[str, str], row: Mapping[str, object], chosen: MessageColumn, text: Exchange | None
 ) -> MessageColumn:
     """The messages before both answers as they are; empty where they are whole conversations that repeat it.
 
@@ -148,7 +149,6 @@ def _context(
         BadRowError: there is no prompt, or there are two that differ.
     """
     parts = []
-    text = prompt or _prompt_text(columns, row)
     if text is not None and text.user.strip():
         parts.append(("instruction" if "instruction" in columns else "prompt", MessageColumn(text.messages[:1])))
     for field in ("prompt", "messages"):

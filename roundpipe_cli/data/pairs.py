@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.encode import IGNORED_LABEL
-from roundpipe_cli.data.hold_out import part_of
+from roundpipe_cli.data.hold_out import hold_out, part_of
 from roundpipe_cli.data.report import DataReport, SourceReport
 from roundpipe_cli.data.settings import Answer, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
@@ -44,11 +44,29 @@ def build_pairs(
         raise RefusedError("no row has both a chosen and a rejected completion that can be used", where="datasets")
     rows = rejected.rows.select(other_places.astype(np.int64))
     kept = part_of(chosen, places.astype(np.int64))
-    both = hashlib.sha256(f"{kept.content_hash} {rows.content_hash()}".encode()).hexdigest()
     told = set(chosen.notices)
     notices = (*chosen.notices, *(f"rejected: {text}" for text in rejected.notices if text not in told))
     report = _joint_report(chosen.report, rejected.report, kept.rows, rows)
-    return replace(kept, content_hash=both, notices=notices, report=report), rows
+    return replace(_of_pairs(kept, rows), notices=notices, report=report), rows
+
+
+def hold_out_pairs(
+    chosen: TokenizedDataset, rejected: TokenizedRows, size: float, seed: int
+) -> tuple[tuple[TokenizedDataset, TokenizedRows], tuple[TokenizedDataset, TokenizedRows]]:
+    """Pairs to train on and pairs to evaluate on, each as of `build_pairs`; size and errors as of `hold_out`."""
+
+    def with_rejected(part: TokenizedDataset) -> tuple[TokenizedDataset, TokenizedRows]:
+        rows = rejected.select(np.flatnonzero(np.isin(rejected.row_ids, part.rows.row_ids)).astype(np.int64))
+        return _of_pairs(part, rows), rows
+
+    kept, held = hold_out(chosen, size, seed)
+    return with_rejected(kept), with_rejected(held)
+
+
+def _of_pairs(chosen: TokenizedDataset, rejected: TokenizedRows) -> TokenizedDataset:
+    """The chosen rows with a hash of both sides."""
+    both = hashlib.sha256(f"{chosen.content_hash} {rejected.content_hash()}".encode()).hexdigest()
+    return replace(chosen, content_hash=both)
 
 
 def _with_answer(settings: DataSettings, answer: Answer) -> DataSettings:

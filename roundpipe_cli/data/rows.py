@@ -135,3 +135,16 @@ def _num_characters(value: object) -> int:
     if isinstance(value, Mapping):
         return sum(map(_num_characters, value.values()))
     return sum(map(_num_characters, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def checked_text(value: object, field: str, *, filled: bool) -> str:
+    """
+    Raises:
+        BadRowError: no text, text that no tokenizer should see, or blank although `filled` is asked for.
+    """
+    if not isinstance(value, str):
+        raise BadRowError(f"{field} is not text", found=describe_value(value), expected="a string")
+    if filled and not value.strip():
+        raise BadRowError(f"{field} is empty", found=describe_value(value), expected="a string with some text")
+    check_text(value, field)
+    return value

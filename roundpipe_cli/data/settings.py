@@ -9,6 +9,18 @@ from typing import Literal
 
 DataType = Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"]
 Answer = Literal["chosen", "rejected"]
+Role = Literal["system", "user", "assistant", "tool"]
+AlpacaJoin = Literal["blank_line", "newline"]
+
+
+@dataclass(frozen=True)
+class TrainRules:
+    """Parts of a conversation that are trained; the recipe's keys of a dataset with these names say the same."""
+
+    roles_to_train: tuple[Role, ...] = ("assistant",)
+    turns_to_train: Literal["all", "last"] = "all"
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    thoughts: Literal["train", "mask", "drop"] = "train"
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,12 @@ class DatasetSpec:
     """Our field name to the file's column: `{"prompt": "question"}`."""
     answer: Answer | None = None
     """Rows are preference pairs, of which this answer is read; None: they are no pairs."""
+    rules: TrainRules = TrainRules()
+    as_chat: bool = True
+    """Whether plain prompts and completions become turns where there is a chat template."""
+    alpaca_join: AlpacaJoin = "blank_line"
+    txt_rows: str = "paragraph"
+    """Rows of a .txt file: `paragraph`, `line`, `file`, or else the text between two rows."""
 
 
 @dataclass(frozen=True)

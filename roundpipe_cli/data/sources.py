@@ -117,7 +117,7 @@ class Source:
 
     def _file_rows(self, file: Path) -> Iterator[RawRow]:
         before = _stamp(file)
-        yield from _local_rows(file, parse_split(self.spec.split), self.progress)
+        yield from _local_rows(file, self.spec, self.progress)
         if _stamp(file) != before:
             raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
 
@@ -187,7 +187,11 @@ def _sliced(sources: list[Source], split: Split) -> list[Source]:
     """
     if split.bounds == (None, None):
         return sources
-    counts = [sum(1 for _ in read_file(source.file)) for source in sources if source.file is not None]
+    counts = [
+        sum(1 for _ in read_file(source.file, txt_rows=source.spec.txt_rows))
+        for source in sources
+        if source.file is not None
+    ]
     start, stop = split.range(sum(counts))
     cut, before = [], 0
     for source, count in zip(sources, counts, strict=True):
@@ -254,11 +258,12 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def _local_rows(path: Path, split: Split, progress: ReadProgress) -> Iterator[RawRow]:
+def _local_rows(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
+    split = parse_split(spec.split)
     if split.bounds == (None, None):
-        return read_file(path, progress)
+        return read_file(path, progress, spec.txt_rows)
     if split.needs_length:
-        start, stop = split.range(sum(1 for _ in read_file(path)))
+        start, stop = split.range(sum(1 for _ in read_file(path, txt_rows=spec.txt_rows)))
     else:
         start, stop = int(split.start or 0), int(split.stop) if split.stop else None  # type: ignore[assignment]
-    return islice(read_file(path, progress), start, stop)
+    return islice(read_file(path, progress, spec.txt_rows), start, stop)

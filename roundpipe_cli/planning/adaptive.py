@@ -121,6 +121,13 @@ class AdaptivePlanner:
             self._schedules[num_microbatches] = self._build(num_microbatches * self._chunks)
         return self._schedules[num_microbatches]
 
+    def expected(self, num_microbatches: int) -> Schedule:
+        """The schedule of a step after the profile, by the costs as far as they are known."""
+        if self.measured:
+            return self.schedule(num_microbatches)
+        case = self.case(num_microbatches * self._chunks)
+        return make_schedule(self._pipeline.schedule, choose(self._pipeline.schedule, case, effort="quick"), case)
+
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """Schedules of full and short steps, as they were cut last."""

@@ -19,7 +19,16 @@ from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import Entry, axolotl_datasets, axolotl_texts, trl_datasets, trl_eval_datasets
 from roundpipe_cli.recipe.convert_factory import factory_datasets
 from roundpipe_cli.recipe.convert_jobs import refuse_other_jobs
-from roundpipe_cli.recipe.convert_objectives import JOB_DEFAULTS, Job, is_pairs, job_of, loss_writes, reads_loss_key
+from roundpipe_cli.recipe.convert_objectives import (
+    JOB_DEFAULTS,
+    OBJECTIVE_KEY,
+    Job,
+    is_pairs,
+    job_of,
+    loss_writes,
+    reads_loss_key,
+    with_objective,
+)
 from roundpipe_cli.recipe.convert_outcomes import LeaveOutError, Partly
 from roundpipe_cli.recipe.convert_pairs import axolotl_pairs
 from roundpipe_cli.recipe.convert_result import Conversion, dump, short
@@ -43,11 +52,14 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
 
 
-def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 1) -> Conversion:
+def convert(
+    raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 1, objective: Job | None = None
+) -> Conversion:
     """The recipe that does what the file `name` asks of another tool.
 
     Args:
         tool: whose file it is; None finds out by its keys.
+        objective: of a TRL file, which need not say for which of TRL's trainers it is; None finds out by its keys.
         num_gpus: on how many GPUs the file was run: the rows of a step there are multiplied by it.
 
     Raises:
@@ -55,6 +67,8 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
     """
     data = _as_yaml_1_1(cast("dict[str, Any]", parse_bytes(raw[: MAX_BYTES + 1], name).data))
     tool = tool or _tool_of(data, name)
+    if objective is not None:
+        data = with_objective(data, tool, objective, name)
     job = refuse_other_jobs(data, tool, name)
     result = Conversion(tool)
     is_lora = _is_lora(data, tool)
@@ -67,8 +81,11 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
         result.without_effect.append("dataset_test_split")
     _refuse_second_model(job, is_lora, name)
     datasets, eval_datasets = _datasets(data, tool, name, result)
+    if tool == "llama-factory" and job == "sft" and data.get("mask_history") is True:
+        for entry in (*datasets, *eval_datasets):
+            entry["turns_to_train"] = "last"
     for key, value in data.items():
-        if key not in _DATASET_KEYS[tool]:
+        if key not in _DATASET_KEYS[tool] and key != OBJECTIVE_KEY:
             _convert_key(key, value, data, writes, result)
     _convert_mixture(data, writes, result)
     if eval_datasets:
@@ -79,6 +96,8 @@ def convert(raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 
     for key, value in defaults.items():
         writes.default(key, value)
     writes.values["method"] = "lora" if is_lora else "full"
+    if is_pairs(job):
+        writes.values.setdefault("objective", job)
     if not is_lora:
         writes.drop("lora", "every weight is trained")
     _multiply(writes, num_gpus, result)
@@ -153,7 +172,7 @@ def _is_lora(data: dict[str, Any], tool: Tool) -> bool:
 
 _DATASET_KEYS: dict[str, frozenset[str]] = {
     "axolotl": frozenset({"datasets", "test_datasets", "pretraining_dataset"}),
-    "llama-factory": frozenset({"dataset", "dataset_dir", "max_samples", "eval_dataset"}),
+    "llama-factory": frozenset({"dataset", "dataset_dir", "max_samples", "eval_dataset", "mask_history"}),
     "trl": frozenset(
         {"dataset_name", "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_text_field"}
         | {"dataset_test_split"}
@@ -268,8 +287,6 @@ def _multiply(writes: RecipeWrites, num_gpus: int, result: Conversion) -> None:
 def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
     """Notes about what the file leaves unsaid."""
     tool = result.tool
-    if tool == "llama-factory" and any(entry.get("type") == "alpaca" for entry in datasets):
-        result.notes.append("An empty line parts an instruction from its input; LLaMA-Factory puts one line break.")
     if writes.defaults:
         shown = ", ".join(f"{target} {short(value)}" for target, value in writes.defaults.items())
         result.notes.append(f"The file does not say, and {tool}'s default is: {shown}.")
@@ -290,10 +307,6 @@ def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Ent
 
 def _say_prompts(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
     """TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair."""
-    if result.tool == "trl" and any(entry.get("type") != "text" for entry in datasets):
-        result.notes.append(
-            "Prompts that are plain texts become chats where the tokenizer has a chat template; TRL joins them."
-        )
     if result.tool != "trl" or writes.values.get("objective") is not None or "train_on_inputs" in writes.values:
         return
     if any(entry.get("type") not in ("text", "prompt_completion") for entry in datasets):

@@ -13,7 +13,9 @@ from roundpipe_cli.recipe.strict_yaml import shown_value
 
 Entry = dict[str, Any]
 
-_ALPACA = "rows are put into the chat template where the tokenizer has one; axolotl always writes its own alpaca prompt"
+_ALPACA = "rows are put into the Alpaca prompt, not into axolotl's"
+_ALPACA_KINDS = ("alpaca", "alpaca.default", "alpaca:instruct")
+"""Names of axolotl's own Alpaca prompt, which is the same as this program's."""
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that name a reader of the files in `data_files`."""
 _HARMLESS = ("ds_type", "conversation", "preprocess_shards", "message_field_role", "message_field_content")
@@ -36,9 +38,6 @@ _CHANGES = {
 }
 """Settings of a dataset that are left out, and what happens instead."""
 _USUAL: dict[str, tuple[Any, ...]] = {
-    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
-    "train_on_eos": ("turn",),
-    "train_on_eot": ("turn",),
     "message_field_training": ("train",),
     "field_thinking": ("reasoning_content", "thinking", "reasoning"),
     "template_thinking_key": ("reasoning_content", "thinking", "reasoning"),
@@ -93,9 +92,12 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
         result.change(f"{where}.type", "rows are put into the chat template where the tokenizer has one")
     else:
         entry["type"] = _axolotl_type(str(kind), where, result)
+        if entry["type"] == "alpaca":  # a text, whatever template the tokenizer has
+            entry["as_chat"] = False
     columns: dict[str, str] = {}
     if entry["type"] == "chat":
         _axolotl_messages(item, entry, columns, f"{name}: {where}")
+        _axolotl_rules(item, entry, where, result)
     for key, value in item.items():
         if key in ("name", "split") and isinstance(value, str):
             entry[key] = value
@@ -112,12 +114,32 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
 def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
     first = kind.partition(".")[0].partition(":")[0]
     known = DATASET_TYPES.get(first)
-    if known == "alpaca":
-        result.change("type: alpaca", _ALPACA)
+    if known == "alpaca" and kind not in _ALPACA_KINDS:
+        result.change(f"type: {kind}", _ALPACA)
     if known is not None and (kind == first or kind == f"{first}.default" or known == "alpaca"):
         return known
     result.leave_out(f"{where}.type", kind, f"read as {known or 'auto'}", change="the rows' columns decide how")
     return known or "auto"
+
+
+def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) -> None:
+    """What is trained of a chat, moved from `item` to `entry` as far as it can be said here."""
+    roles = item.get("roles_to_train")
+    if isinstance(roles, list) and roles:
+        meant = [SHAREGPT_ROLES.get(str(role)) for role in roles]
+        if all(role in ("system", "user", "assistant", "tool") for role in meant):
+            del item["roles_to_train"]
+            if set(meant) != {"assistant"}:
+                entry["roles_to_train"] = list(dict.fromkeys(meant))
+    if roles == []:
+        reason, change = "only turns that say so are trained there", "the assistant's turns are trained"
+        result.leave_out(f"{where}.roles_to_train", roles, reason, change=change)
+    ends, turns = item.get("train_on_eos", item.get("train_on_eot", "turn")), item.get("train_on_eot")
+    if ends in ("turn", "last", "all", "none") and turns in (None, ends):
+        item.pop("train_on_eos", None)
+        item.pop("train_on_eot", None)
+        if ends != "turn":
+            entry["train_on_eos"] = ends
 
 
 def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where: str) -> None:
@@ -164,7 +186,7 @@ def check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
     Raises:
         RefusedError: rows of this type that name a role so are not read here.
     """
-    known = dict(SHAREGPT_ROLES) if kind == "sharegpt" else {role: role for role in CHAT_ROLES}
+    known = dict(SHAREGPT_ROLES if kind == "sharegpt" else CHAT_ROLES)
     if known.get(str(spelling)) != meant:
         raise RefusedError(
             f"messages of the {meant} with such a role cannot be read",
@@ -214,7 +236,7 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
                 raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
             entries += _trl_entries(dict(item), where, name, result)
     elif isinstance(data.get("dataset_name"), str):
-        entry = {"path": data["dataset_name"]}
+        entry: Entry = {"path": data["dataset_name"]}
         for key, target in (("dataset_config", "name"), ("dataset_train_split", "split")):
             if isinstance(data.get(key), str):
                 entry[target] = data[key]
@@ -225,6 +247,8 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
             entry["type"] = "text"
             if column != "text":
                 entry["columns"] = {"text": column}
+        elif entry.get("type") not in ("text", "chat"):  # plain prompts are joined with their answers
+            entry["as_chat"] = False
     return entries
 
 
@@ -245,7 +269,9 @@ def trl_eval_datasets(data: Mapping[str, Any]) -> list[Entry]:
     """TRL evaluates on the test split where its `eval_strategy` says when."""
     if data.get("eval_strategy") in (None, "no", False) or not isinstance(data.get("dataset_name"), str):
         return []
-    entry = {"path": data["dataset_name"], "split": data.get("dataset_test_split") or "test"}
+    entry: Entry = {"path": data["dataset_name"], "split": data.get("dataset_test_split") or "test"}
     if isinstance(data.get("dataset_config"), str):
         entry["name"] = data["dataset_config"]
+    if not isinstance(data.get("dataset_text_field"), str):
+        entry["as_chat"] = False
     return [entry]

@@ -50,7 +50,8 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
     base, job = data.get("dataset_dir") or "data", job_of(data, "llama-factory")
     if base == "ONLINE":
         known = {"pretraining": {"type": "text", "columns": {"text": "instruction"}}}
-        entry = {"type": "preference"} if is_pairs(job) else known.get(str(job), {"type": "alpaca"})
+        plain: Entry = {"type": "preference" if is_pairs(job) else "alpaca", "alpaca_join": "newline"}
+        entry = known.get(str(job), plain)
         return [_limited({"path": dataset, **entry}, data, {}, result) for dataset in names]
     if isinstance(base, str) and base.startswith("REMOTE:"):
         raise RefusedError(
@@ -107,7 +108,8 @@ def _guesses(names: list[str], folder: str, data: Mapping[str, Any], result: Con
         result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
     job = job_of(data, "llama-factory")
     kind = "preference" if is_pairs(job) else "text" if job == "pretraining" else "auto"
-    return [_limited({"path": path, "type": kind}, data, {}, result) for path in paths]
+    beside = {} if kind == "text" else {"alpaca_join": "newline"}
+    return [_limited({"path": path, "type": kind, **beside}, data, {}, result) for path in paths]
 
 
 def _limited(entry: Entry, data: Mapping[str, Any], known: Mapping[str, Any], result: Conversion) -> Entry:
@@ -162,6 +164,8 @@ class _Dataset:
         if is_pairs(self._job):
             kind, columns = "preference", self._answers(columns)
         entry["type"] = kind
+        if kind == "alpaca" or (kind == "preference" and "instruction" in columns):
+            entry["alpaca_join"] = "newline"
         for key, target in (("subset", "name"), ("split", "split")):
             if isinstance(self._known.get(key), str) and (key, self._known[key]) != ("split", "train"):
                 entry[target] = self._known[key]
@@ -214,11 +218,10 @@ class _Dataset:
             return "alpaca", {ours: str(column) for ours, column in named.items() if not is_off(column)}
         if is_off(columns.get("prompt")) or is_off(columns.get("response")):
             raise self._refusal("the rows of this dataset have no prompt or no answer", "columns", "prompt, response")
-        for key in ("system", "history", "tools"):
-            self._leave_out_column(key)
+        beside = {key: str(columns[key]) for key in ("system", "history", "tools") if not is_off(columns.get(key))}
         if is_off(columns.get("query")):  # LLaMA-Factory reads no column `input` then
-            return "prompt_completion", {"prompt": columns["prompt"], "completion": columns["response"]}
-        return "alpaca", {ours: columns[theirs] for theirs, ours in FACTORY_COLUMNS.items()}
+            return "prompt_completion", {"prompt": columns["prompt"], "completion": columns["response"], **beside}
+        return "alpaca", {**{ours: columns[theirs] for theirs, ours in FACTORY_COLUMNS.items()}, **beside}
 
     def _messages(self) -> tuple[str, dict[str, str]]:
         """Type and columns of rows with messages, as the tags name their keys and roles."""
@@ -226,19 +229,16 @@ class _Dataset:
         for tag, meant in _ROLES.items():
             if not is_off(self._tags.get(tag)):
                 check_role(self._tags[tag], meant, kind, f"{self._where}: tags.{tag}")
-        if self._tags is not _TAGS and not is_off(self._tags.get("function_tag")):
+        if self._tags is not _TAGS and self._tags.get("function_tag") not in (None, "", "function_call"):
             self._result.leave_out(
                 f"{self._dataset}.tags.function_tag",
                 self._tags["function_tag"],
-                "calls are read from an assistant's tool_calls; rows with this role are refused when they are read",
+                "calls are read in turns of function_call; rows with this role are refused when they are read",
             )
         columns = self._columns or {}
-        if columns.get("system") != "system" or kind == "chat":
-            self._leave_out_column("system")
-        if columns.get("tools") != "tools":
-            self._leave_out_column("tools")
+        beside = {key: str(columns[key]) for key in ("system", "tools") if not is_off(columns.get(key))}
         messages = columns.get("messages") or "conversations"
-        return kind, {"conversations" if kind == "sharegpt" else "messages": messages}
+        return kind, {"conversations" if kind == "sharegpt" else "messages": messages, **beside}
 
     def _answers(self, columns: Mapping[str, str]) -> dict[str, str]:
         """The columns of a prompt with those of both answers."""

@@ -53,7 +53,7 @@ _BY_KEY: Mapping[str, str] = {
 }
 """Keys of jobs that no recipe does: the file is refused where one is set, unless its own job does not read it."""
 
-_HINT = "DPO (loss sigmoid), ORPO and SimPO are converted"
+_HINT = "DPO (loss sigmoid), ORPO and SimPO are converted; a file of TRL that does not say so: --objective dpo"
 _BY_PREFIX = {"kd_": _DISTILLATION, "ppo_": _REINFORCEMENT, "kto_": _PREFERENCES, "dpo_": _PREFERENCES}
 
 _MULTIMODAL_KEYS = (

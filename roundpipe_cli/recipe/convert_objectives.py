@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES, PairObjective
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import Writes, is_off
 from roundpipe_cli.recipe.convert_outcomes import LeaveOutError
 from roundpipe_cli.recipe.convert_tables import Tool
@@ -20,8 +21,32 @@ _LOSSES: Mapping[str, Job] = {"sigmoid": "dpo", "orpo": "orpo", "simpo": "simpo"
 _SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 
 
+OBJECTIVE_KEY = "(objective)"
+"""Key under which a file's data hold an objective that the user named."""
+
+
+def with_objective(data: Mapping[str, Any], tool: Tool, objective: Job, name: str) -> dict[str, Any]:
+    """The data of a file whose objective the user names.
+
+    Raises:
+        RefusedError: the file says for itself what it trains.
+    """
+    found = job_of(data, tool)
+    if tool != "trl" and found != objective:
+        raise RefusedError(
+            "a file of this tool says for itself what it trains",
+            where=name,
+            found=f"{tool}, {found or 'another job'}",
+            expected="--objective for a file of TRL's trainers",
+        )
+    return {**data, OBJECTIVE_KEY: objective} if tool == "trl" else dict(data)
+
+
 def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     """The job of a file, as far as its objective goes; None: one that is not offered."""
+    named: Job | None = data.get(OBJECTIVE_KEY)
+    if named is not None:
+        return named
     if tool == "llama-factory":
         stages: Mapping[Any, Job] = {None: "sft", "sft": "sft", "pt": "pretraining"}
         if data.get("stage") == "dpo":
@@ -31,8 +56,8 @@ def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
         if is_off(data.get("rl")):
             return "sft" if is_off(data.get("pretraining_dataset")) else "pretraining"
         is_usual = data.get("dpo_loss_type") in (None, ["sigmoid"])
-        named = next((name for name in PAIR_OBJECTIVES if name == str(data["rl"]).lower()), None)
-        return named if named != "dpo" or is_usual else None
+        kind = next((name for name in PAIR_OBJECTIVES if name == str(data["rl"]).lower()), None)
+        return kind if kind != "dpo" or is_usual else None
     loss = data.get("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     return "sft" if loss in _SFT_LOSSES else {"sigmoid": "dpo", "simpo": "simpo"}.get(str(loss))  # type: ignore[return-value]
@@ -98,6 +123,7 @@ JOB_DEFAULTS: Mapping[Tool, Mapping[str, Mapping[str, Any]]] = {
     },
     "trl": {
         "dpo": {"learning_rate": 1.0e-6},
+        "orpo": {"learning_rate": 1.0e-6},
         "simpo": {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
     },
 }

@@ -134,6 +134,17 @@ def _generated(value: Any, data: Data) -> Writes:
     return {"max_seq_length": value} if is_of_rows else {}
 
 
+def _hub_name(value: Any, data: Data) -> Writes:
+    """axolotl uploads where there is a name, the others where `push_to_hub` says so."""
+    return {"hub_model_id": value} if "base_model" in data or data.get("push_to_hub") is True else {}
+
+
+def _hub_push(value: Any, data: Data) -> Writes:
+    if value is True and not data.get("hub_model_id"):
+        raise LeaveOutError("name the repository: hub_model_id", "nothing is uploaded")
+    return {}
+
+
 def _nothing(value: Any, data: Data) -> Writes:
     return {}
 
@@ -280,6 +291,8 @@ def _mix(value: Any, data: Data) -> Writes:
 
 
 RULES: Mapping[str, ConversionRule] = {
+    "hub_model_id": _hub_name,
+    "push_to_hub": _hub_push,
     "excess_length_strategy": _long_rows,
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),

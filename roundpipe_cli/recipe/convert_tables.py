@@ -161,7 +161,6 @@ CHANGES: Mapping[str, str] = {
     "pissa_init": "the adapters start by lora.init in place of PiSSA",
     "fp8": "products are computed in the recipe's dtype, not in fp8",
     "shift_attn": "attention is whole, not shifted as in LongLoRA",
-    "mask_history": "every answer of a chat is trained, not only the last",
     "default_system": "the chat template's own system message is used",
     "default_system_message": "the chat template's own system message is used",
     "add_tokens": "no tokens are added",
@@ -201,8 +200,6 @@ CHANGES: Mapping[str, str] = {
 }
 """Keys whose work is not done here, and what training does instead: said in the recipe's first line."""
 
-_UPLOAD = "upload the finished adapter with `hf upload`"
-
 NO_COUNTERPART: Mapping[str, str] = {
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
@@ -214,9 +211,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "wandb_name": "the name goes into the WANDB_NAME variable",
     "wandb_watch": "gradients are not sent to trackers",
     "wandb_log_model": "adapters are not sent to trackers",
-    "hub_model_id": _UPLOAD,
-    "hub_strategy": _UPLOAD,
-    "push_to_hub": _UPLOAD,
+    "hub_strategy": "the finished result is uploaded, and no checkpoint",
     "loss_watchdog_threshold": "on_nonfinite says what a loss that is no number does",
     "loss_watchdog_patience": "on_nonfinite says what a loss that is no number does",
     "model_quantization_config": "the weights are loaded as the model's own files say",
@@ -256,9 +251,12 @@ FACTORY_COLUMNS: Mapping[str, str] = {
 }
 """LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
 
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+CHAT_ROLES: Mapping[str, str] = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
+}
 SHAREGPT_ROLES: Mapping[str, str] = {
     **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
-    **{"tool": "tool", "observation": "tool", "function_response": "tool"},
+    **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
 }
 """Names of roles that rows may have here, as in `data/formats.py`; a test holds the two together."""

@@ -143,6 +143,25 @@ class DatasetConfig:
     weight: Annotated[float, Range(0, above=True)] = 1.0
     """Share of this source in the rows of an epoch, relative to the others' weights; a row comes again when all rows of
     its source have come. All weights equal (as here): every row once an epoch, whatever the sizes."""
+    roles_to_train: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], NotEmpty()] = ("assistant",)
+    """Roles whose turns are trained, each with the end of its turn. A message with `train: false` or `weight: 0` is
+    not, whatever its role."""
+    turns_to_train: Literal["all", "last"] = "all"
+    """`last` trains the last turn alone of those that would be trained; the turns before it are its context."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """Ends of turns that are trained: those of trained turns, the last of these, every turn's, or none. For rows that
+    are plain texts with an answer, all but `none` train the EOS behind it."""
+    thoughts: Literal["train", "mask", "drop"] = "train"
+    """What becomes of the assistant's thoughts, in `reasoning_content` or between <think> marks: trained, kept as
+    context that is not trained, or left out of the text."""
+    as_chat: bool = True
+    """Plain prompts and completions become turns where the tokenizer has a chat template. `false` joins them as they
+    stand (TRL), or in the Alpaca prompt (axolotl)."""
+    alpaca_join: Literal["blank_line", "newline"] = "blank_line"
+    """What stands between instruction and input of alpaca rows in the user's turn: LLaMA-Factory has `newline`."""
+    txt_rows: Literal["paragraph", "line", "file"] | Words = "paragraph"
+    """Rows of a .txt file: its paragraphs, its lines, the whole file, or what stands between any other text that is
+    given here, such as <|endoftext|>."""
     columns: Mapping[Column, Words] = field(default_factory=dict)
     """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
     prompt. Empty: the columns have the type's own names."""
@@ -381,6 +400,9 @@ class Recipe:
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get the metrics too, each through its own package: `pip install 'roundpipe-cli[wandb]'`. What they
     need to know (projects, servers, secrets) they read from their own variables."""
+    hub_model_id: Words | None = None
+    """Repository on the hub, such as me/my-model, that the finished result is uploaded to. It is made before training,
+    private, unless it is there. null uploads nothing."""
     resume_from_checkpoint: Words | None = None
     """`auto` (the newest valid checkpoint in `output_dir`) or a checkpoint folder. One in `output_dir`: later ones are
     set aside (renamed to set-aside-step-*). One of another run: it continues in `output_dir`, which must hold no run,
@@ -388,6 +410,10 @@ class Recipe:
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
     (same rows, same loss), compute the step again and say what to write here."""
+    check_longest_rows: Literal["auto"] | bool = "auto"
+    """Compute a step of the longest rows before the first step and discard it, so that a lack of memory shows at once.
+    It takes the time of a step and changes no bit of the run. `auto` does so on GPUs; not with packing, where all
+    sequences are about as long, or on several machines."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is NaN or infinite: stop (exit code 4), or skip that update, name its rows and
     continue; ten such steps in a row stop the run anyway."""

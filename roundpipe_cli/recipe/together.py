@@ -7,7 +7,7 @@ from dataclasses import fields
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schedules import find_schedule_problems
-from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
+from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 
 NEEDS_EVALUATION = (
     ("eval_steps", None),
@@ -18,6 +18,7 @@ NEEDS_EVALUATION = (
 """(key, off value) of what does nothing without rows to evaluate on."""
 
 
+PAIRS = "preference"
 PAIRS_HINT = "add the line `objective: dpo` (or orpo, simpo)"
 SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
 IN_TURN = {"head_workers": ("auto", 1), "dispatch": ("auto", "round_robin")}
@@ -42,6 +43,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
         findings.add((other.key,), what, hint="delete one of the lines")
     _find_split_problems(recipe, findings)
     _find_budget_problems(recipe, findings)
+    _find_rule_problems(recipe, findings)
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -88,15 +90,29 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
             findings.add((key, index, "type"), "only rows of type text can be split", found=kind, hint=SPLIT_HINT)
 
 
+def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
+    """Rules for what is trained of a conversation, where all of it is, or where an answer is compared."""
+    plain = {field.name: field.default for field in fields(DatasetConfig)}
+    every = recipe.train_on_inputs
+    why = "train_on_inputs trains every token" if every else f"objective {recipe.objective} compares whole answers"
+    keys = ["roles_to_train", "turns_to_train"] if every or recipe.trains_pairs else []
+    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+    for name, index, dataset in ((name, at, one) for name, given in named for at, one in enumerate(given)):
+        for key in [*keys, *(["train_on_eos"] if every else [])]:
+            if getattr(dataset, key) != plain[key]:
+                findings.add((name, index, key), f"{why}: {key} changes nothing", hint=f"delete {key}")
+        if every and dataset.thoughts == "mask":
+            findings.add((name, index, "thoughts"), f"{why}, thoughts too", found="mask", expected="train or drop")
+
+
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     if not recipe.trains_pairs:
-        for index, dataset in enumerate(recipe.datasets):
-            if dataset.type == "preference":
-                path = ("datasets", index, "type")
-                findings.add(path, "preference pairs need another objective", hint=PAIRS_HINT)
+        sources = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+        for name, at in ((name, at) for name, given in sources for at, one in enumerate(given) if one.type == PAIRS):
+            findings.add((name, at, "type"), "preference pairs need another objective", hint=PAIRS_HINT)
         return
     objective = recipe.objective
-    off = [("val_set_size", 0.0), ("eval_datasets", ()), ("label_smoothing_factor", 0.0)]
+    off: list[tuple[str, object]] = [("label_smoothing_factor", 0.0)]
     if recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     if objective == "dpo" and recipe.method != "lora":
@@ -109,9 +125,10 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     for key, without in off:
         if getattr(recipe, key) != without:
             findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
-    for index, dataset in enumerate(recipe.datasets):
+    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
+    for name, index, dataset in ((name, at, one) for name, given in named for at, one in enumerate(given)):
         if dataset.type not in ("auto", "preference"):
-            what, path = f"objective {objective} needs preference pairs", ("datasets", index, "type")
+            what, path = f"objective {objective} needs preference pairs", (name, index, "type")
             findings.add(path, what, found=dataset.type, expected="preference")
 
 

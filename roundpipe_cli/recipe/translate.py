@@ -1,4 +1,4 @@
-"""Applies the aliases to what the user wrote, and turns `key=value` overrides into writes to the recipe."""
+"""Applies the aliases to what the user wrote, and turns `key=value` and `~key` overrides into writes to the recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.errors import Problem, RecipeError, closest
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, Writes, is_off, note, value_alias
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
@@ -34,13 +34,16 @@ def translate_file(data: dict[str, Any], findings: Findings, notices: list[str])
 def apply_overrides(
     data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
 ) -> dict[str, Any]:
-    """The recipe's data with `key=value` overrides written into it, later ones last."""
+    """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
     if not overrides:
         return data
     config = OmegaConf.create(data)
     assert isinstance(config, DictConfig)
     for number, text in enumerate(overrides):
         place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
+        if text.startswith("~"):
+            config = _remove(config, text[1:], place, findings)
+            continue
         try:
             path, value = parse_override(text, place.origin)
         except RecipeError as error:
@@ -72,6 +75,47 @@ def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
     if document.problems:
         raise RecipeError([problem for _, problem in document.problems])
     return path, document.data
+
+
+def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> DictConfig:
+    """The recipe without a key or an item of a list that the file has; its default is in force again."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
+    section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else MISSING
+    if section is MISSING or look_up(plain, path) is MISSING:
+        known = sorted(str(name) for name in plain) if isinstance(plain, dict) else []
+        near = closest(key, known)
+        problem = Problem(
+            "there is no such key to remove",
+            where=place.origin,
+            found=shown_value(key),
+            expected="a key of the recipe's file, by the name that it has here",
+            hint=f"did you mean ~{near}?" if near else None,
+        )
+        findings.add_problem(problem, place.line)
+        return config
+    del section[path[-1]]
+    for inner in [known for known in findings.places if known[: len(path)] == path]:
+        del findings.places[inner]
+    if isinstance(path[-1], int):  # what stood behind it in the list has moved up
+        _move_up(path, findings)
+    findings.refused = {known for known in findings.refused if known[: len(path)] != path}
+    left = OmegaConf.create(plain)
+    assert isinstance(left, DictConfig)
+    return left
+
+
+def _move_up(path: KeyPath, findings: Findings) -> None:
+    """The places of a list's items behind the removed one at `path`."""
+    depth = len(path) - 1
+    behind = [
+        known
+        for known in findings.places
+        if len(known) > depth and known[:depth] == path[:depth] and int(known[depth]) > int(path[depth])
+    ]
+    for known in sorted(behind, key=lambda item: int(item[depth])):
+        moved = (*known[:depth], int(known[depth]) - 1, *known[depth + 1 :])
+        findings.places[moved] = findings.places.pop(known)
 
 
 def _translate_keys(

@@ -4,7 +4,8 @@ Forward only, without dropout, with the newest weights. Adds a row to `eval.json
 if asked, keeps its weights in `best-STEP/` as a result in the usual format), and says when to stop early:
 
     OUTPUT_DIR/
-      eval.jsonl         {"step", "loss", "loss_hex", "perplexity", "tokens", "seconds", "best", "samples"}
+      eval.jsonl         {"step", "loss", "loss_hex", "perplexity", "tokens", "seconds", "best", "samples"}; of pairs
+                         the rewards in place of the perplexity
       best-00000012/     adapter or model of the best evaluation so far, with best.json: SHA-256 of each file
 """
 
@@ -20,21 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
-from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EvaluationFinished, Notice, Tell
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.head import HeadScores
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
-from roundpipe_cli.planning.forward import forward_stages
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
@@ -42,57 +36,12 @@ from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.intervals import is_due
+from roundpipe_cli.train.preference import score_pairs
 from roundpipe_cli.train.result.base_files import end_tokens
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
 from roundpipe_cli.train.sampling import grouping_of
+from roundpipe_cli.train.scoring import InterruptedScoring, Scorer
 from roundpipe_cli.train.setup import Setup
-
-
-class InterruptedScoring(Exception):
-    """The user wants the run to stop."""
-
-
-class Scorer:
-    """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
-
-    def __init__(
-        self, engine: Engine, planner: AdaptivePlanner, step_microbatches: int, stopping: Callable[[], bool]
-    ) -> None:
-        """
-        Args:
-            planner: whose stages of a training step are taken.
-            step_microbatches: of a training step.
-            stopping: whether the run is asked to stop.
-        """
-        self._engine, self._planner, self._stopping = engine, planner, stopping
-        self._step_microbatches = step_microbatches
-        self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
-
-    def scores(
-        self, microbatches: Sequence[Microbatch], *, step: int, adapters: bool = True, greedy: bool = False
-    ) -> Iterator[HeadScores]:
-        """Scores of each microbatch, in order; see `Engine.score`.
-
-        Raises:
-            InterruptedScoring: between two passes, because the run is asked to stop.
-        """
-        size = SCORED_PER_WORKER * self._engine.num_workers
-        for start in range(0, len(microbatches), size):
-            if self._stopping():
-                raise InterruptedScoring
-            part = microbatches[start : start + size]
-            yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
-
-    def _schedule(self, num_microbatches: int) -> Schedule:
-        step = self._planner.schedule(self._step_microbatches)
-        own, workers = every_stage(step), self._engine.num_workers
-        key = own, num_microbatches
-        if key not in self._schedules:
-            stages = forward_stages(
-                self._planner.costs, own, step.backward_stages, num_workers=workers, num_microbatches=num_microbatches
-            )
-            self._schedules[key] = build_forward(stages, num_workers=workers, num_microbatches=num_microbatches)
-        return self._schedules[key]
 
 
 class Evaluator:
@@ -149,7 +98,7 @@ class Evaluator:
         started_s = time.monotonic()
         poison = fault("eval", step=done)
         try:
-            loss, tokens = self._loss(done)
+            loss, tokens, preference = self._loss(done)
             samples = tuple(self._samples(done))
         except InterruptedScoring:
             return
@@ -170,15 +119,19 @@ class Evaluator:
         else:
             self._num_worse += 1
         seconds = time.monotonic() - started_s
-        event = EvaluationFinished(done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples)
+        event = EvaluationFinished(
+            done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples, preference
+        )
         self.rows.add(append_line(self._output_dir / EVAL_NAME, json.dumps(eval_row(event))))
         self._tell(event)
         if self.exhausted and done < self._num_steps:
             self._tell(Notice(f"stopping early: the best evaluation was that of step {self.best_step}"))
 
-    def _loss(self, done: int) -> tuple[float, int]:
-        """Mean loss over all target tokens, and their number."""
+    def _loss(self, done: int) -> tuple[float, int, dict[str, float] | None]:
+        """Mean loss over all target tokens, and their number; of pairs over pairs, with what their rewards show."""
         rows = self._setup.eval_rows
+        if self._setup.rejected is not None:
+            return score_pairs(self._setup, self._scorer, done)
         pad = pad_token_id(self._setup.tokenizer)
         lengths = np.array([len(row.input_ids) for row in rows])
         batches = grouping_of(self._setup.recipe, lengths).group([(index,) for index in range(len(rows))])
@@ -187,7 +140,7 @@ class Evaluator:
         for scores in self._scorer.scores(microbatches, step=done):
             loss_sum += float(scores.loss_sum)
             tokens += len(scores.log_probabilities)
-        return loss_sum / tokens, tokens
+        return loss_sum / tokens, tokens, None
 
     def _samples(self, done: int) -> Iterator[tuple[str, str]]:
         """Greedy answers to the prompts of the first evaluation rows."""
@@ -252,7 +205,7 @@ class Evaluator:
         if not self._setup.eval_rows:
             return None
         return {
-            "rows": len(self._setup.eval_rows),
+            "rows": len(self._setup.eval_rows) // (1 if self._setup.rejected is None else 2),
             "last_loss": self.last_loss,
             "best_loss": None if self.best_step is None else self.best_loss,
             "best_step": self.best_step,
@@ -309,7 +262,7 @@ def eval_row(event: EvaluationFinished) -> dict[str, Any]:
         "step": event.step,
         "loss": event.loss,
         "loss_hex": event.loss.hex(),
-        "perplexity": event.perplexity,
+        **({"perplexity": event.perplexity} if event.preference is None else event.preference),
         "tokens": event.tokens,
         "seconds": event.seconds,
         "best": event.best,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
@@ -14,6 +15,11 @@ from roundpipe_cli.train.optim.loss_scale import LossScale
 
 MAX_SKIPPED_IN_A_ROW = 10
 """One more and the weights are to blame, not the rows."""
+
+
+def poisoned(result: StepResult, poison: float | None) -> StepResult:
+    """The result with the value of a fault point in place of the gradient norm."""
+    return result if poison is None else replace(result, gradient_norm=poison)
 
 
 class FiniteGuard:

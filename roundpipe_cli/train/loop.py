@@ -17,7 +17,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.events import Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.events import Notice, Phase, RunFinished, StepFinished, run_clock
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
@@ -34,9 +34,10 @@ from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
 from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
 from roundpipe_cli.train.devices import updater_threads
-from roundpipe_cli.train.evaluate import Evaluator, Scorer
-from roundpipe_cli.train.finite import FiniteGuard
+from roundpipe_cli.train.evaluate import Evaluator
+from roundpipe_cli.train.finite import FiniteGuard, poisoned
 from roundpipe_cli.train.intervals import is_due
+from roundpipe_cli.train.longest import RunStep, try_longest
 from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, Telemetry, run_started, step_timeline
 from roundpipe_cli.train.monitor.trackers import Trackers
@@ -50,6 +51,7 @@ from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.result.finish import write_report, write_trace
 from roundpipe_cli.train.result.report import make_report
 from roundpipe_cli.train.run_log import RunLog
+from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.train.signals import StopSignals
 
@@ -110,6 +112,9 @@ class Trainer:
     def recipe(self) -> Recipe:
         return self.setup.recipe
 
+    def _say(self, text: str) -> None:
+        self._tell(Notice(text))
+
     # -- run -----------------------------------------------------------------------------------------------------
 
     def run(self, checkpoint: Checkpoint | None) -> None:
@@ -117,7 +122,7 @@ class Trainer:
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
         if self._machines.is_first:
-            say = partial(_say, self._tell)
+            say = self._say
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
@@ -160,6 +165,8 @@ class Trainer:
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
                 done = first_step
+                if not self._is_last(done):
+                    try_longest(setup, self._planner, partial(self._compute, engine, done), self._tell, is_only=alone)
                 if done and evaluator.is_owed(done):  # a signal came before it
                     evaluator.evaluate(done)
                     self._at_border(border, done)
@@ -232,7 +239,7 @@ class Trainer:
         for text in result.notices:
             self._tell(Notice(text))
         self._tell(step_timeline(result, step + 1, self._clock))
-        result = _poisoned(result, self._updater.poison(step))
+        result = poisoned(result, self._updater.poison(step))
         if self._guard.is_finite(result):
             self._update(step, result.gradient_norm, learning_rate)
         else:
@@ -271,12 +278,15 @@ class Trainer:
         self._position = begun.position
         return result
 
-    def _compute(self, engine: Engine, step: int, batches: list[RowBatch]) -> tuple[StepResult, list[Microbatch], int]:
+    def _compute(
+        self, engine: Engine, step: int, batches: list[RowBatch], run: RunStep | None = None
+    ) -> tuple[StepResult, list[Microbatch], int]:
         """One step's forward and backward, with its microbatches and tokens; again with less, where it adapts."""
+        run = run or self._run_step
         while True:
             try:
                 microbatches, num_tokens = self._microbatches(step, batches)
-                return self._run_step(engine, step, microbatches), microbatches, num_tokens
+                return run(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
                 keeps_less = self._auto_cache.num_bytes > 0 and not self._updates_early and self._machines.is_only
                 smaller = self._fit.smaller(step + 1) if self.recipe.on_oom == "adapt" else None
@@ -389,12 +399,3 @@ class Trainer:
             text = describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps)
             self._tell(Notice(text))
         return checkpoint.step
-
-
-def _say(tell: Tell, text: str) -> None:
-    tell(Notice(text))
-
-
-def _poisoned(result: StepResult, poison: float | None) -> StepResult:
-    """The result with the value of a fault point in place of the gradient norm."""
-    return result if poison is None else replace(result, gradient_norm=poison)

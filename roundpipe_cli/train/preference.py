@@ -15,10 +15,10 @@ from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model.preference import Preference, Rewards
+from roundpipe_cli.model.preference import Preference, Rewards, pair_loss
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
-from roundpipe_cli.train.evaluate import Scorer
+from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.train.setup import Setup
 
 
@@ -28,17 +28,28 @@ def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbat
     They have their loss, but for DPO's reference: see `add_references`.
     """
     assert setup.rejected is not None
+    parts = [[index for sequence in batch for index in sequence] for batch in batches]
+    return _collated(
+        setup,
+        [[rows[index] for rows in (setup.dataset.rows, setup.rejected) for index in indices] for indices in parts],
+    )
+
+
+def _collated(setup: Setup, parts: Sequence[Sequence[Row]]) -> tuple[list[Microbatch], int]:
+    """Microbatches with their loss, and the number of their tokens.
+
+    Args:
+        parts: the rows of each microbatch, the chosen ones first.
+    """
     pad = pad_token_id(setup.tokenizer)
     loss, nll_factor = _loss(setup.recipe)
     on_prompt = setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt
     microbatches, num_tokens = [], 0
-    for batch in batches:
-        indices = [index for sequence in batch for index in sequence]
-        rows = [setup.dataset.rows[index] for index in indices] + [setup.rejected[index] for index in indices]
+    for rows in parts:
         num_tokens += sum(len(row.input_ids) for row in rows)
         microbatch = replace(collate_rows(rows, pad), preference=loss)
         if on_prompt:
-            microbatch = with_prompts(microbatch, rows[: len(indices)])
+            microbatch = with_prompts(microbatch, rows[: len(rows) // 2])
         microbatches.append(microbatch)
     by_answer = setup.recipe.objective == "orpo" and not on_prompt
     if nll_factor:
@@ -103,6 +114,32 @@ def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int
         preference = replace(microbatch.preference, reference=scored.sequence_sums)
         result.append(replace(microbatch, preference=preference))
     return result
+
+
+def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, dict[str, float]]:
+    """The mean loss of the evaluation pairs, the number of their target tokens, and their rewards as `pair_metrics`.
+
+    Raises:
+        InterruptedScoring: as of `Scorer.scores`.
+    """
+    size, half = setup.recipe.micro_batch_size, len(setup.eval_rows) // 2
+    chosen, rejected = setup.eval_rows[:half], setup.eval_rows[half:]
+    parts = [[*chosen[at : at + size], *rejected[at : at + size]] for at in range(0, half, size)]
+    microbatches, _ = _collated(setup, parts)
+    if setup.recipe.objective == "dpo":
+        microbatches = add_references(scorer, microbatches, step)
+    loss, tokens, rewards = 0.0, 0, []
+    for microbatch, scored in zip(microbatches, scorer.scores(microbatches, step=step), strict=True):
+        assert microbatch.preference is not None
+        (targets,) = (microbatch.labels[:, 1:] != IGNORED_LABEL).flatten().nonzero(as_tuple=True)
+        indices = targets + targets // (microbatch.labels.shape[1] - 1)  # of B * T, where each row has a last token
+        preference = microbatch.preference.map_tensors(lambda tensor: tensor.cpu())
+        rows, length = microbatch.labels.shape
+        found = pair_loss(scored.log_probabilities.cpu(), indices, (rows, length), preference)
+        loss += float(found.loss_sum)
+        tokens += len(targets)
+        rewards.append(Rewards.of(found.reward_sums))
+    return loss / half, tokens, pair_metrics(rewards, microbatches)
 
 
 def pair_metrics(rewards: Sequence[Rewards], microbatches: Sequence[Microbatch]) -> dict[str, float]:

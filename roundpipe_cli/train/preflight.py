@@ -42,6 +42,6 @@ def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
         file = source.folder / source.gguf_file
         check_sizes(read_gguf_config(file), str(file))
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
-        columns = {str(key): value for key, value in dataset.columns.items()}
-        spec = DatasetSpec(dataset.path, "auto", dataset.split, dataset.name, columns)  # the type is looked at later
+        # The type and the columns are looked at later.
+        spec = DatasetSpec(dataset.path, split=dataset.split, name=dataset.name, txt_rows=dataset.txt_rows)
         find_sources(spec, loaded.folder, offline)

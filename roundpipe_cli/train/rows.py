@@ -12,8 +12,8 @@ from torch import nn
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.hold_out import hold_out
-from roundpipe_cli.data.pairs import build_pairs
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.pairs import build_pairs, hold_out_pairs
+from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell
@@ -66,27 +66,50 @@ def _spec(dataset: DatasetConfig) -> DatasetSpec:
         split=dataset.split,
         name=dataset.name,
         columns={str(key): value for key, value in dataset.columns.items()},
+        rules=TrainRules(
+            roles_to_train=dataset.roles_to_train,
+            turns_to_train=dataset.turns_to_train,
+            train_on_eos=dataset.train_on_eos,
+            thoughts=dataset.thoughts,
+        ),
+        as_chat=dataset.as_chat,
+        alpaca_join=dataset.alpaca_join,
+        txt_rows=dataset.txt_rows,
     )
 
 
 def evaluation_rows(
-    loaded: LoadedRecipe, dataset: TokenizedDataset, tokenizer: Any, offline: bool, tell: Tell
-) -> tuple[TokenizedDataset, list[Row]]:
-    """The rows left to train on, and those to evaluate on."""
-    recipe = loaded.recipe
+    loaded: LoadedRecipe,
+    training: tuple[TokenizedDataset, TokenizedRows | None],
+    tokenizer: Any,
+    offline: bool,
+    tell: Tell,
+) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row]]:
+    """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
+    ones in the same order."""
+    recipe, (dataset, rejected) = loaded.recipe, training
     rows: list[Row] = []
-    if recipe.val_set_size:
+    rejected_rows: list[Row] = []
+    if recipe.val_set_size and rejected is not None:
+        (dataset, rejected), (held, held_rejected) = hold_out_pairs(dataset, rejected, recipe.val_set_size, recipe.seed)
+        rows, rejected_rows = [*held.rows], [*held_rejected]
+    elif recipe.val_set_size:
         dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
         rows += held.rows
     if recipe.eval_datasets:
-        specs = tuple(_spec(entry) for entry in recipe.eval_datasets)
-        other = build_dataset(replace(data_settings(loaded, offline), datasets=specs), tokenizer)
+        settings = replace(data_settings(loaded, offline), datasets=tuple(map(_spec, recipe.eval_datasets)))
+        if rejected is not None:
+            other, other_rejected = build_pairs(settings, tokenizer, lambda text: None)
+            rejected_rows += other_rejected
+        else:
+            other = build_dataset(settings, tokenizer)
         for text in other.notices:
             tell(Notice(f"evaluation: {text}"))
         rows += other.rows
     if rows:
-        tell(Notice(f"evaluation: {len(rows)} rows, {len(dataset.rows)} to train on"))
-    return dataset, rows
+        what = "rows" if rejected is None else "pairs"
+        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on"))
+    return dataset, rejected, rows + rejected_rows
 
 
 def longest_row(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_rows: Sequence[Row]) -> int:

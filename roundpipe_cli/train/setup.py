@@ -74,7 +74,7 @@ class Setup:
     rejected: TokenizedRows | None
     """Beside the rows of `dataset`, of preference pairs."""
     eval_rows: Sequence[Row]
-    """Rows that are never trained on."""
+    """Rows that are never trained on; of preference pairs all chosen ones, then all rejected ones."""
     devices: tuple[str, ...]
     model: nn.Module
     """The skeleton; adapters included."""
@@ -267,7 +267,7 @@ def _read_data(
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
         tell(Notice(padded))
-    dataset, evaluation = evaluation_rows(loaded, dataset, tokenizer, offline, tell)
+    dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell)
     return _Rows(tokenizer, dataset, rejected, evaluation), base_files
 
 

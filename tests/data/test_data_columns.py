@@ -129,9 +129,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an instruction beside the question": (
         {"instruction": "In French.", "question": "Hi", "answer": "Yo"}, "instruction", "part of the prompt",
     ),
-    "openai function_call": (
+    "openai function_call without a template": (
         {"messages": [USER, {**YO, "function_call": {"name": "add", "arguments": "{}"}}]},
-        "messages[1].function_call", "a form that is not read",
+        "add", "tool calls of this conversation out",
     ),
     "deepseek reasoning_content": (
         {"messages": [USER, {**YO, "reasoning_content": "Hm."}]}, "reasoning_content", "thoughts out",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.cli.recipes import resolve
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe import schema
 from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
@@ -121,9 +123,39 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.pipeline.forward_stages == ((0, 3), (4, 7))
 
 
+def test_a_key_is_removed_by_a_tilde(tmp_path: Path) -> None:
+    """Its default is in force again; what is wrong with a removed key is no mistake, and lists close up."""
+    datasets = "datasets:\n  - {path: rows.jsonl}\n  - {path: other.jsonl, typ: chat}\n  - {path: last.jsonl}\n"
+    file = write(tmp_path, f"model: some/model\n{datasets}lora: {{r: 3, rr: 4}}\nnum_epochs: 3\nseed: x\n")
+    recipe = load_recipe(
+        file, ["~datasets[1]", "datasets[1].split=test", "~lora.rr", "~num_train_epochs", "~seed"]
+    ).recipe
+    assert [(entry.path, entry.split) for entry in recipe.datasets] == [("rows.jsonl", "train"), ("last.jsonl", "test")]
+    assert recipe.lora.r == 3 and recipe.num_train_epochs == 1 and recipe.seed == 42
+    assert load_recipe(file, ["~datasets[1]", "~lora", "~seed"]).recipe.lora == LoraConfig()
+    found = problems_of(file, "~lora.rr", "~seed", "~datasets[0]")
+    assert found == [f"{file}:4: datasets[0].typ: unknown key datasets[0].typ [did you mean datasets[0].type?]"]
+
+
+def test_a_resolved_recipe_is_printed_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, SMALLEST + "num_epochs: 3\n")
+    resolve(str(file), ["lora.r=3"], json_=False)
+    shown = capsys.readouterr()
+    assert "num_epochs is read as num_train_epochs" in shown.err
+    expected = load_recipe(file, ["lora.r=3"]).recipe
+    assert load_recipe(write(tmp_path, shown.out, "again.yaml")).recipe == expected
+    resolve(str(file), ["lora.r=3"], json_=True)
+    assert json.loads(capsys.readouterr().out) == plain_data(expected)
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("~lora.r", "there is no such key to remove"),
+        ("~modell", "there is no such key to remove [did you mean ~model?]"),
+        ("~datasets[1]", "there is no such key to remove"),
+        ("~datasets[x", "there is no such key to remove"),
+        ("~", "there is no such key to remove"),
         ("lora.rr=3", "unknown key lora.rr [did you mean lora.r?]"),
         ("seed", "not of the form key=value"),
         ("=3", "not of the form key=value"),

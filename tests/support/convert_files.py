@@ -70,7 +70,10 @@ special_tokens:
             **{"lora.dropout": 0.05, "lora.target_modules": "all-linear", "max_seq_length": 4096, "packing": True},
             **{"micro_batch_size": 2, "gradient_accumulation_steps": 16, "num_train_epochs": 4, "warmup_steps": 10},
             **{"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "dtype": "bfloat16", "optim": "adamw"},
-            **{"datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}], "output_dir": "./outputs/lora-out"},
+            **{
+                "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca", "as_chat": False}],
+                "output_dir": "./outputs/lora-out",
+            },
         },
         set(),
         num_gpus=4,
@@ -205,8 +208,9 @@ my_own_key: 12
             **{"method": "full", "num_train_epochs": 3, "learning_rate": 5e-4, "save_steps": 100},
             **{"save_total_limit": 3, "gradient_accumulation_steps": 2},
             "datasets": [{"path": "org/qa", "name": "main", "type": "auto"}],
+            "hub_model_id": "me/smol",
         },
-        {"datasets[0].type", "datasets[0].shards", "hub_model_id", "my_own_key"},
+        {"datasets[0].type", "datasets[0].shards", "my_own_key"},
         num_gpus=2,
     ),
     "factory_lora": Example(
@@ -257,8 +261,8 @@ resume_from_checkpoint: null
             **{"micro_batch_size": 1, "gradient_accumulation_steps": 16, "num_train_epochs": 3, "warmup_steps": 0.1},
             **{"learning_rate": 1e-4, "logging_steps": 10, "save_steps": 500, "dtype": "bfloat16"},
             "datasets": [
-                {"path": "data/identity.json", "type": "auto", "split": "train[:1000]"},
-                {"path": "data/alpaca_en_demo.json", "type": "auto", "split": "train[:1000]"},
+                {"path": "data/identity.json", "type": "auto", "alpaca_join": "newline", "split": "train[:1000]"},
+                {"path": "data/alpaca_en_demo.json", "type": "auto", "alpaca_join": "newline", "split": "train[:1000]"},
             ],
         },
         {"trust_remote_code"},
@@ -292,7 +296,10 @@ per_device_eval_batch_size: 1
 """,
         {
             **{"method": "full", "packing": True, "max_seq_length": 4096, "gradient_accumulation_steps": 16},
-            **{"warmup_steps": 20, "datasets": [{"path": "sets/my_rows.json", "type": "auto"}]},
+            **{
+                "warmup_steps": 20,
+                "datasets": [{"path": "sets/my_rows.json", "type": "auto", "alpaca_join": "newline"}],
+            },
         },
         set(),
         num_gpus=8,
@@ -368,7 +375,10 @@ seed: 1
             **{"lora.r": 16, "max_seq_length": 3000, "weight_decay": 0.1, "seed": 1, "optim": "adamw"},
             **{"lora.modules_to_save": ["embed_tokens"], "lora.loraplus_lr_ratio": 16.0},
             "lr_scheduler_type": "cosine_with_restarts",
-            "datasets": [{"path": "data/notes.json", "type": "auto"}, {"path": "data/mails.json", "type": "auto"}],
+            "datasets": [
+                {"path": "data/notes.json", "type": "auto", "alpaca_join": "newline"},
+                {"path": "data/mails.json", "type": "auto", "alpaca_join": "newline"},
+            ],
         },
         set(),
     ),
@@ -404,7 +414,11 @@ push_to_hub: true
         {
             **{"revision": "main", "method": "lora", "lora.r": 32, "lora.alpha": 16, "lora.dropout": 0.05},
             **{"max_seq_length": 2048, "packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 64},
-            **{"datasets": [{"path": "trl-lib/Capybara"}], "learning_rate": 2e-4, "lr_scheduler_type": "linear"},
+            **{
+                "datasets": [{"path": "trl-lib/Capybara", "as_chat": False}],
+                "learning_rate": 2e-4,
+                "lr_scheduler_type": "linear",
+            },
         },
         {"push_to_hub"},
         num_gpus=8,
@@ -431,7 +445,7 @@ completion_only_loss: true
         {
             **{"method": "full", "max_seq_length": 1024, "micro_batch_size": 4, "warmup_steps": 0.03, "seed": 100},
             **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-            "datasets": [{"path": "openai/gsm8k", "name": "main", "split": "train[:5000]"}],
+            "datasets": [{"path": "openai/gsm8k", "name": "main", "split": "train[:5000]", "as_chat": False}],
         },
         set(),
     ),
@@ -464,10 +478,10 @@ eos_token: <|im_end|>
             **{"val_set_size": 1000, "report_to": []},
             "datasets": [
                 {"path": "org/chats", "name": "all", "split": "train", "type": "chat"},
-                {"path": "org/code", "split": "train[:10%]"},
+                {"path": "org/code", "split": "train[:10%]", "as_chat": False},
             ],
         },
-        {"dataset_mixture.seed", "hub_model_id", "eos_token"},
+        {"dataset_mixture.seed", "eos_token"},
     ),
     "trl_text": Example(
         "trl",
@@ -508,7 +522,7 @@ lora_target_parameters: [7.mlp.experts.gate_up_proj]
 """,
         {
             **{"learning_rate": 2e-5, "num_train_epochs": 3, "lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05},
-            "datasets": [{"path": "HuggingFaceH4/Multilingual-Thinking"}],
+            "datasets": [{"path": "HuggingFaceH4/Multilingual-Thinking", "as_chat": False}],
         },
         {"lora_target_parameters"},
     ),

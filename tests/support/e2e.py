@@ -227,11 +227,18 @@ def finetune(folder: Path, *words: str, environment: Mapping[str, str] | None = 
     return run(folder, "finetune", "recipe.yaml", *words, environment=environment)
 
 
-def fresh(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Outcome:
-    """The same in a new interpreter."""
+def fresh(
+    folder: Path, *words: str, environment: Mapping[str, str] | None = None, stdin: bytes | None = None
+) -> Outcome:
+    """The same in a new interpreter, which may be given bytes on stdin."""
     started_s = time.monotonic()
     done = subprocess.run(
-        command_line(*words), cwd=folder, env=child_environment(environment), capture_output=True, timeout=MAX_WAIT_S
+        command_line(*words),
+        cwd=folder,
+        env=child_environment(environment),
+        input=stdin,
+        capture_output=True,
+        timeout=MAX_WAIT_S,
     )
     seconds = time.monotonic() - started_s
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode(), seconds)

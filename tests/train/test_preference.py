@@ -196,6 +196,62 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
     assert numbers(folder / "other") == numbers(folder / "out")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("objective=dpo",),
+        ("objective=orpo",),
+        ("objective=orpo", "orpo.nll_on_prompt=false"),
+        ("objective=simpo", "simpo.cpo_alpha=0.5"),
+    ],
+    ids=" ".join,
+)
+def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, words: tuple[str, ...]) -> None:
+    """It was refused. Where a step has all pairs, and the evaluation the same ones in other microbatches, the loss and
+    the rewards after a step are those that the next step begins with."""
+    every = (
+        "gradient_accumulation_steps=5",
+        "micro_batch_size=2",
+        "lora.dropout=0",
+        "num_train_epochs=4",
+        "shuffle=false",
+    )
+    evaluation = ("eval_datasets=[{path: rows.jsonl, type: preference}]", "eval_steps=1", "load_best_model_at_end=true")
+    done = finetune(folder, *words, *every, *evaluation, "eval_samples=1", "eval_max_new_tokens=2").expect(0)
+    assert (
+        "evaluation: 10 pairs, 10 to train on" in done.err and "  margin " in done.out and "perplexity" not in done.out
+    )
+    rows = metrics(folder / "out")
+    evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
+    assert len(rows) == len(evaluated) == 4
+    names = ("loss", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
+    for row, found in zip(rows[1:], evaluated, strict=False):
+        assert [found[name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-5, abs=1e-6)
+        assert found.get("nll_loss") == (pytest.approx(row["nll_loss"], rel=1e-5) if "nll_loss" in row else None)
+        assert "perplexity" not in found and found["samples"]
+    assert json.loads((folder / "out" / "report.json").read_text())["evaluation"]["rows"] == 10
+
+
+def test_pairs_are_held_out_whole(folder: Path) -> None:
+    words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5", "save_steps=1")
+    done = finetune(folder, *words).expect(0)
+    assert "evaluation: 3 pairs, 7 to train on" in done.err
+    setup = prepare(load_recipe(str(folder / "recipe.yaml"), list(words)), offline=True, tell=lambda event: None)
+    assert setup.rejected is not None
+    kept = [row.row_id for row in setup.dataset.rows]
+    held = [row.row_id for row in setup.eval_rows]
+    assert kept == [row.row_id for row in setup.rejected] and held[:3] == held[3:]
+    assert sorted(kept + held[:3]) == list(range(10))
+    other = prepare(load_recipe(str(folder / "recipe.yaml"), []), offline=True, tell=lambda event: None)
+    assert other.dataset.content_hash != setup.dataset.content_hash
+    died = finetune(folder, *words, "output_dir=killed", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
+    assert died.code == -9
+    finetune(folder, *words, "output_dir=killed", "--resume").expect(0)
+    assert numbers(folder / "killed") == numbers(folder / "out")
+    done = finetune(folder, "eval_datasets=[{path: rows.jsonl, type: chat}]", "output_dir=no").expect(2)
+    assert "eval_datasets[0].type" in done.err and "needs preference pairs" in done.err
+
+
 def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     renamed = [{"q": r["prompt"], "good": r["chosen"], "bad": r["rejected"]} for r in rows]
@@ -209,8 +265,8 @@ def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
 
 
 def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
-    done = fresh(folder, "finetune", "recipe.yaml", "method=full", "packing=true", "val_set_size=2").expect(2)
-    for key in ("method", "packing", "val_set_size"):
+    done = fresh(folder, "finetune", "recipe.yaml", "method=full", "packing=true").expect(2)
+    for key in ("method", "packing"):
         assert f"{key}" in done.err
     done = finetune(folder, "objective=simpo", "method=full", "train_on_inputs=true", "packing=true").expect(2)
     assert "train_on_inputs is not offered with objective simpo" in done.err and "method" not in done.err

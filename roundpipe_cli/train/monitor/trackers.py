@@ -228,7 +228,8 @@ def values_of(event: StepFinished | EvaluationFinished) -> dict[str, float]:
         values = {name: getattr(event, name) for name in (*names, "upload_bytes", "device_peak_bytes")}
         values |= event.preference or {}
     else:
-        values = {name: getattr(event, name) for name in ("loss", "perplexity", "tokens", "seconds")}
+        values = {name: getattr(event, name) for name in ("loss", "tokens", "seconds")}
+        values |= {"perplexity": event.perplexity} if event.preference is None else event.preference
     prefix = "train" if isinstance(event, StepFinished) else "eval"
     return {f"{prefix}/{name}": float(value) for name, value in values.items() if math.isfinite(value)}
 

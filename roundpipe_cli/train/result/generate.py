@@ -34,6 +34,16 @@ class Prompt:
     max_new_tokens: int = 200
     temperature: float = 0.0
     """0: the most probable tokens."""
+    earlier: tuple[tuple[str, str], ...] = ()
+    """Questions and answers before it; without a chat template they are not read."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation up to the question."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        pairs = [zip(("user", "assistant"), exchange, strict=True) for exchange in self.earlier]
+        before = [{"role": role, "content": text} for pair in pairs for role, text in pair]
+        return [*system, *before, {"role": "user", "content": self.text}]
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,11 @@ def answer_ends(model: Any, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys([*known, *trained_ends(tokenizer)]))
 
 
+def has_template(tokenizer: Any) -> bool:
+    """Whether prompts are put into a chat template."""
+    return find_template(tokenizer, None, None) is not None
+
+
 def describe_answer(model: Any, tokenizer: Any, temperature: float) -> str:
     """The devices and settings with which the model answers, and what ends an answer."""
     ends = " ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in answer_ends(model, tokenizer))
@@ -126,10 +141,8 @@ def answer(model: Any, tokenizer: Any, prompt: Prompt, *, is_shown: bool) -> Who
     import torch
     from transformers import TextStreamer
 
-    if find_template(tokenizer, None, None) is not None:
-        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages.append({"role": "user", "content": prompt.text})
-        text = run_limited(lambda: _render(tokenizer, messages), TEMPLATE_LIMITS)
+    if has_template(tokenizer):
+        text = run_limited(lambda: _render(tokenizer, prompt.messages), TEMPLATE_LIMITS)
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt.text, return_tensors="pt")

@@ -1,0 +1,107 @@
+"""Tools that an assistant may call, and its calls, as OpenAI, TRL and LLaMA-Factory write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from roundpipe_cli.data.rows import BadRowError, check_text, describe_value, printable
+
+END_OF_THOUGHT = "</think>"
+
+
+def read_calls(value: object, field: str) -> list[dict[str, Any]]:
+    """Tool calls in the form that chat templates read: arguments as an object, not as the text of one.
+
+    Raises:
+        BadRowError: no list of calls.
+    """
+    if value is None:
+        return []
+    calls = []
+    for call in _checked_list(value, field):
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRowError(
+                f"{field} has a call without a name", found=describe_value(call), expected="function.name"
+            )
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, f"{field}: the arguments")
+        if not isinstance(arguments, Mapping):
+            raise BadRowError(
+                f"{field}: the arguments are no object", found=describe_value(arguments), expected="an object"
+            )
+        made = {"type": "function", "function": {"name": function["name"], "arguments": _plain(arguments, field)}}
+        if isinstance(call.get("id"), str):
+            made["id"] = call["id"]
+        calls.append(made)
+    return calls
+
+
+def read_called(value: object, field: str) -> tuple[str, list[dict[str, Any]]]:
+    """What a turn of calls says before them, and the calls: its text is their JSON, one call or a list of them, which
+    thoughts between <think> marks may precede.
+
+    Raises:
+        BadRowError: something else.
+    """
+    thought = ""
+    if isinstance(value, str):
+        before, mark, rest = value.rpartition(END_OF_THOUGHT)
+        thought, value = before + mark, _parsed(rest, field)
+    calls = read_calls([value] if isinstance(value, Mapping) else value, field)
+    if not calls:
+        raise BadRowError(f"{field} has no call", found=describe_value(value), expected="name and arguments as JSON")
+    return thought, calls
+
+
+def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
+    """The schemas in the column of tools: a list, or the JSON text of one.
+
+    Raises:
+        BadRowError: something else.
+    """
+    if value is None or value == "":
+        return ()
+    field = f"`{column}`"
+    if isinstance(value, str):
+        value = _parsed(value, field)
+    return tuple(_wrapped(_plain(tool, field)) for tool in _checked_list(value or [], field))
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as OpenAI writes it, where it is a bare function (LLaMA-Factory, OpenAI's older form)."""
+    is_bare = "function" not in tool and isinstance(tool.get("name"), str) and tool.get("type") in (None, "function")
+    function = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": function} if is_bare else tool
+
+
+def _parsed(text: str, field: str) -> object:
+    check_text(text, field)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error))) from None
+
+
+def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
+        raise BadRowError(
+            f"{field} is not a list of objects", found=describe_value(value), expected="a list of objects"
+        )
+    return value
+
+
+def _plain(value: object, field: str) -> Any:
+    """Objects and lists of JSON, without the keys that a table format filled with null in rows that lack them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, field) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, field) for item in value]
+    if isinstance(value, str):
+        check_text(value, field)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise BadRowError(f"{field} holds something that is not JSON", found=describe_value(value))
+    return value
