@@ -156,6 +156,10 @@ def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     return _refuse(value, hint, path, findings) if result is REFUSED else result
 
 
+EXAMPLE_KEYS = 5
+"""Of a mapping, shown where one is missing."""
+
+
 def describe_type(hint: Any) -> str:
     """The type that a key expects, in words: `an integer of at least 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -175,8 +179,8 @@ def describe_type(hint: Any) -> str:
         known = _choices(arguments[0])
         keys = f"keys among {', '.join(known)}" if known else f"keys that are {describe_type(arguments[0])}"
         return f"a mapping with {keys}"
-    if is_dataclass(hint):
-        return f"a mapping with keys such as {', '.join(hints_of(hint)) if isinstance(hint, type) else ''}"
+    if is_dataclass(hint) and isinstance(hint, type):
+        return f"a mapping with keys such as {', '.join(list(hints_of(hint))[:EXAMPLE_KEYS])}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
     return names[hint]
 

@@ -357,9 +357,8 @@ class Trainer:
         """Begin a checkpoint after `step` steps."""
         if not self._machines.saves:
             return
-        started_s = time.monotonic()
+        started_s, scale = time.monotonic(), self._guard.loss_scale
         sync_rows(metrics, self.output_dir / METRICS_NAME)
-        scale = self._guard.loss_scale
         meta = {
             **run_state(self.setup, scale.value, self._log.seconds),
             "num_steps": self.num_steps,
