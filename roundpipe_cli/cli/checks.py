@@ -30,13 +30,13 @@ from roundpipe_cli.costs.machine import (
 )
 from roundpipe_cli.costs.shipped_models import shipped_figures
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
-from roundpipe_cli.train.floors import FLOORS, OTHER_FLOORS
+from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CheckState = Literal["good", "note", "fails"]
 """`note`: training runs, but slower, or something of it is missing."""
 
-LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **OTHER_FLOORS}
+LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **WORKING_FLOORS}
 OPTIONAL = {
     "bitsandbytes": "4-bit base weights",
     "pynvml": "temperature and power of GPUs in the dashboard",

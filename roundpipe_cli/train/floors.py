@@ -15,8 +15,14 @@ FLOORS = {
     "PyYAML": ("6", "unsafe loaders by default before"),
     "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
 }
-OTHER_FLOORS = {"peft": "0.21", "huggingface_hub": "1.0"}
-"""The oldest versions of libraries that are known to work, where older ones are not known to be unsafe."""
+WORKING_FLOORS = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "peft": "0.21",
+    "accelerate": "1.10",
+    "huggingface_hub": "1.0",
+}
+"""The oldest versions with which the test suite passes."""
 
 
 def check_floors() -> None:
@@ -25,15 +31,15 @@ def check_floors() -> None:
     Raises:
         RecipeError: (exit code 2) each of them with the reason.
     """
-    floors = {name: (floor, f"too old to be safe ({reason})") for name, (floor, reason) in FLOORS.items()}
-    floors |= {name: (floor, "too old for this release of roundpipe") for name, floor in OTHER_FLOORS.items()}
     problems = []
-    for name, (floor, reason) in floors.items():
-        found = _installed(name)
+    for name in FLOORS | WORKING_FLOORS:
+        safe, reason = FLOORS.get(name, ("0", ""))
+        floor, found = max(safe, WORKING_FLOORS.get(name, "0"), key=Version), _installed(name)
         if found is None or found < Version(floor):
+            old = f"too old to be safe ({reason})" if found and found < Version(safe) else "too old for this release"
             problems.append(
                 Problem(
-                    f"{name} is {'missing' if found is None else reason}",
+                    f"{name} is {'missing' if found is None else old}",
                     found="not installed" if found is None else str(found),
                     expected=f"{floor} or later",
                     hint=f"pip install -U '{name}>={floor}'",
