@@ -144,8 +144,8 @@ class DatasetConfig:
     """Share of this source in the rows of an epoch, relative to the others' weights; a row comes again when all rows of
     its source have come. All weights equal (as here): every row once an epoch, whatever the sizes."""
     roles_to_train: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], NotEmpty()] = ("assistant",)
-    """Roles whose turns are trained, each with the end of its turn. A message with `train: false` or `weight: 0` is
-    not, whatever its role."""
+    """Roles whose turns are trained, each with the end of its turn. A message with `train: true` is too, and one with
+    `train: false` or `weight: 0` is not, whatever its role."""
     turns_to_train: Literal["all", "last"] = "all"
     """`last` trains the last turn alone of those that would be trained; the turns before it are its context."""
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
