@@ -18,6 +18,8 @@ MAX_SHOWN = 30
 
 REFUSED: Any = object()
 """In place of a value that was refused; its problem is among the findings."""
+NAMED_KEYS = 6
+"""Keys of a mapping that an error names at most."""
 
 
 class Findings:
@@ -176,7 +178,8 @@ def describe_type(hint: Any) -> str:
         keys = f"keys among {', '.join(known)}" if known else f"keys that are {describe_type(arguments[0])}"
         return f"a mapping with {keys}"
     if is_dataclass(hint):
-        return f"a mapping with keys such as {', '.join(hints_of(hint)) if isinstance(hint, type) else ''}"
+        named = list(hints_of(hint))[:NAMED_KEYS] if isinstance(hint, type) else []
+        return f"a mapping with keys such as {', '.join(named)}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
     return names[hint]
 
