@@ -109,7 +109,7 @@ class RowFormat:
         turns = read_turns(self._field(row, field), column, role_key)
         check_says_something(turns, column)
         turns = with_system(turns, row.get(self.columns["system"]), self.columns["system"])
-        return Conversation(turns.messages, self._tools(row), turns.untrained)
+        return Conversation(turns.messages, self._tools(row), turns.untrained, turns.trained)
 
     def _alpaca(self, row: Mapping[str, object]) -> Exchange:
         instruction = self._text(row, "instruction", filled=True)
@@ -143,7 +143,7 @@ class RowFormat:
     def _with_columns(self, row: Mapping[str, object], turns: MessageColumn) -> Conversation:
         turns = turns.behind(read_history(row.get(self.columns["history"]), self.columns["history"]))
         turns = with_system(turns, row.get(self.columns["system"]), self.columns["system"])
-        return Conversation(turns.messages, self._tools(row), turns.untrained)
+        return Conversation(turns.messages, self._tools(row), turns.untrained, turns.trained)
 
     def _tools(self, row: Mapping[str, object]) -> tuple[dict[str, object], ...]:
         return read_tools(row.get(self.columns["tools"]), self.columns["tools"])

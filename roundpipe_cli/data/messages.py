@@ -68,6 +68,8 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
     """Turns that are not trained whatever their role: the row says so (`train: false`, or `weight: 0`), or they belong
     to the prompt."""
+    trained: frozenset[int] = frozenset()
+    """Turns that are trained whatever their role: the row says so (`train: true`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Exchange:
     completion: str
     tools: ClassVar[tuple[dict[str, Any], ...]] = ()
     untrained: ClassVar[frozenset[int]] = frozenset()
+    trained: ClassVar[frozenset[int]] = frozenset()
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -113,12 +116,14 @@ class MessageColumn:
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
     """Turns that the row says not to train."""
+    trained: frozenset[int] = frozenset()
+    """Turns that the row says to train."""
 
     def behind(self, before: MessageColumn) -> MessageColumn:
         """The turns of `before`, then these."""
         start = len(before.messages)
-        moved = frozenset(index + start for index in self.untrained)
-        return MessageColumn(before.messages + self.messages, before.untrained | moved)
+        untrained, trained = (frozenset(index + start for index in turns) for turns in (self.untrained, self.trained))
+        return MessageColumn(before.messages + self.messages, before.untrained | untrained, before.trained | trained)
 
     def as_prompt(self) -> MessageColumn:
         """The same turns, none of them trained."""
@@ -134,14 +139,17 @@ def read_turns(value: object, column: str, role_key: str = "role") -> MessageCol
     Raises:
         BadRowError: no list of messages, or one that cannot be used.
     """
-    messages, untrained = [], set()
+    messages: list[Message] = []
+    untrained: set[int] = set()
+    trained: set[int] = set()
     for index, item in enumerate(_list_of_objects(value, column)):
         field = f"`{column}[{index}]"
         message = _message(item, field, role_key)
-        if not _is_trained(item, message["role"], field):
-            untrained.add(index)
+        said = _is_trained(item, field)
+        if said is not None:
+            (trained if said else untrained).add(index)
         messages.append(message)
-    return MessageColumn(tuple(messages), frozenset(untrained))
+    return MessageColumn(tuple(messages), frozenset(untrained), frozenset(trained))
 
 
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
@@ -168,8 +176,9 @@ def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
     return message
 
 
-def _is_trained(item: Mapping[str, object], role: str, field: str) -> bool:
-    trained = True
+def _is_trained(item: Mapping[str, object], field: str) -> bool | None:
+    """Whether a message says that it is trained (`train: true`), or that it is not; None: neither."""
+    said: bool | None = None
     for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
         value = item.get(key)
         if value is None:
@@ -180,15 +189,11 @@ def _is_trained(item: Mapping[str, object], role: str, field: str) -> bool:
                 found=f"{key}: {value}" if isinstance(value, (int, float)) else describe_value(value),
                 expected="0 (not trained) or 1 (trained)",
             )
-        if value == 1 and key in TRAIN_KEYS and role != "assistant":
-            raise BadRowError(
-                f"{field}.{key}` asks to train a turn that is not the assistant's",
-                found=f"a turn of role {role}",
-                expected="turns of the assistant to train",
-                hint="`roles_to_train: [user, assistant]` of the dataset, and `train: false` for other turns",
-            )
-        trained = trained and value == 1
-    return trained
+        if value == 0:
+            said = False
+        elif key in TRAIN_KEYS and said is None:  # a weight of 1 is every turn's
+            said = True
+    return said
 
 
 def _list_of_objects(value: object, column: str) -> Sequence[Mapping[str, object]]:

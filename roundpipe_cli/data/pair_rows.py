@@ -100,7 +100,7 @@ def parse_pair(
     turns = whole[answer]
     before = MessageColumn(turns.messages[:num_shared]).as_prompt()
     untrained = frozenset(index for index in turns.untrained if index >= num_shared)
-    turns = MessageColumn(turns.messages, before.untrained | untrained)
+    turns = MessageColumn(turns.messages, before.untrained | untrained)  # whole answers are compared
     turns = turns.behind(read_history(_optional(columns, row, "history"), columns.get("history", "")).as_prompt())
     turns = with_system(turns, _optional(columns, row, "system"), columns.get("system", ""))
     tools = read_tools(_optional(columns, row, "tools"), columns.get("tools", ""))

@@ -26,7 +26,7 @@ def turns_to_train(conversation: Conversation | Exchange, rules: TrainRules) -> 
     turns = [
         index
         for index, message in enumerate(conversation.messages)
-        if message["role"] in roles and index not in conversation.untrained
+        if (message["role"] in roles or index in conversation.trained) and index not in conversation.untrained
     ]
     return turns[-1:] if rules.turns_to_train == "last" else turns
 

@@ -18,6 +18,8 @@ MAX_SHOWN = 30
 
 REFUSED: Any = object()
 """In place of a value that was refused; its problem is among the findings."""
+NAMED_KEYS = 6
+"""Keys of a mapping that an error names at most."""
 
 
 class Findings:
@@ -156,10 +158,6 @@ def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     return _refuse(value, hint, path, findings) if result is REFUSED else result
 
 
-EXAMPLE_KEYS = 5
-"""Of a mapping, shown where one is missing."""
-
-
 def describe_type(hint: Any) -> str:
     """The type that a key expects, in words: `an integer of at least 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -179,8 +177,9 @@ def describe_type(hint: Any) -> str:
         known = _choices(arguments[0])
         keys = f"keys among {', '.join(known)}" if known else f"keys that are {describe_type(arguments[0])}"
         return f"a mapping with {keys}"
-    if is_dataclass(hint) and isinstance(hint, type):
-        return f"a mapping with keys such as {', '.join(list(hints_of(hint))[:EXAMPLE_KEYS])}"
+    if is_dataclass(hint):
+        named = list(hints_of(hint))[:NAMED_KEYS] if isinstance(hint, type) else []
+        return f"a mapping with keys such as {', '.join(named)}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
     return names[hint]
 

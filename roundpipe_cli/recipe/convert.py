@@ -88,6 +88,8 @@ def convert(
         if key not in _DATASET_KEYS[tool] and key != OBJECTIVE_KEY:
             _convert_key(key, value, data, writes, result)
     _convert_mixture(data, writes, result)
+    if is_pairs(job):
+        writes.values.setdefault("objective", job)
     if eval_datasets:
         writes.put("eval_datasets", eval_datasets, "eval_datasets", eval_datasets)
     if tool == "trl" and data.get("max_length", 0) is None:
@@ -96,8 +98,6 @@ def convert(
     for key, value in defaults.items():
         writes.default(key, value)
     writes.values["method"] = "lora" if is_lora else "full"
-    if is_pairs(job):
-        writes.values.setdefault("objective", job)
     if not is_lora:
         writes.drop("lora", "every weight is trained")
     _multiply(writes, num_gpus, result)

@@ -113,6 +113,8 @@ def _together(target: str, value: Any) -> dict[str, Any]:
         return {"lr_scheduler_kwargs": dict.fromkeys(NEEDED_SCHEDULE_KEYS.get(value, ())[-1:], 1)}
     if target in dict(NEEDS_EVALUATION):
         return {"val_set_size": 0.1}
+    if target == "eval_datasets" and any(entry.get("type") == "preference" for entry in value):
+        return {"objective": "orpo"}
     if target == "frozen_parameters":
         return {"method": "full"}
     return {"optim": "sgd"} if target == "sgd_momentum" else {}

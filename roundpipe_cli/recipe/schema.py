@@ -143,9 +143,12 @@ class DatasetConfig:
     weight: Annotated[float, Range(0, above=True)] = 1.0
     """Share of this source in the rows of an epoch, relative to the others' weights; a row comes again when all rows of
     its source have come. All weights equal (as here): every row once an epoch, whatever the sizes."""
+    columns: Mapping[Column, Words] = field(default_factory=dict)
+    """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
+    prompt. Empty: the columns have the type's own names."""
     roles_to_train: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], NotEmpty()] = ("assistant",)
-    """Roles whose turns are trained, each with the end of its turn. A message with `train: false` or `weight: 0` is
-    not, whatever its role."""
+    """Roles whose turns are trained, each with the end of its turn. A message with `train: true` is too, and one with
+    `train: false` or `weight: 0` is not, whatever its role."""
     turns_to_train: Literal["all", "last"] = "all"
     """`last` trains the last turn alone of those that would be trained; the turns before it are its context."""
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
@@ -162,9 +165,6 @@ class DatasetConfig:
     txt_rows: Literal["paragraph", "line", "file"] | Words = "paragraph"
     """Rows of a .txt file: its paragraphs, its lines, the whole file, or what stands between any other text that is
     given here, such as <|endoftext|>."""
-    columns: Mapping[Column, Words] = field(default_factory=dict)
-    """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
-    prompt. Empty: the columns have the type's own names."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"conversations": [SHAREGPT[0], {**SHAREGPT[1], "loss_weight": 2}]}, "conversations[1].loss_weight",
         "this turn",
     ),
-    "trained turns of the user": ({"messages": [{**USER, "train": True}, YO]}, "messages[0].train", "the assistant's"),
+    "half of a turn's weight": ({"messages": [USER, {**YO, "weight": 0.5}]}, "messages[1].weight", "is not offered"),
     "axolotl training_detail": (
         {"messages": [USER, {**YO, "training_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}]},
         "messages[1].training_detail", "which part of the turn",

@@ -118,6 +118,17 @@ def test_turns_that_a_row_leaves_out_are_not_trained_in_any_role(tmp_path: Path)
     assert shown == "<s>user\nA?</s>\n<s>assistant\n[[a</s>]]\n<s>user\n[[B?</s>]]\n<s>assistant\nb</s>\n"
 
 
+def test_a_turn_of_the_user_that_says_so_is_trained(tmp_path: Path) -> None:
+    """As axolotl's `train` of a message does; a weight of 1 asks for nothing."""
+    says: list[dict[str, Any]] = [{"weight": 1}, {"train": True}, {"train": False}, {"weight": 1}, {"train": True}]
+    turns = [{**turn, **more} for turn, more in zip(CHAT["messages"], says, strict=True)]
+    for template in (CHATML, MARKED):
+        shown = read(tmp_path / "x.jsonl", [{"messages": turns}], template=template, thoughts="drop")[1]
+        assert shown == text_of([SYSTEM, f"[[{A}]]", "a</s>", B, "[[b</s>]]"])
+    shown = read(tmp_path / "x.jsonl", [{"messages": turns}], thoughts="drop", roles_to_train=("tool",))[1]
+    assert shown == text_of([SYSTEM, f"[[{A}]]", "a</s>", B, "[[b</s>]]"])
+
+
 TOOL = {"name": "add", "parameters": {"type": "object"}}
 CALLS = (
     "{%- for t in tools or [] %}{{- t.type + ':' + t.function.name + '\\n' }}{%- endfor %}"

@@ -644,6 +644,8 @@ def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str
     named = convert(f"{file}beta: 0.3\n".encode(), "trl.yaml", objective=objective)  # type: ignore[arg-type]
     assert named.recipe[objective]["beta"] == 0.3 and not named.left_out
     assert load_text(named.text("trl.yaml"), "mine.yaml").recipe.objective == objective
+    judged = convert(f"{file}eval_strategy: epoch\n".encode(), "trl.yaml", objective=objective)  # type: ignore[arg-type]
+    assert judged.recipe["eval_datasets"][0]["split"] == "test" and not judged.left_out
     with pytest.raises(RefusedError, match="--objective dpo"):
         convert(f"{file}beta: 0.3\n".encode(), "trl.yaml")
     (tmp_path / "trl.yaml").write_text(file + "beta: 0.3\n")

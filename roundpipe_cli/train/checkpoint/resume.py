@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.plain_files import read_regular
-from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.recipe.schema import DatasetConfig, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
 from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
@@ -209,8 +210,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         RecipeError: something else changed; every changed key with its old and new value.
     """
     problems = []
-    defaults = {**plain_data(Recipe(model="", datasets=(), output_dir="")), **BEFORE_THE_KEY}
-    changes = [*_changed_keys(_filled(saved["recipe"], defaults), plain_data(setup.recipe))]
+    changes = [*_changed_keys(_with_newer_keys(saved["recipe"]), plain_data(setup.recipe))]
     for key, name, now in (
         (DATA_KEY, "data_hash", setup.dataset.content_hash),
         (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
@@ -255,6 +255,13 @@ def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
     by_tokens = recipe.token_budget is not None, old.get("micro_batch_tokens") is not None
     same_rows = recipe.rows_per_step == rows and by_tokens[0] == by_tokens[1]
     return fit is not None and recipe.rows_per_microbatch == fit["micro_batch_size"] and same_rows
+
+
+def _with_newer_keys(saved: Mapping[str, Any]) -> Any:
+    """A checkpoint's recipe with the defaults of keys, those of its datasets too, that it was written without."""
+    defaults = {**plain_data(Recipe(model="", datasets=(), output_dir="")), **BEFORE_THE_KEY}
+    of_rows = with_lists(asdict(DatasetConfig(path="")))
+    return {**_filled(saved, defaults), "datasets": [_filled(entry, of_rows) for entry in saved["datasets"]]}
 
 
 def _filled(old: Any, defaults: Any) -> Any:
