@@ -13,6 +13,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.activations import activation_bytes, key_value_bytes
@@ -37,6 +38,8 @@ INTERPRETER_BYTES = 460 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
 TRITON_BYTES = 72 * MIB
 """More where triton is installed, which torch's compiler imports: measured. Beside GPUs part of their contexts."""
+CUDA_LIBRARIES_BYTES = 440 * MIB
+"""More where torch is built for CUDA, on a machine without GPUs: 350 to 470 MiB measured with torch 2.11 and 2.15."""
 CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
 CACHE_ALIGNMENT_BYTES = 256
@@ -273,14 +276,19 @@ def host_need(
             NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
             *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
             NeedPart("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
-            NeedPart("interpreter and contexts", _interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus),
+            NeedPart("interpreter and contexts", interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus),
         )
     )
 
 
-def _interpreter_bytes(num_gpus: int) -> int:
-    has_triton = importlib.util.find_spec("triton") is not None
-    return INTERPRETER_BYTES + (TRITON_BYTES if has_triton and not num_gpus else 0)
+def interpreter_bytes(num_gpus: int) -> int:
+    """With the libraries that a torch for GPUs loads where there are none; contexts count theirs."""
+    if num_gpus:
+        return INTERPRETER_BYTES
+    has_triton, torch = importlib.util.find_spec("triton") is not None, importlib.util.find_spec("torch")
+    folders = torch.submodule_search_locations or () if torch is not None else ()
+    has_cuda = any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders)
+    return INTERPRETER_BYTES + (TRITON_BYTES if has_triton else 0) + (CUDA_LIBRARIES_BYTES if has_cuda else 0)
 
 
 def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need:

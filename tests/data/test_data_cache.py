@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +184,6 @@ def test_a_killed_run_leaves_no_half_shard(tmp_path: Path) -> None:
     done = launch(folder, "data", "recipe.yaml", "--json").finish().expect(0)
     assert '"sources_from_cache": 0' in done.out
     assert len([entry for entry in cache.iterdir() if not entry.name.startswith(".tmp-")]) == 1
-
-
-def test_two_at_once_both_have_all_rows(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", ROWS * 100)
-    with ThreadPoolExecutor(2) as threads:
-        one, two = (future.result() for future in [threads.submit(build, path), threads.submit(build, path)])
-    assert tokens(one) == tokens(two) and len(one.rows) == 2000
-    assert len(shards()) == 1
-    assert build(path).num_cached == 1
 
 
 def test_two_programs_at_once_fill_one_cache(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.costs.memory import interpreter_bytes
 from tests.support.e2e import (
     MAX_WAIT_S,
     child_environment,
@@ -24,6 +25,7 @@ from tests.support.e2e import (
 )
 
 MIB = 1024**2
+ENOUGH_BYTES = 170 * MIB + interpreter_bytes(num_gpus=0)
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 HOG = """
 import sys, time
@@ -101,7 +103,7 @@ def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path
     assert "Needed are interpreter" in text, "the largest part comes first"
     assert re.search(rf"found: [\d.]+ MiB available now of 400 MiB \({group.folder}/memory", text), text
     assert "loading torch" not in text and not (work / "out" / "metrics.jsonl").exists()
-    group.limit(700 * MIB)
+    group.limit(ENOUGH_BYTES)
     code, text, peak = group.run(work)
     assert code == 0, text
     assert peak == pytest.approx(float(needed[1]) * MIB, rel=0.1)
@@ -111,7 +113,7 @@ def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path
 def test_a_run_that_the_kernel_killed_resumes(group: Group, work: Path) -> None:
     """Another process of the container takes all memory, and the kernel chooses the run."""
     finetune(work, "output_dir=free").expect(0)
-    group.limit(700 * MIB)
+    group.limit(ENOUGH_BYTES)
     running = group.start(work, ROUNDPIPE_FAULT="optimizer:slow=60:step=4")  # there until it is killed
     hog = None
     try:

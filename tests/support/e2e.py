@@ -26,6 +26,7 @@ import pytest
 import yaml
 
 from roundpipe_cli.cache import CACHE_VARIABLE
+from roundpipe_cli.cli.environment import SWITCHES
 from tests.support.tiny import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -249,8 +250,12 @@ def command_line(*words: str) -> list[str]:
 
 
 def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our own environment with one thread, no installed copy in front of this one, and `changes`."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(changes or {})}
+    """Our own environment with one thread, no installed copy in front of this one, and `changes`.
+
+    Commands called in this process set the switches of `--offline` and leave them on.
+    """
+    own = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(changes or {})}
 
 
 def _command(
