@@ -103,7 +103,7 @@ def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
     if state.paused:
         return "paused", theme.warn
     if state.phase:
-        return escape_controls(state.phase), theme.accent
+        return escape_controls(state.phase.partition(": ")[0]), theme.accent  # how far it is stands below
     if state.step is None:
         return "first step", theme.accent
     return ("measuring" if state.run and state.run.goal == "speed" else "training"), theme.good

@@ -21,7 +21,6 @@ from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
-from roundpipe_cli.model.adapter_files import read_adapter_tensors
 from roundpipe_cli.model.all_linear import describe_left_out
 from roundpipe_cli.model.architectures import check_mask_bytes
 from roundpipe_cli.model.chunks import check_sequence_chunks
@@ -30,18 +29,18 @@ from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
-from roundpipe_cli.model.lora import initial_values
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.quantization import check_stored_in_4bit
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import ModelSplit, split_model
-from roundpipe_cli.model.weights_io import load_weights, packed_names
+from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.devices import choose_devices, with_dtype_of
+from roundpipe_cli.train.loading import fill_store
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.train.packing_choice import with_packing
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
@@ -158,9 +157,8 @@ def prepare(
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, base.bits)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
-    tell(Phase(f"loading {format_bytes(sum(layout.num_bytes for layout in layouts))} of weights"))
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
-    _fill_store(store, trained, model, tell)
+    fill_store(store, base.source, model, recipe, start, tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     return Setup(
@@ -302,18 +300,6 @@ def _packed_names(base: _Base, model: nn.Module, split: ModelSplit, tell: Tell) 
     if base.bits and (whole := check_packed(model, split.blocks_path, packed, base.bits)):
         tell(Notice(whole))
     return packed
-
-
-def _fill_store(store: WeightStore, trained: _Training, model: nn.Module, tell: Tell) -> None:
-    """Load the base weights, then the adapter's: first values, or those that are trained further."""
-    for text in load_weights(trained.source, model, store.set_parameter, store.set_packed):
-        tell(Notice(text))
-    recipe, start = trained.recipe, trained.start
-    if recipe.method == "full":
-        return
-    first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
-    for name, values in first if start is None else read_adapter_tensors(model, start).items():
-        store.set_parameter(name, values)
 
 
 def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: Tell) -> BaseFiles:

@@ -1,0 +1,82 @@
+"""The weights' way from the model's files into the store, with progress."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.events import Notice, Phase, Tell
+from roundpipe_cli.model.adapter_files import read_adapter_tensors
+from roundpipe_cli.model.lora import initial_values
+from roundpipe_cli.model.quantized_files import PackedWeight
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.stored.names import is_adapter
+from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.units import format_bytes, format_seconds
+
+TELL_EVERY_S = 5.0
+
+
+class _Progress:
+    """Hands weights to the store and says now and then how many bytes of it are filled."""
+
+    def __init__(self, store: WeightStore, tell: Tell) -> None:
+        self._store, self._tell = store, tell
+        places = [place for layout in store.layouts for place in layout.places if not is_adapter(place.name)]
+        self._sizes = {place.name: place.num_bytes for place in places}
+        self._num_bytes = sum(self._sizes.values())
+        self._done_bytes = 0
+        self._began_s = self._told_s = time.monotonic()
+        tell(Phase(f"loading {format_bytes(self._num_bytes)} of weights"))
+
+    def set_parameter(self, name: str, values: torch.Tensor) -> None:
+        self._store.set_parameter(name, values)
+        self._count(name)
+
+    def set_packed(self, name: str, weight: PackedWeight) -> None:
+        self._store.set_packed(name, weight)
+        self._count(name)
+
+    def _count(self, name: str) -> None:
+        self._done_bytes += self._sizes[name]
+        now_s = time.monotonic()
+        if now_s - self._told_s < TELL_EVERY_S or self._done_bytes >= self._num_bytes:
+            return
+        self._told_s = now_s
+        done, total = self._done_bytes, self._num_bytes
+        bytes_per_s = max(1.0, done / (now_s - self._began_s))
+        left_s = max(1, round((total - done) / bytes_per_s))
+        self._tell(
+            Phase(
+                f"loading weights: {format_bytes(done)} of {format_bytes(total)}, {format_bytes(bytes_per_s)}/s, "
+                f"{format_seconds(left_s)} left"
+            )
+        )
+
+
+def fill_store(
+    store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, start: Path | None, tell: Tell
+) -> None:
+    """Load the base weights, then the adapter's: first values, or those that are trained further.
+
+    Args:
+        model: the skeleton, adapters included.
+        start: folder of the adapter to train further.
+        tell: is told how much is loaded and how fast, and what the files hold.
+
+    Raises:
+        RefusedError: see `load_weights`.
+    """
+    progress = _Progress(store, tell)
+    for text in load_weights(source, model, progress.set_parameter, progress.set_packed):
+        tell(Notice(text))
+    if recipe.method == "full":
+        return
+    first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
+    for name, values in first if start is None else read_adapter_tensors(model, start).items():
+        store.set_parameter(name, values)
