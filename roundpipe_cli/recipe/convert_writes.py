@@ -11,7 +11,8 @@ from roundpipe_cli.recipe.convert_result import Conversion, dump, short
 from roundpipe_cli.recipe.convert_rules import RULES
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.schedules import NEEDED_SCHEDULE_KEYS, SCHEDULE_KEYS
-from roundpipe_cli.recipe.schema import MAX_LEARNING_RATE, LoraConfig, Recipe
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.sections import MAX_LEARNING_RATE, LoraConfig
 from roundpipe_cli.recipe.together import NEEDS_EVALUATION
 
 _NOT_TRAINING = frozenset(

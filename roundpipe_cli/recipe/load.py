@@ -18,7 +18,8 @@ from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references
-from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data, with_lists
+from roundpipe_cli.recipe.schema import Recipe, plain_data, with_lists
+from roundpipe_cli.recipe.sections import LoraConfig
 from roundpipe_cli.recipe.shipped import find_recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes, parse_scalar
 from roundpipe_cli.recipe.together import find_contradictions

@@ -7,7 +7,8 @@ from dataclasses import fields
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.schedules import find_schedule_problems
-from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.sections import DatasetConfig, PipelineConfig
 
 NEEDS_EVALUATION = (
     ("eval_steps", None),

@@ -13,9 +13,10 @@ import pytest
 
 from roundpipe_cli.cli.recipes import resolve
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.recipe import schema
+from roundpipe_cli.recipe import schema, sections
 from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
-from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe, plain_data
+from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.recipe.sections import DatasetConfig, LoraConfig
 from roundpipe_cli.recipe.shipped import find_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -52,17 +53,18 @@ def test_every_key_of_the_contract_is_in_the_schema() -> None:
     top = {line[4:].split(":")[0] for line in lines if line[4] not in " -"}
     inner = {line[6:].split(":")[0] for line in lines if line[:6] == "      " and line[6] != "-"}
     assert top - {field.name for field in dataclasses.fields(Recipe)} == set()
-    assert inner - {field.name for field in dataclasses.fields(schema.PipelineConfig)} == set()
+    assert inner - {field.name for field in dataclasses.fields(sections.PipelineConfig)} == set()
 
 
 def test_every_field_has_a_docstring() -> None:
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name in ("Recipe", "LoraConfig", "DatasetConfig", "PipelineConfig"):
-            for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
-                if isinstance(statement, ast.AnnAssign):
-                    documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                    assert documented, f"{node.name}.{ast.unparse(statement.target)} has no docstring"
+    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (schema, sections)]
+    nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert {"Recipe", "LoraConfig", "DatasetConfig", "PipelineConfig"} <= {node.name for node in nodes}
+    for node in nodes:
+        for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert documented, f"{node.name}.{ast.unparse(statement.target)} has no docstring"
 
 
 def test_a_recipe_is_frozen(tmp_path: Path) -> None:

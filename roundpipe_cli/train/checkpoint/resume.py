@@ -16,7 +16,8 @@ from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.plain_files import read_regular
-from roundpipe_cli.recipe.schema import DatasetConfig, Recipe, plain_data, with_lists
+from roundpipe_cli.recipe.schema import Recipe, plain_data, with_lists
+from roundpipe_cli.recipe.sections import DatasetConfig
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
 from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
