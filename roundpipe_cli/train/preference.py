@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from roundpipe_cli.data.batching import pad_token_id
@@ -18,6 +19,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.preference import Preference, Rewards, pair_loss
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.sampling import grouping_of
 from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.train.setup import Setup
 
@@ -122,9 +124,11 @@ def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, di
     Raises:
         InterruptedScoring: as of `Scorer.scores`.
     """
-    size, half = setup.recipe.micro_batch_size, len(setup.eval_rows) // 2
+    half = len(setup.eval_rows) // 2
     chosen, rejected = setup.eval_rows[:half], setup.eval_rows[half:]
-    parts = [[*chosen[at : at + size], *rejected[at : at + size]] for at in range(0, half, size)]
+    longer = [max(len(one.input_ids), len(two.input_ids)) for one, two in zip(chosen, rejected, strict=True)]
+    batches = grouping_of(setup.recipe, np.array(longer, dtype=np.int64)).group([(index,) for index in range(half)])
+    parts = [[rows[index] for rows in (chosen, rejected) for (index,) in batch] for batch in batches]
     microbatches, _ = _collated(setup, parts)
     if setup.recipe.objective == "dpo":
         microbatches = add_references(scorer, microbatches, step)

@@ -200,6 +200,7 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
     "words",
     [
         ("objective=dpo",),
+        ("objective=dpo", "micro_batch_tokens=256"),
         ("objective=orpo",),
         ("objective=orpo", "orpo.nll_on_prompt=false"),
         ("objective=simpo", "simpo.cpo_alpha=0.5"),
