@@ -30,6 +30,7 @@ def verdict_of_plan(plan: Plan, hardware: str) -> HeaderVerdict:
         hardware=hardware,
         fits=verdict.fits,
         step_s=plan.step_s,
+        step_range_s=plan.band.around(plan.step_s),
         tokens_per_step=int(settings.num_microbatches * settings.tokens_per_microbatch),
         tokens_per_s=plan.tokens_per_s,
         device_bytes=verdict.device.total_bytes - settings.weight_cache_bytes,
@@ -49,6 +50,9 @@ def differences(
         relative = device_tolerance if name == "device_bytes" else tolerance
         if abs(old - new) > max(relative * new, 0.06 * GIB if name.endswith("bytes") else 0.0):
             found.append(f"{name}: {old:.4g} in the header, {new:.4g} now")
+    for old, new in zip(header.step_range_s, now.step_range_s, strict=True):
+        if abs(old - new) > tolerance * new:
+            found.append(f"range of step_s: {old:.4g} in the header, {new:.4g} now")
     return found
 
 

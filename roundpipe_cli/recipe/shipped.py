@@ -18,7 +18,8 @@ from roundpipe_cli.units import GIB
 
 _VERDICT = re.compile(
     r"^# roundpipe plan (?P<recipe>\S+) --hardware (?P<hardware>\S+)\n"
-    r"#   (?P<verdict>fits|does not fit): (?P<step_s>[\d.]+) s a step of (?P<tokens>[\d,]+) tokens, "
+    r"#   (?P<verdict>fits|does not fit): (?P<step_s>[\d.]+) s \((?P<least_s>[\d.]+) to "
+    r"(?P<most_s>[\d.]+)\) a step of (?P<tokens>[\d,]+) tokens, "
     r"(?P<tokens_per_s>[\d,]+) tokens/s, GPU (?P<device>[\d.]+) GiB, host (?P<host>[\d.]+) GiB, "
     r"disk (?P<disk>[\d.]+) GiB$",
     re.MULTILINE,
@@ -33,6 +34,8 @@ class HeaderVerdict:
     """For `--hardware`; host memory included."""
     fits: bool
     step_s: float
+    step_range_s: tuple[float, float]
+    """Between which it is to be expected."""
     tokens_per_step: int
     tokens_per_s: float
     device_bytes: float
@@ -42,9 +45,11 @@ class HeaderVerdict:
 
     def text(self, recipe: str) -> str:
         """The two lines of the header; `recipe` as the command names it."""
+        least_s, most_s = self.step_range_s
         return (
             f"# roundpipe plan {recipe} --hardware {self.hardware}\n"
-            f"#   {'fits' if self.fits else 'does not fit'}: {self.step_s:.3g} s a step of {self.tokens_per_step:,} "
+            f"#   {'fits' if self.fits else 'does not fit'}: {self.step_s:.3g} s ({least_s:.3g} to {most_s:.3g}) "
+            f"a step of {self.tokens_per_step:,} "
             f"tokens, {float(f'{self.tokens_per_s:.3g}'):,.0f} tokens/s, GPU {self.device_bytes / GIB:.1f} GiB, "
             f"host {self.host_bytes / GIB:.1f} GiB, disk {self.disk_bytes / GIB:.1f} GiB"
         )
@@ -118,6 +123,7 @@ def verdict_of(text: str) -> HeaderVerdict | None:
         hardware=found["hardware"],
         fits=found["verdict"] == "fits",
         step_s=float(found["step_s"]),
+        step_range_s=(float(found["least_s"]), float(found["most_s"])),
         tokens_per_step=int(found["tokens"].replace(",", "")),
         tokens_per_s=float(found["tokens_per_s"].replace(",", "")),
         device_bytes=float(found["device"]) * GIB,
