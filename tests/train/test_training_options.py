@@ -243,8 +243,10 @@ def compare(folder: Path, case: Case, setup: Setup, adapter: Path | None = None)
     losses = [row["loss"] for row in metrics(folder / "out")]
     assert losses == pytest.approx(expected, rel=2e-6)
     assert min(losses[1:]) < losses[0] - case.learnt, "nothing was learnt, so nothing was compared"
+    # A moment between two 8-bit codes may be rounded to the other: a tenth of an update (2 of 19,200 elements).
+    off = RATE / 10 if "optim=adamw_8bit" in case.overrides else 2e-4
     for name in setup.store.trainable_names:
-        torch.testing.assert_close(named[name].detach(), setup.store.master(name), rtol=1e-3, atol=2e-4, msg=name)
+        torch.testing.assert_close(named[name].detach(), setup.store.master(name), rtol=1e-3, atol=off, msg=name)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
