@@ -28,6 +28,19 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Fetching:
+    """How far a download is."""
+
+    files_done: int
+    num_files: int
+    bytes_done: int
+    """Of the files that were not here, with what an earlier run had brought of them."""
+    num_bytes: int
+    bytes_per_s: float
+    """Of what came in this run, since it began."""
+
+
+@dataclass(frozen=True)
 class RunStarted:
     """The workers start; what follows are steps."""
 
@@ -201,6 +214,7 @@ class RunFinished:
 Event = (
     Notice
     | Phase
+    | Fetching
     | RunStarted
     | WorkSeen
     | StepTimeline

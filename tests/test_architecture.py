@@ -38,23 +38,36 @@ LEAVES = {
 #   train: all of these
 MAY_IMPORT: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
+    "hub": set(),
     "recipe": set(),
-    "costs": set(),
+    "costs": {"hub"},
     "schedule": {"costs"},
     "planning": {
         *("recipe", "costs", "schedule"),
         *("model.architectures", "model.quantization", "model.type_refusals", "model.untrusted"),
     },
     "kernels": set(),
-    "model": {"kernels"},
-    "data": set(),
+    "model": {"kernels", "hub"},
+    "data": {"hub"},
     "engine": {"costs", "schedule", "kernels", "model"},
     "dashboard": {"costs", "schedule"},
-    "train": {"recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"},
-    "cli": {"recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine", "train", "dashboard"},
+    "train": {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"},
+    "cli": {
+        "hub",
+        "recipe",
+        "costs",
+        "schedule",
+        "planning",
+        "kernels",
+        "model",
+        "data",
+        "engine",
+        "train",
+        "dashboard",
+    },
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = ("recipe", "costs", "schedule", "planning", "dashboard")
+WITHOUT_TORCH = ("hub", "recipe", "costs", "schedule", "planning", "dashboard")
 HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "numpy")
 
 

@@ -12,6 +12,7 @@ import typer
 from roundpipe_cli.cli.lazy import LazyGroup, add_commands
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
 from roundpipe_cli.cli.usage import UsageError, explain_usage
+from roundpipe_cli.hub.notices import listen
 
 COMMANDS = {
     "finetune": "Fine-tune a model as a recipe says.",
@@ -19,6 +20,7 @@ COMMANDS = {
     "bench": "Compare pipeline schedules on a recipe or a costs file.",
     "watch": "Follow a running or finished run from its files.",
     "data": "Show what training would see: rows, lengths, tokens.",
+    "download": "Fetch a hub model before it is trained.",
     "recipes": "List, show, copy and check recipes; list every recipe key.",
     "init": "Write a recipe from three answers: model, data, hardware.",
     "doctor": "Check this machine: driver, torch, GPUs, memory, disk.",
@@ -82,6 +84,7 @@ def main() -> None:
     """Entry point of the console script; leaves with the documented exit code."""
     _interrupt_once()
     open_closed_streams()
+    listen(lambda text: say(f"note: {text}"))
     os.umask(0o077)  # state, logs and caches hold private data; results are opened to others one by one
     code = 0
 

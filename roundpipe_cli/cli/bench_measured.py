@@ -27,18 +27,20 @@ def run_for_real(
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import schedule_name
-    from roundpipe_cli.train.preflight import check_sources
+    from roundpipe_cli.train.preflight import check_sources, fetch_model
+    from roundpipe_cli.train.reporting import Start
 
     loaded = load_recipe(recipe, overrides)
     for text in loaded.notices:
         say(f"note: {text}")
     known = SCHEDULES if loaded.recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
     names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
-    check_sources(loaded, offline=False)
-    quiet_libraries()
     from roundpipe_cli.train.bench_run import compare_for_real
 
     printer = LinePrinter(1)
+    check_sources(loaded, Start(), printer)
+    fetch_model(loaded, Start(), printer)
+    quiet_libraries()
 
     def show(event: Event) -> None:
         if not isinstance(event, StepFinished):  # stdout is for the comparison

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
-from roundpipe_cli.costs.find_model import hub_answers, is_offline
 from roundpipe_cli.costs.machine import (
     cpu_devices,
     free_disk_bytes,
@@ -29,6 +28,7 @@ from roundpipe_cli.costs.machine import (
     visible_gpus,
 )
 from roundpipe_cli.costs.shipped_models import shipped_figures
+from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes

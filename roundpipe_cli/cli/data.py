@@ -75,6 +75,7 @@ class DataView:
 
 
 def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
+    from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_config
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.data.order import RowMix
@@ -88,7 +89,12 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
 
     recipe = loaded.recipe
     source = resolve_model(
-        recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline, weights=False
+        recipe.model,
+        revision=recipe.revision,
+        recipe_folder=loaded.folder,
+        offline=offline,
+        weights=False,
+        tell=LinePrinter(1),
     )
     tokenizer = load_tokenizer(source)
     dataset, rejected = read_rows(loaded, tokenizer, offline, say)

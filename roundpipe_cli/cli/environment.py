@@ -32,6 +32,8 @@ def check_environment(recipe: Recipe) -> Process:
                 found=repr(value),
                 expected="1 or 0",
             )
+        if not value.strip():
+            os.environ.pop(name, None)  # PEFT refuses an empty one, when it saves
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
     process = check_processes(recipe)

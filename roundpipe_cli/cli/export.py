@@ -180,12 +180,22 @@ def _what_is_there(folder: Path) -> str:
     return "a file" if folder.exists() else "no such folder"
 
 
+def _trained_revision(adapter_config: Path) -> str | None:
+    """The base model's commit, as PEFT's configuration of an adapter has it."""
+    try:
+        revision = json.loads(_small_text(adapter_config)).get("revision")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return revision if isinstance(revision, str) else None
+
+
 def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
     """The base model of an adapter: as named, else as the run's recipe or the adapter's configuration says.
 
     Raises:
         RefusedError: it is not to be found, or is not the commit that was trained.
     """
+    from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_architecture
     from roundpipe_cli.errors import RecipeError
     from roundpipe_cli.model.source import resolve_model
@@ -204,10 +214,14 @@ def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSou
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    revision = None if named else commit or values.get("revision")
+    revision = None if named else commit or values.get("revision") or _trained_revision(adapter)
     try:
         source = resolve_model(
-            str(model), revision=None if revision is None else str(revision), recipe_folder=output_dir, offline=offline
+            str(model),
+            revision=None if revision is None else str(revision),
+            recipe_folder=output_dir,
+            offline=offline,
+            tell=LinePrinter(1),
         )
         if source.gguf_file is not None:
             find_architecture(source.name, source.folder / source.gguf_file)  # its header is sound
@@ -216,6 +230,6 @@ def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSou
         raise RefusedError(
             "the base model of this adapter is not to be found",
             where=str(output_dir),
-            found=str(model),
+            found=f"{model}: {error.problems[0].what}",
             hint="name the model, or the folder that it is in now, with --base",
         ) from error

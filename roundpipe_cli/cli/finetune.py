@@ -64,24 +64,26 @@ def finetune(
         from roundpipe_cli.cli.publish import make_repository, push_result
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
-        from roundpipe_cli.train.preflight import check_names
+        from roundpipe_cli.train.preflight import check_names, fetch_model
+        from roundpipe_cli.train.reporting import Reporting, Start
 
-        check_names(loaded, resume=resume, offline=offline)
+        start = Start(resume, offline, allow_changed or ())
+        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
+        check_names(loaded, start, plain)
         refuse_too_large(loaded)
         if is_first and loaded.recipe.hub_model_id is not None:
             make_repository(loaded.recipe.hub_model_id, offline=offline)
+        fetch_model(loaded, start, plain)
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
         from roundpipe_cli.train.finetune import run_finetune as train
-        from roundpipe_cli.train.reporting import Reporting, Start
 
-        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
         with Display(plain, dashboard=is_first and not (no_dashboard or json_), keys=training_keys(signals)) as display:
             signals.announce = display.announce
             planned = functools.partial(planned_bytes, loaded)
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
-            train(loaded, Start(resume, offline, allow_changed or ()), reporting, signals)
+            train(loaded, start, reporting, signals)
         if is_first:
             show_end(named_path(loaded.recipe.output_dir))
             if loaded.recipe.hub_model_id is not None:

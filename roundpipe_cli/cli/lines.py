@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 
 from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.progress_line import ProgressLine
 from roundpipe_cli.dashboard.state import DashboardState, fold
 from roundpipe_cli.dashboard.words import details
 from roundpipe_cli.events import (
     CheckpointSaved,
     EvaluationFinished,
     Event,
+    Fetching,
     Notice,
     Paused,
     Phase,
@@ -54,10 +56,15 @@ class LinePrinter:
         self._logging_steps, self._clock, self._as_json = logging_steps, clock, as_json
         self._state = DashboardState()
         self._details_s = -DETAILS_S
+        self._progress = ProgressLine(clock)
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, WorkSeen):
             self._state = fold(self._state, event, self._clock())
+        if isinstance(event, Fetching):
+            self._progress.show(event)
+            return
+        self._progress.leave()
         if isinstance(event, StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
                 say_data(step_json(event) if self._as_json else step_line(event))

@@ -21,12 +21,16 @@ _broken: set[int] = set()
 """Streams that nobody reads any more; a run goes on without them."""
 
 
-def say(text: str, *, stream: TextIO | None = None) -> None:
-    """Print one line to stderr (or `stream`). A closed or full stream does not end a run."""
+def say(text: str, *, stream: TextIO | None = None, painted: bool = False) -> None:
+    """Print one line to stderr (or `stream`). A closed or full stream does not end a run.
+
+    Args:
+        painted: `text` moves the cursor by codes of its own, and holds nothing of anyone else.
+    """
     target = sys.stderr if stream is None else stream
     if target is None or id(target) in _broken:
         return
-    line = _printable(text)
+    line = text if painted else _printable(text)
     try:
         try:
             print(line, file=target, flush=True)

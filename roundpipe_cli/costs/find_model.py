@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.models import Architecture, parse_config
 from roundpipe_cli.costs.shipped_models import figures_of, shipped_figures
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask, is_offline
+from roundpipe_cli.hub.notices import notice
+from roundpipe_cli.hub.quiet import library_messages
 from roundpipe_cli.model_packages import CARRIERS, missing_package
 from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.watchdog import at_work
@@ -140,53 +139,40 @@ def _from_hub(model: str, revision: str | None) -> FoundConfig:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         raise RefusedError("neither a file, a folder nor a hub id", where="model", found=model)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.errors import RepositoryNotFoundError as NotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
-        if isinstance(cached, str):
-            where = "config.json in the hub's local cache"
-            return FoundConfig(_read_config(Path(cached)), model, where, Path(cached).parent)
-        if is_offline():
-            raise _unreachable(model, "HF_HUB_OFFLINE is set")
-        if not hub_answers():
-            raise _unreachable(model, "the hub cannot be reached")
-        path = hf_hub_download(model, "config.json", revision=revision, etag_timeout=10)
-    except GatedRepoError:
-        raise RefusedError(
-            f"{model} is gated", where="model", hint="accept its terms on the hub, then run `hf auth login`"
-        ) from None
-    except NotFoundError:
-        near = closest(model, list(shipped_figures()))
-        raise RefusedError(
-            f"the hub has no model {model}", where="model", hint=f"did you mean {near}?" if near else None
-        ) from None
     except HFValidationError as error:
         raise RefusedError("not a hub id", where="model", found=model, expected=str(error)) from None
-    except LocalEntryNotFoundError:
-        raise _unreachable(model, "the hub cannot be reached") from None
-    except (HfHubHTTPError, OSError) as error:
-        raise _unreachable(model, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
-    return FoundConfig(_read_config(Path(path)), model, "config.json of the hub", Path(path).parent)
+    if isinstance(cached, str):
+        where = "config.json in the hub's local cache"
+        return FoundConfig(_read_config(Path(cached)), model, where, Path(cached).parent)
+    if is_offline():
+        raise _unreachable(model, "HF_HUB_OFFLINE is set")
+    timeout: Any = TIMEOUT
 
+    def question() -> str:
+        return hf_hub_download(model, "config.json", revision=revision, etag_timeout=timeout)
 
-def is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def hub_answers() -> bool:
-    """Whether the hub's host takes a connection, so that being offline is said at once and not after five retries."""
-    if getproxies():  # the proxy resolves names
-        return True
-    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:
-        with socket.create_connection(
-            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=5
-        ):
-            return True
-    except (OSError, ValueError):
-        return False
+        with library_messages(notice):
+            path = ask(Repository(model), question, notice)
+    except UnreachableError as error:
+        raise _unreachable(model, f"the hub cannot be reached ({error})") from None
+    except RefusedError as error:
+        near = closest(model, list(shipped_figures()))
+        if near is None:
+            raise
+        (problem,) = error.problems
+        raise RefusedError(
+            problem.what,
+            where=problem.where,
+            found=problem.found,
+            expected=problem.expected,
+            hint=f"did you mean {near}? {problem.hint or ''}".strip(),
+        ) from None
+    return FoundConfig(_read_config(Path(path)), model, "config.json of the hub", Path(path).parent)
 
 
 def _unreachable(model: str, why: str) -> RefusedError:

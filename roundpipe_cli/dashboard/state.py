@@ -12,6 +12,7 @@ from roundpipe_cli.events import (
     DeviceSample,
     EvaluationFinished,
     Event,
+    Fetching,
     Notice,
     Paused,
     Phase,
@@ -24,7 +25,7 @@ from roundpipe_cli.events import (
     StepTimeline,
     WorkSeen,
 )
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import counted, format_bytes, format_seconds
 
 MAX_POINTS = 1024
 """Points of a curve: beyond them, neighbours are merged."""
@@ -227,12 +228,23 @@ def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
         return _said(state, now_s, event.text)
     if isinstance(event, Phase):
         return replace(state, phase=event.text)
+    if isinstance(event, Fetching):
+        return replace(state, phase=fetching_line(event))
     if isinstance(event, CheckpointSaved):
         folder = event.folder.rstrip("/").rpartition("/")[2]
         return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
     assert isinstance(event, Paused), event
     text = f"paused after step {event.step}" if event.paused else "continuing"
     return _said(replace(state, paused=event.paused), now_s, text)
+
+
+def fetching_line(event: Fetching) -> str:
+    """`downloading: 3 of 12 files, 1.2 of 4 GiB, 85 MiB/s, 33 s left`."""
+    left = event.num_bytes - event.bytes_done
+    rate = f", {format_bytes(event.bytes_per_s)}/s" if event.bytes_per_s else ""
+    rest = f", {format_seconds(left / event.bytes_per_s)} left" if left and event.bytes_per_s else ""
+    size = f"{format_bytes(event.bytes_done)} of {format_bytes(event.num_bytes)}"
+    return f"downloading: {event.files_done} of {counted(event.num_files, 'file')}, {size}{rate}{rest}"
 
 
 def _said(state: DashboardState, now_s: float, text: str) -> DashboardState:

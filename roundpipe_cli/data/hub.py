@@ -13,10 +13,8 @@ from typing import Any
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError
-
-PROBE_TIMEOUT_S = 10.0
-"""How long the hub may take to answer the first question; `datasets` alone would retry for 23 s without a network."""
-
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask
+from roundpipe_cli.hub.notices import notice
 
 READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
 """Readers of `datasets` that only parse tables; the others open archives, images or pickles."""
@@ -78,32 +76,24 @@ def _without_compression(file: str) -> str:
 def _hub_answers(spec: DatasetSpec) -> bool:
     """Whether the hub can be asked for this dataset; False without a network, and then only the cache can help.
 
+    Asked before `datasets` does, which retries for 23 s without a network, and takes a slow hub for none.
+
     Raises:
         RefusedError: the hub answered that there is no such dataset for this user.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    timeout: Any = TIMEOUT
+
+    def question() -> object:
+        return HfApi().dataset_info(spec.path, timeout=timeout)
 
     try:
-        HfApi().dataset_info(spec.path, timeout=PROBE_TIMEOUT_S)
-    except GatedRepoError as error:
-        raise _missing(spec, "the dataset is gated, and you have no access to it") from error
-    except RepositoryNotFoundError as error:
-        raise _missing(spec, "no such file, and no such dataset on the hub (or it is private)") from error
-    except Exception:
-        # No name lookup, no route, time-out, 5xx: the types belong to whichever HTTP library the hub client uses.
+        ask(Repository(spec.path, "dataset"), question, notice)
+    except UnreachableError as error:
+        notice(f"the hub cannot be reached ({error}): {spec.path} is looked for in the cache")
         return False
     return True
-
-
-def _missing(spec: DatasetSpec, found: str) -> RefusedError:
-    return RefusedError(
-        "dataset not found",
-        where=f"datasets: {printable(spec.path)}",
-        found=found,
-        expected="a file, a folder or the id of a hub dataset",
-        hint="check the spelling; for a private or gated dataset log in with `hf auth login`",
-    )
 
 
 def _refusal(spec: DatasetSpec, error: Exception, use_cache_only: bool, offline: bool) -> RefusedError:

@@ -210,7 +210,9 @@ def save_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], folder: P
     """Write the adapter in PEFT's format, from float32 `masters` by parameter name of the inner model."""
     prefix = "base_model.model."
     state = {prefix + name: tensor.contiguous() for name, tensor in masters.items()}
-    peft_model.save_pretrained(str(folder), state_dict=state, safe_serialization=True)
+    # Embeddings are never resized here; to find out, PEFT would ask the hub for the newest configuration.
+    options = {"safe_serialization": True, "save_embedding_layers": False}
+    peft_model.save_pretrained(str(folder), state_dict=state, **options)
     readme = folder / "README.md"  # PEFT's template of a model card, full of blanks
     if readme.exists():
         readme.unlink()

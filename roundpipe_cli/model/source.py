@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.events import Event, Notice, Tell
+from roundpipe_cli.hub.ask import UnreachableError
+from roundpipe_cli.hub.listing import find_listing
+from roundpipe_cli.model.download import complete_snapshot, fetch_configuration, fetch_weights
 from roundpipe_cli.model.untrusted import check_model_folder
 from roundpipe_cli.model_packages import missing_package
 from roundpipe_cli.plain_files import named_path
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
-HUB_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,28 @@ class ModelSource:
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
+def _ignore(event: Event) -> None:
+    return None
+
+
 def resolve_model(
-    name: str, *, revision: str | None, recipe_folder: Path, offline: bool, weights: bool = True
+    name: str,
+    *,
+    revision: str | None,
+    recipe_folder: Path,
+    offline: bool,
+    weights: bool = True,
+    tell: Tell = _ignore,
 ) -> ModelSource:
     """Find the model's files; a hub model is downloaded if need be.
 
     Args:
         weights: False: configuration and tokenizer are enough.
+        tell: is told of downloads, of waiting for the hub, and where the cache stands in for it.
 
     Raises:
         RefusedError: nothing of that name, or nothing that can be loaded safely.
+        ResourceError: no room on the disk.
     """
     if name.startswith("package:"):
         return _package_model(name)
@@ -71,21 +86,27 @@ def resolve_model(
             expected=f"it in {' or in '.join(dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute()))))}",
             hint=_near_folder(name, recipe_folder) or "a hub id looks like Qwen/Qwen3-8B",
         )
-    source = _hub_model(name, revision, recipe_folder, offline, weights=weights)
-    assert source is not None
-    return source
+    return _hub_model(name, revision, weights, tell, offline=offline, near=_near_folder(name, recipe_folder))
 
 
-def check_model_name(name: str, *, revision: str | None, recipe_folder: Path, offline: bool) -> ModelSource | None:
-    """Like `resolve_model`, but downloads nothing: is there a model of that name? None: on the hub.
+def is_hub_model(name: str, recipe_folder: Path) -> bool:
+    """Whether a model's name can only be a hub id: it is no package, no file and no folder."""
+    is_hub_id = not name.startswith("package:") and not name.endswith(".gguf") and HUB_ID.match(name)
+    return bool(is_hub_id) and _local_path(name, recipe_folder) is None
+
+
+def check_model_name(
+    name: str, *, revision: str | None, recipe_folder: Path, offline: bool, tell: Tell = _ignore
+) -> ModelSource:
+    """Like `resolve_model`, but the weights of a hub model are not fetched yet: only what is small.
 
     Raises:
         RefusedError: as there.
     """
-    is_hub_id = not name.startswith("package:") and not name.endswith(".gguf") and HUB_ID.match(name)
-    if is_hub_id and _local_path(name, recipe_folder) is None:
-        return _hub_model(name, revision, recipe_folder, offline, download=False)
-    return resolve_model(name, revision=revision, recipe_folder=recipe_folder, offline=offline)
+    weights = not is_hub_model(name, recipe_folder)
+    return resolve_model(
+        name, revision=revision, recipe_folder=recipe_folder, offline=offline, weights=weights, tell=tell
+    )
 
 
 def _local_path(name: str, recipe_folder: Path) -> Path | None:
@@ -124,41 +145,49 @@ def _near_folder(name: str, recipe_folder: Path) -> str | None:
     return None
 
 
-def _hub_commit(name: str, revision: str | None, offline: bool) -> tuple[str | None, str]:
-    """The hub's commit for this name, or None and why there is none."""
-    from huggingface_hub import HfApi, constants
-
-    if offline or constants.HF_HUB_OFFLINE:
-        return None, "offline"
-    try:
-        return HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha, ""
-    except Exception as error:  # the hub's client raises many kinds; each means: not from the hub, now
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-
-
 def _hub_model(
-    name: str, revision: str | None, recipe_folder: Path, offline: bool, *, download: bool = True, weights: bool = True
-) -> ModelSource | None:
-    """The model in the hub's cache, brought there if need be; None where it would have to be and `download` is off."""
-    from huggingface_hub import snapshot_download
+    name: str, revision: str | None, weights: bool, tell: Tell, *, offline: bool, near: str | None
+) -> ModelSource:
+    """The model in the hub's cache, brought there if need be.
 
-    patterns = ["*.json", "*.jinja", "tokenizer.model", "*.txt", *(["*.safetensors"] if weights else [])]
-    commit, problem = _hub_commit(name, revision, offline)
-    if commit is not None and not download:
-        return None
+    Args:
+        near: a hint for a misspelt local folder.
+    """
     try:
-        folder = snapshot_download(
-            name, revision=commit or revision, allow_patterns=patterns, local_files_only=commit is None
-        )
-    except Exception as error:
+        listing = find_listing(name, revision, offline=offline, tell=lambda text: tell(Notice(text)))
+    except UnreachableError as error:
+        return _cached_model(name, revision, weights, tell, why=str(error), near=near)
+    except RefusedError as error:
+        if near is None:
+            raise
+        (problem,) = error.problems
+        raise RefusedError(
+            problem.what, where=problem.where, found=problem.found, expected=problem.expected, hint=near
+        ) from error
+    folder = fetch_configuration(listing, tell)
+    if weights:
+        fetch_weights(listing, folder, tell)
+    return ModelSource(name, folder, None, listing.commit)
+
+
+def _cached_model(
+    name: str, revision: str | None, weights: bool, tell: Tell, *, why: str, near: str | None
+) -> ModelSource:
+    """The model as the cache has it, where the hub cannot be asked."""
+    folder = complete_snapshot(name, revision, weights=weights)
+    if folder is None:
         raise RefusedError(
             "the model is neither a local folder nor to be had from the hub",
             where="model",
-            found=f"{name} ({problem})",
+            found=f"{name} ({why})",
             expected="a local folder, a .gguf file, package:NAME, or a hub id that can be reached or is in the cache",
-            hint=_near_folder(name, recipe_folder)
-            or "check the name and the network; a gated model needs `hf auth login`",
-        ) from error
-    path = Path(folder)
-    check_model_folder(path, weights=weights)
-    return ModelSource(name, path, None, commit or path.name)
+            hint=near or "check the name and the network; a gated model needs `hf auth login`",
+        )
+    if why != "offline" and (name, revision) not in _told:
+        _told.add((name, revision))
+        tell(Notice(f"the hub cannot be reached ({why}): {name} is taken from the cache, commit {folder.name[:12]}"))
+    return ModelSource(name, folder, None, folder.name)
+
+
+_told: set[tuple[str, str | None]] = set()
+"""Models of which it was said that they are taken from the cache: a run looks at its model more than once."""

@@ -18,7 +18,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +71,39 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
             header.
     """
     if (folder / "adapter_config.json").exists():
-        raise RefusedError(
-            "the folder holds an adapter, not a model",
-            where=str(folder),
-            found="adapter_config.json",
-            expected="the model that the adapter was made for",
-        )
+        raise adapter_refusal(str(folder))
     check_small_files(folder)
     read_config(folder)  # there must be one
     if not weights:
         return
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        pickles = sorted(path.name for suffix in PICKLES for path in folder.glob(suffix))
-        raise RefusedError(
-            "the model folder has no safetensors weights",
-            where=str(folder),
-            found=f"{', '.join(pickles[:3])} (pickle files can run code and are never opened)" if pickles else None,
-            expected="*.safetensors",
-            hint="convert the weights with safetensors' own conversion tool in a safe place" if pickles else None,
-        )
+        raise no_weights_refusal([path.name for path in folder.iterdir()], str(folder))
     for path in dict.fromkeys([*shards, *find_shards(folder)]):
         check_file(path, None)
         check_header(path)
+
+
+def adapter_refusal(where: str) -> RefusedError:
+    """The error for a folder, or a repository of the hub, with adapter_config.json."""
+    return RefusedError(
+        "the folder holds an adapter, not a model",
+        where=where,
+        found="adapter_config.json",
+        expected="the model that the adapter was made for",
+    )
+
+
+def no_weights_refusal(names: Iterable[str], where: str) -> RefusedError:
+    """The error for a folder, or a repository of the hub, with these files and no safetensors among them."""
+    pickles = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in PICKLES))
+    return RefusedError(
+        "the model folder has no safetensors weights",
+        where=where,
+        found=f"{', '.join(pickles[:3])} (pickle files can run code and are never opened)" if pickles else None,
+        expected="*.safetensors",
+        hint="convert the weights with safetensors' own conversion tool in a safe place" if pickles else None,
+    )
 
 
 def check_small_files(folder: Path) -> None:
@@ -232,10 +243,25 @@ def find_shards(folder: Path) -> list[Path]:
     Raises:
         RefusedError: an index that is not readable or names something outside the folder.
     """
-    index = folder / INDEX_NAME
-    if not index.exists():
+    if not (folder / INDEX_NAME).exists():
         single = folder / "model.safetensors"
         return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    shards = indexed_shards(folder)
+    for shard in shards:
+        if not stays_inside(folder / shard, folder):
+            raise _outside(folder / INDEX_NAME, shard)
+        if not (folder / shard).is_file():
+            raise missing_shard(shard, str(folder))
+    return [folder / shard for shard in shards]
+
+
+def indexed_shards(folder: Path) -> list[str]:
+    """Names of the files that the index of a model folder has, whether they are there or not.
+
+    Raises:
+        RefusedError: an index that is not readable or names something outside the folder.
+    """
+    index = folder / INDEX_NAME
     check_file(index, MAX_INDEX_BYTES)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -245,17 +271,22 @@ def find_shards(folder: Path) -> list[Path]:
             "the index of the weights cannot be read", where=str(index), found=str(error)[:200]
         ) from error
     for shard in shards:
-        path = folder / shard
-        if not SHARD_NAME.match(shard) or not stays_inside(path, folder):
-            raise RefusedError(
-                "the index names a file outside the model folder",
-                where=str(index),
-                found=repr(shard)[:200],
-                expected="a plain file name that ends in .safetensors",
-            )
-        if not path.is_file():
-            raise RefusedError("a file of the weights is missing", where=str(folder), found=f"no {shard}")
-    return [folder / shard for shard in shards]
+        if not SHARD_NAME.match(shard):
+            raise _outside(index, shard)
+    return shards
+
+
+def missing_shard(name: str, where: str) -> RefusedError:
+    return RefusedError("a file of the weights is missing", where=where, found=f"no {name}")
+
+
+def _outside(index: Path, shard: str) -> RefusedError:
+    return RefusedError(
+        "the index names a file outside the model folder",
+        where=str(index),
+        found=repr(shard)[:200],
+        expected="a plain file name that ends in .safetensors",
+    )
 
 
 # --- safetensors ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.architectures import check_architecture
 from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
 from roundpipe_cli.model.type_refusals import PROVEN, check_type
-from roundpipe_cli.model.untrusted import PICKLES, check_model_folder
+from roundpipe_cli.model.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.recipe.schema import Recipe
 
 
@@ -26,7 +26,7 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
     """
     where = found.source
     if found.folder is not None:
-        check_model_folder(found.folder, weights=has_weights(found.folder))
+        check_model_folder(found.folder, weights=holds_weights(found))
         where = str(found.folder / "config.json")
     if found.is_config:
         check_architecture(found.config, name=found.name, where=where)
@@ -77,3 +77,15 @@ def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
 def has_weights(folder: Path) -> bool:
     """Whether there are weights in the folder, be they such as are refused."""
     return any(next(folder.glob(pattern), None) is not None for pattern in ("*.safetensors", *PICKLES))
+
+
+def holds_weights(found: FoundConfig) -> bool:
+    """Whether weights are in the model's folder; in the hub's cache all of them, as the rest may be still to come."""
+    if found.folder is None:
+        return False
+    if found.is_local:
+        return has_weights(found.folder)
+    try:
+        return bool(find_shards(found.folder))
+    except RefusedError:
+        return False

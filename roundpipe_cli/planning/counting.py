@@ -15,7 +15,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.quantization import quantization_settings
 from roundpipe_cli.model.untrusted import INDEX_NAME, find_shards, num_elements, read_json
 from roundpipe_cli.model_sizes import check_sizes
-from roundpipe_cli.planning.admission import has_weights
+from roundpipe_cli.planning.admission import has_weights, holds_weights
 from roundpipe_cli.units import format_count
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,7 +70,7 @@ def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
     """Parameters in the model's files, or None, and what says so."""
     if found.folder is None or quantization_settings(found.config):
         return None, ""
-    if has_weights(found.folder):
+    if holds_weights(found):
         twice = "lm_head.weight" if tied else None  # some files hold a shared matrix under both names
         count = sum(num_elements(path, without=twice) for path in find_shards(found.folder))
         return count, "the headers of its weights"

@@ -14,9 +14,10 @@ from roundpipe_cli.events import Notice
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.train.base_model import find_base
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, is_of_other_run, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import load_newest
-from roundpipe_cli.train.checkpoint.resolved import as_decided
+from roundpipe_cli.train.checkpoint.resolved import as_decided, begun_with
 from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_state,
@@ -67,6 +68,9 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
         checkpoint = nodes.share_checkpoint(checkpoint)
         if checkpoint is not None:
             loaded = replace(loaded, recipe=as_decided(loaded.recipe, checkpoint.meta["recipe"]))
+        revision = recipe.revision
+        if checkpoint is not None:
+            revision = begun_with(checkpoint.meta, recipe, start.allow_changed)
         with watching(recipe.watchdog_s):
             shards: list[Shards] = []
 
@@ -75,7 +79,8 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
                 return shards[0].elsewhere if shards else frozenset()
 
             loaded = with_token_budget(loaded, tell, lambda tokens: -nodes.most([-tokens])[0])
-            setup = prepare(loaded, offline=start.offline, tell=tell, elsewhere=share_out)
+            base = find_base(loaded, revision, offline=start.offline, tell=tell)
+            setup = prepare(loaded, offline=start.offline, tell=tell, base=base, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)

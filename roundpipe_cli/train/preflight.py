@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
-from roundpipe_cli.model.source import check_model_name
+from roundpipe_cli.events import Tell
+from roundpipe_cli.model.source import check_model_name, is_hub_model, resolve_model
+from roundpipe_cli.model.untrusted import read_config
 from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.planning.admission import check_model
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.train.checkpoint.output_dir import check_start, is_of_other_run
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
+from roundpipe_cli.train.checkpoint.output_dir import check_start, is_of_other_run, named_checkpoint
+from roundpipe_cli.train.checkpoint.resolved import begun_with
+from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.monitor.trackers import require_trackers
+from roundpipe_cli.train.reporting import Start
 
 
-def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:
+def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
     """Output directory, model and datasets: are they there, and may a run start?
+
+    Args:
+        tell: is told of downloads, and where the hub is slow.
 
     Raises:
         RefusedError: no such model, dataset or tracker, or the output directory holds another run.
@@ -23,25 +37,69 @@ def check_names(loaded: LoadedRecipe, *, resume: bool, offline: bool) -> None:
     """
     recipe = loaded.recipe
     output_dir = named_path(recipe.output_dir)
-    resume = resume or recipe.resume_from_checkpoint is not None
+    resume = start.resume or recipe.resume_from_checkpoint is not None
     check_start(output_dir, resume and not is_of_other_run(recipe, output_dir))
     require_trackers(recipe.report_to)
-    check_sources(loaded, offline=offline)
+    check_sources(loaded, start, tell)
 
 
-def check_sources(loaded: LoadedRecipe, *, offline: bool) -> None:
-    """Model and datasets: are they there?
+def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+    """Model and datasets: are they there? See `check_base`.
 
     Raises:
-        RefusedError: no such model or dataset, or a library with a known hole.
+        RefusedError: no such model or dataset, a model that cannot be trained, or a library with a known hole.
     """
     recipe = loaded.recipe
-    check_floors()
-    source = check_model_name(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
-    if source is not None and source.gguf_file is not None:  # before a library opens it
-        file = source.folder / source.gguf_file
-        check_sizes(read_gguf_config(file), str(file))
+    check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
         # The type and the columns are looked at later.
         spec = DatasetSpec(dataset.path, split=dataset.split, name=dataset.name, txt_rows=dataset.txt_rows)
-        find_sources(spec, loaded.folder, offline)
+        find_sources(spec, loaded.folder, start.offline)
+
+
+def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+    """Is the model there? Of a hub model all but the weights is fetched, and looked at.
+
+    Raises:
+        RefusedError: no such model, one that cannot be trained, or a library with a known hole.
+    """
+    recipe = loaded.recipe
+    check_floors()
+    source = check_model_name(
+        recipe.model,
+        revision=base_revision(recipe, start),
+        recipe_folder=loaded.folder,
+        offline=start.offline,
+        tell=tell,
+    )
+    if source.gguf_file is not None:  # before a library opens it
+        file = source.folder / source.gguf_file
+        check_sizes(read_gguf_config(file), str(file))
+    if source.commit is not None:  # before the weights are fetched
+        check_model(FoundConfig(read_config(source.folder), source.name, recipe.model, source.folder), recipe)
+
+
+def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+    """Bring the weights of a hub model, as far as they are not here.
+
+    Raises:
+        RefusedError, ResourceError: see `resolve_model`.
+    """
+    recipe = loaded.recipe
+    if is_hub_model(recipe.model, loaded.folder):
+        revision = base_revision(recipe, start)
+        resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell)
+
+
+def base_revision(recipe: Recipe, start: Start) -> str | None:
+    """The revision of the base model: of a run that continues the commit it began with, whatever the hub has now."""
+    if not (start.resume or recipe.resume_from_checkpoint is not None):
+        return recipe.revision
+    named = named_checkpoint(recipe)
+    folders = [named] if named else [folder for _, folder in list_checkpoints(named_path(recipe.output_dir))]
+    for folder in folders:
+        with contextlib.suppress(DamagedError):
+            meta = read_own_json(folder / STATE_NAME).get("meta")
+            if isinstance(meta, dict):
+                return begun_with(meta, recipe, start.allow_changed)
+    return recipe.revision

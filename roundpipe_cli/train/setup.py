@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.durable import disk_error, require_free_bytes
@@ -29,16 +28,15 @@ from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
-from roundpipe_cli.model.packed_weights import check_packed, quantizable_names, require_bitsandbytes
+from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.packing import check_packing
-from roundpipe_cli.model.quantization import check_stored_in_4bit
-from roundpipe_cli.model.quantized_files import stored_in_4bit
-from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.base_model import BaseModel, find_base
 from roundpipe_cli.train.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.loading import fill_store
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
@@ -114,6 +112,7 @@ def prepare(
     *,
     offline: bool,
     tell: Tell,
+    base: BaseModel | None = None,
     elsewhere: Callable[[Sequence[LayerLayout]], Collection[int]] = lambda layouts: (),
 ) -> Setup:
     """Load all that a run needs.
@@ -121,6 +120,7 @@ def prepare(
     Args:
         offline: use local files only.
         tell: is told what happens.
+        base: None: as the recipe names it.
         elsewhere: says which layers' masters another process keeps.
 
     Raises:
@@ -128,7 +128,7 @@ def prepare(
         ResourceError: not enough host memory (exit code 5).
     """
     loaded = with_token_budget(loaded, tell)
-    base = _find_base(loaded, offline)
+    base = base or find_base(loaded, loaded.recipe.revision, offline=offline, tell=tell)
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
@@ -189,32 +189,7 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     return devices, replace(loaded, recipe=recipe)
 
 
-@dataclass(frozen=True)
-class _Base:
-    """The base model's files."""
-
-    source: ModelSource
-    bits: int
-    """Bits of a frozen base weight: 4, 8, or 0 where they lie whole."""
-    is_stored_packed: bool
-    """Whether the files themselves are in 4 bit."""
-
-
-def _find_base(loaded: LoadedRecipe, offline: bool) -> _Base:
-    """The base model, and how its weights are to lie."""
-    recipe = loaded.recipe
-    bits = recipe.packed_bits
-    if bits:
-        require_bitsandbytes(f"{PACKED_FORMATS[bits].key}: true")
-    source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline)
-    if not stored_in_4bit(source):
-        return _Base(source, bits, False)
-    check_stored_in_4bit(source.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
-    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
-    return _Base(source, 4, True)
-
-
-def _config_and_files(base: _Base, tell: Tell) -> tuple[Any, BaseFiles]:
+def _config_and_files(base: BaseModel, tell: Tell) -> tuple[Any, BaseFiles]:
     """The model's configuration, without what cannot be trained, and the files that a whole result keeps."""
     config = load_config(base.source)
     base_files = read_base_files(base.source, config)
@@ -290,7 +265,7 @@ class _Training:
         return model, split
 
 
-def _packed_names(base: _Base, model: nn.Module, split: ModelSplit, tell: Tell) -> frozenset[str]:
+def _packed_names(base: BaseModel, model: nn.Module, split: ModelSplit, tell: Tell) -> frozenset[str]:
     """Names of the weights that lie in 4 or 8 bit."""
     packed = quantizable_names(model, split.blocks_path) if base.bits else frozenset()
     if base.is_stored_packed:

@@ -42,6 +42,7 @@ def make_trainable(
     name = source.name if source.gguf_file is None else str(source.folder)
     if start is not None:
         peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
+        peft_model.peft_config[ADAPTER].revision = source.commit
         refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
         refuse_adapters_outside_blocks(model, split.blocks_path)
         return peft_model
@@ -56,6 +57,7 @@ def make_trainable(
         init=recipe.lora.init,
     )
     peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
+    peft_model.peft_config[ADAPTER].revision = source.commit
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model
 

@@ -15,6 +15,8 @@ from roundpipe_cli.durable import write_new_file
 
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _MAX_JSON_BYTES = 16 * 1024**2
+STATE_NAME = "state.json"
+"""Step and JSON part of a checkpoint."""
 
 
 @dataclass(frozen=True)

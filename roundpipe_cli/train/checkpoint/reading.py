@@ -13,7 +13,14 @@ from safetensors import SafetensorError, safe_open
 
 from roundpipe_cli.errors import NoCheckpointError, Problem
 from roundpipe_cli.events import Say
-from roundpipe_cli.train.checkpoint.manifest import DamagedError, FileRecord, read_own_json, read_records, verify_files
+from roundpipe_cli.train.checkpoint.manifest import (
+    STATE_NAME,
+    DamagedError,
+    FileRecord,
+    read_own_json,
+    read_records,
+    verify_files,
+)
 from roundpipe_cli.train.checkpoint.step_folders import STEP_FOLDER, list_checkpoints
 
 FORMAT_NAME = "roundpipe-checkpoint"
@@ -21,7 +28,6 @@ FORMAT_VERSION = 1
 """Grows when a release writes what an older release would misread. Older versions stay readable."""
 
 MANIFEST_NAME = "manifest.json"
-STATE_NAME = "state.json"
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):

@@ -19,7 +19,8 @@ from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.recipe.schema import Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.sections import DatasetConfig
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
-from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.setup import Setup
 

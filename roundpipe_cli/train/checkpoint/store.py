@@ -34,12 +34,11 @@ from roundpipe_cli.durable import (
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
-from roundpipe_cli.train.checkpoint.manifest import DamagedError, FileRecord
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, FileRecord
 from roundpipe_cli.train.checkpoint.reading import (
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
-    STATE_NAME,
     verify_checkpoint,
 )
 from roundpipe_cli.train.checkpoint.safetensors_stream import FileSet, TensorGroup, encode_header

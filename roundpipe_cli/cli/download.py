@@ -1,0 +1,137 @@
+"""`roundpipe download`: bring a hub model into the hub's own cache, before it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundpipe_cli.cli.output import say, say_data
+
+if TYPE_CHECKING:
+    from roundpipe_cli.hub.listing import Listing
+    from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+def download(
+    model: Annotated[str, typer.Argument(help="Hub id such as Qwen/Qwen3-8B, or a recipe file.", show_default=False)],
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit. [default: the default branch]")
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout: the folder and its files.")
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Only say where it is in the cache.")] = False,
+) -> None:
+    """Fetch what training needs of a hub model: configuration and tokenizer first, then exactly its weights.
+
+    What an earlier run fetched is kept, and a file that was cut off is continued. A recipe file is planned first, and
+    weights that cannot fit here are not fetched.
+
+    Example: roundpipe download Qwen/Qwen3-0.6B
+    """
+    say(f"looking for {model} ...")
+    from roundpipe_cli.cli.libraries import go_offline
+    from roundpipe_cli.train.signals import StopSignals
+
+    if offline:
+        go_offline()
+    with StopSignals():
+        loaded = _recipe(model, revision)
+        document = _fetch(model, revision, offline=offline) if loaded is None else _fetch_for(loaded, offline=offline)
+    if json_:
+        import json
+
+        say_data(json.dumps(document))
+    else:
+        say_data(document["folder"])
+
+
+def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
+    if not model.endswith((".yaml", ".yml")):
+        return None
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.recipe.load import load_recipe
+
+    if revision is not None:
+        raise RefusedError("a recipe has a revision of its own", where="--revision", hint="set `revision:` in it")
+    return load_recipe(model, ())
+
+
+def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
+    """As `finetune` begins: the model's checks and `plan`'s verdict come before the weights."""
+    from roundpipe_cli.cli.finetune import refuse_too_large
+    from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.train.preflight import check_base
+    from roundpipe_cli.train.reporting import Start
+
+    check_base(loaded, Start(offline=offline), LinePrinter(1))
+    refuse_too_large(loaded)
+    return _fetch(loaded.recipe.model, loaded.recipe.revision, offline=offline, folder=loaded.folder)
+
+
+def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | None = None) -> dict[str, Any]:
+    from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.events import Notice
+    from roundpipe_cli.hub.ask import UnreachableError
+    from roundpipe_cli.hub.listing import find_listing
+    from roundpipe_cli.model.architectures import check_architecture
+    from roundpipe_cli.model.download import fetch_configuration
+    from roundpipe_cli.model.quantization import stored_form
+    from roundpipe_cli.model.source import is_hub_model, resolve_model
+    from roundpipe_cli.model.untrusted import read_config
+
+    place, tell = folder or Path.cwd(), LinePrinter(1)
+    fetched: dict[str, Any] = {"fetched_bytes": 0, "fetched_files": []}
+    if is_hub_model(model, place):
+        try:
+            listing = find_listing(model, revision, offline=offline, tell=lambda text: tell(Notice(text)))
+            fetched = _expected(listing)
+            small = fetch_configuration(listing, tell)
+            where, config = str(small / "config.json"), read_config(small)
+            check_architecture(config, name=model, where=where)
+            stored_form(config, where)
+            fetched = _announce(listing, small, fetched)
+        except UnreachableError:
+            pass  # `resolve_model` looks in the cache, and says so
+    source = resolve_model(model, revision=revision, recipe_folder=place, offline=offline, tell=tell)
+    files = {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in _files(source.folder)}
+    return {"model": model, "revision": revision, "commit": source.commit, "folder": str(source.folder)} | {
+        "files": files,
+        "total_bytes": sum(files.values()),
+        **fetched,
+    }
+
+
+def _expected(listing: Listing) -> dict[str, Any]:
+    from roundpipe_cli.hub.fetch import missing_bytes, missing_files
+    from roundpipe_cli.model.download import small_files
+
+    names = small_files(listing)
+    return {"fetched_bytes": missing_bytes(listing, names), "fetched_files": missing_files(listing, names)}
+
+
+def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str, Any]:
+    """Say what is going to be fetched, and how much of it is here."""
+    from roundpipe_cli.hub.fetch import missing_bytes, missing_files
+    from roundpipe_cli.model.download import small_files, weight_files
+    from roundpipe_cli.units import counted, format_bytes
+
+    weights = weight_files(listing, folder)
+    names = [*small_files(listing), *weights]
+    missing, total = missing_files(listing, weights), listing.num_bytes(names)
+    left = missing_bytes(listing, weights)
+    say(f"{listing.repository.name} at commit {listing.commit}: {counted(len(names), 'file')}, {format_bytes(total)}")
+    here = f"{counted(len(names) - len(missing), 'file')}, {format_bytes(total - left)}"
+    say(f"in {folder}; here already: {here}")
+    if missing:
+        say(f"to fetch: {counted(len(missing), 'file')} of weights, {format_bytes(left)}")
+    return {
+        "fetched_bytes": small["fetched_bytes"] + left,
+        "fetched_files": [*small["fetched_files"], *missing],
+    }
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,44 @@
+"""huggingface_hub's own bars and messages, in the words and place of this program's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from roundpipe_cli.events import Say
+
+_SIGNED = re.compile(r"\?\S+")
+"""Parts of an address that hold keys."""
+
+
+class _Handler(logging.Handler):
+    def __init__(self, tell: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._tell_user = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]
+        self._tell_user(_SIGNED.sub("", f"the hub's client: {' '.join(lines)}")[:300])
+
+
+@contextlib.contextmanager
+def library_messages(tell: Say) -> Iterator[None]:
+    """While the body runs, the library draws no bars, and its warnings are told as notices."""
+    from huggingface_hub import utils
+
+    library: Any = utils  # its types do not name what it exports
+
+    logger = logging.getLogger("huggingface_hub")
+    before, had_bars = logger.handlers[:], not library.are_progress_bars_disabled()
+    logger.handlers[:] = [_Handler(tell)]
+    if had_bars:
+        library.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        if had_bars:
+            library.enable_progress_bars()

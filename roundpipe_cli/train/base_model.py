@@ -1,0 +1,47 @@
+"""The base model of a run: where its files are, and how its weights are to lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.model.packed_weights import require_bitsandbytes
+from roundpipe_cli.model.quantization import check_stored_in_4bit
+from roundpipe_cli.model.quantized_files import stored_in_4bit
+from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The base model's files."""
+
+    source: ModelSource
+    bits: int
+    """Bits of a frozen base weight: 4, 8, or 0 where they lie whole."""
+    is_stored_packed: bool
+    """Whether the files themselves are in 4 bit."""
+
+
+def find_base(loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell: Tell) -> BaseModel:
+    """The base model of a recipe; a hub model is downloaded if need be.
+
+    Args:
+        revision: of a hub model; a run that continues may have another than its recipe.
+
+    Raises:
+        RefusedError, ResourceError: see `resolve_model`.
+    """
+    recipe = loaded.recipe
+    bits = recipe.packed_bits
+    if bits:
+        require_bitsandbytes(f"{PACKED_FORMATS[bits].key}: true")
+    source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
+    if revision != recipe.revision and source.commit is not None:
+        tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
+    if not stored_in_4bit(source):
+        return BaseModel(source, bits, False)
+    check_stored_in_4bit(source.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
+    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
+    return BaseModel(source, 4, True)

@@ -1,0 +1,433 @@
+"""Downloads from a small hub on this machine: the order of what is asked for, and every way in which it can fail.
+
+Each ends in one error or one whole set of files, and no file comes twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from roundpipe_cli.dashboard.state import fetching_line
+from roundpipe_cli.events import Fetching
+from tests.support.e2e import Outcome, child_environment, command_line, fresh, make_model, write_recipe, write_rows
+from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub
+
+NAME = "me/tiny"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+SMALL = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+INDEX = "model.safetensors.index.json"
+WANTED = sorted([*SMALL, INDEX, *SHARDS])
+UNWANTED = {
+    "README.md": b"# tiny",
+    "consolidated.safetensors": b"in its maker's layout",
+    "model.fp16.safetensors": b"a variant",
+    "onnx/model.onnx": b"another format",
+    "original/consolidated.00.pth": b"its maker's",
+    "original/tokenizer.model": b"its maker's",
+    "params.json": b"{}",
+    "pytorch_model.bin": b"a pickle",
+    "pytorch_model.bin.index.json": b"{}",
+    "training_args.json": b"{}",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A tiny model in two files of weights, beside what a repository also holds."""
+    folder = make_model(tmp_path_factory.mktemp("hub") / "model", num_hidden_layers=2)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    weight_map = {name: SHARDS[number > len(names) // 2] for number, name in enumerate(names)}
+    for shard in SHARDS:
+        tensors = {name: state[name] for name in names if weight_map[name] == shard}
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert sorted(folder_files(folder)) == WANTED
+    return {**folder_files(folder), **UNWANTED}
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes]) -> Iterator[ModelHub]:
+    with model_hub(NAME, dict(files)) as hub:
+        yield hub
+
+
+def settings(hub: ModelHub, cache: Path, **others: str) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "", "HF_TOKEN": "", **others}
+
+
+def download(hub: ModelHub, folder: Path, *words: str, **others: str) -> Outcome:
+    words = words if words and not words[0].startswith("-") else (NAME, *words)
+    return fresh(folder, "download", *words, environment=settings(hub, folder / "cache", **others))
+
+
+def workspace(folder: Path, **changes: Any) -> Path:
+    """A recipe of the hub's model, and rows."""
+    folder.mkdir()
+    write_rows(folder / "rows.jsonl")
+    write_recipe(folder / "recipe.yaml", model=NAME, **changes)
+    return folder
+
+
+def snapshot(folder: Path) -> Path:
+    return folder / "cache" / "hub" / "models--me--tiny" / "snapshots" / COMMIT
+
+
+def is_whole(folder: Path, hub: ModelHub) -> None:
+    """All wanted files with their content, nothing else, and nothing half in the cache."""
+    found = folder_files(snapshot(folder))
+    assert sorted(found) == WANTED
+    assert all(found[name] == hub.models[NAME][name] for name in WANTED)
+    blobs = list((snapshot(folder).parents[1] / "blobs").iterdir())
+    assert len(blobs) == len(WANTED) and not [path for path in blobs if path.name.endswith(".incomplete")]
+
+
+# --- what is fetched ------------------------------------------------------------------------------------------------
+
+
+def test_configuration_first_then_exactly_the_indexed_files(hub: ModelHub, tmp_path: Path) -> None:
+    done = download(hub, tmp_path).expect(0)
+    assert Path(done.out.strip()) == snapshot(tmp_path)
+    is_whole(tmp_path, hub)
+    gets = hub.gets()
+    assert sorted(gets) == WANTED, "each once"
+    assert gets[0] == "config.json" and sorted(gets[:5]) == SMALL and gets[5] == INDEX
+    assert sum(path.startswith("/api/models/") for _, path in hub.asked) == 1, "asked once which commit it is"
+    total = sum(len(hub.models[NAME][name]) for name in WANTED)
+    assert f"{NAME} at commit {COMMIT}: 8 files, " in done.err and "to fetch: 2 files of weights" in done.err
+    assert "downloading: 2 of 2 files, " in done.err and "iB/s" in done.err
+    again = download(hub, tmp_path, "--json").expect(0)
+    assert sorted(hub.gets()) == WANTED, "nothing comes again"
+    document = json.loads(again.out)
+    assert document["folder"] == str(snapshot(tmp_path)) and document["commit"] == COMMIT
+    assert document["total_bytes"] == total and sorted(document["files"]) == WANTED
+    assert document["fetched_bytes"] == 0 and document["fetched_files"] == [] and "here already: 8 files" in again.err
+
+
+def test_json_says_what_came(hub: ModelHub, tmp_path: Path) -> None:
+    document = json.loads(download(hub, tmp_path, "--json", "--revision", "main").expect(0).out)
+    assert sorted(document["fetched_files"]) == WANTED and document["fetched_bytes"] == document["total_bytes"]
+    assert document["revision"] == "main"
+
+
+def test_one_file_of_weights_without_an_index(hub: ModelHub, tmp_path: Path) -> None:
+    files = hub.models[NAME]
+    files["model.safetensors"] = files[SHARDS[0]]
+    for name in (INDEX, *SHARDS):
+        del files[name]
+    download(hub, tmp_path).expect(0)
+    assert sorted(hub.gets()) == sorted([*SMALL, "model.safetensors"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "removed", "said"),
+    [
+        ({"config.json": b'{"model_type": "bert"}'}, [], "not a decoder-only language model"),
+        ({"config.json": b'{"model_type": "lama"}'}, [], "did you mean llama?"),
+        ({"config.json": b'{"model_type": "llama", "auto_map": {"a": "b"}}'}, [], "code from its repository"),
+        (
+            {"config.json": b'{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}'},
+            [],
+            "quantised in a form that cannot be read",
+        ),
+        ({"adapter_config.json": b"{}"}, [], "the folder holds an adapter, not a model"),
+        ({}, ["config.json"], "the model folder has no config.json"),
+        ({}, [SHARDS[1]], f"a file of the weights is missing\n  found: no {SHARDS[1]}"),
+        ({}, [INDEX, *SHARDS, "model.fp16.safetensors"], "no safetensors weights\n  found: pytorch_model.bin (pickle"),
+        ({INDEX: b'{"weight_map": {"a": "../x.safetensors"}}'}, [], "names a file outside the model folder"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value)[:30],
+)
+def test_what_cannot_be_trained_is_refused_before_its_weights_come(
+    hub: ModelHub, tmp_path: Path, changes: dict[str, bytes], removed: list[str], said: str
+) -> None:
+    hub.models[NAME].update(changes)
+    for name in removed:
+        del hub.models[NAME][name]
+    done = download(hub, tmp_path).expect(2)
+    assert said in done.err and not [name for name in hub.gets() if name.endswith(".safetensors")]
+
+
+def test_a_recipe_is_planned_before_the_weights_come(hub: ModelHub, tmp_path: Path) -> None:
+    """The verdict is `finetune`'s; the figures are those of the configuration that came."""
+    workspace(tmp_path / "work")
+    large = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 200, "vocab_size": 300}
+    config = {**json.loads(hub.models[NAME]["config.json"]), **large, "num_attention_heads": 128, "head_dim": 128}
+    whole = dict(hub.models[NAME])
+    hub.models[NAME]["config.json"] = json.dumps(config).encode()
+    done = download(hub, tmp_path, "work/recipe.yaml", HF_HOME=str(tmp_path / "large")).expect(5)
+    assert "memory" in done.err and not set(SHARDS) & set(hub.gets())
+    hub.models[NAME] = whole
+    assert Path(download(hub, tmp_path, "work/recipe.yaml").expect(0).out.strip()) == snapshot(tmp_path)
+    refused = download(hub, tmp_path, "work/recipe.yaml", "--revision", "main").expect(2)
+    assert "set `revision:` in it" in refused.err
+
+
+# --- kills, disks and damage ----------------------------------------------------------------------------------------
+
+
+def big_shards(hub: ModelHub, num_bytes: int = 4 << 20) -> None:
+    """Shards that take a while, in the index's names."""
+    weight_map = {f"big.{number}": shard for number, shard in enumerate(SHARDS)}
+    hub.models[NAME][INDEX] = json.dumps({"weight_map": weight_map}).encode()
+    for number, shard in enumerate(SHARDS):
+        values = torch.arange(num_bytes // 4, dtype=torch.float32) + number
+        header = {f"big.{number}": {"dtype": "F32", "shape": [len(values)], "data_offsets": [0, num_bytes]}}
+        text = json.dumps(header).encode()
+        hub.models[NAME][shard] = len(text).to_bytes(8, "little") + text + values.numpy().tobytes()
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_killed_download_continues_where_it_was(hub: ModelHub, tmp_path: Path, has_ranges: bool) -> None:
+    big_shards(hub)
+    hub.byte_s = 0.05
+    environment = child_environment(settings(hub, tmp_path / "cache"))
+    process = subprocess.Popen(command_line("download", NAME), cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    blobs = snapshot(tmp_path).parents[1] / "blobs"
+    deadline_s = time.monotonic() + 60
+
+    def written() -> list[int]:
+        return [path.stat().st_size for path in blobs.glob("*.incomplete")] if blobs.is_dir() else []
+
+    while len(written()) < 2 or min(written()) < 1 << 20:
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = sorted(written())
+    assert len(kept) == 2 and not any((snapshot(tmp_path) / shard).exists() for shard in SHARDS)
+    hub.byte_s, hub.has_ranges = 0.0, has_ranges
+    before = hub.gets()
+    done = download(hub, tmp_path).expect(0)
+    is_whole(tmp_path, hub)
+    assert sorted(hub.gets()[len(before) :]) == SHARDS, "what was whole is not asked for again"
+    starts = sorted(hub.sent[shard][1][0] for shard in SHARDS)
+    assert starts == (kept if has_ranges else [0, 0]), "no byte comes twice, where the server can send a part"
+    assert "to fetch: 2 files of weights" in done.err
+
+
+def test_a_connection_that_breaks_is_taken_up_again(hub: ModelHub, tmp_path: Path) -> None:
+    big_shards(hub)
+    hub.cut_after = 1 << 20
+    hub.is_cut = {*SMALL, INDEX}
+    done = download(hub, tmp_path).expect(0)
+    is_whole(tmp_path, hub)
+    assert all([start for start, _ in hub.sent[shard]] == [0, 1 << 20] for shard in SHARDS)
+    assert "note: the hub's client: Error while downloading" in done.err and "Trying to resume" in done.err
+
+
+@pytest.mark.parametrize("spoilt", [SHARDS[1], "tokenizer.json"])
+def test_another_content_than_the_hash_says(hub: ModelHub, tmp_path: Path, spoilt: str) -> None:
+    hub.spoilt = {spoilt}
+    done = download(hub, tmp_path).expect(2)
+    assert done.err.count("error: ") == 1 and "not the one the hub lists" in done.err and spoilt in done.err
+    assert "found: hash " in done.err and "expected: hash " in done.err and "hint: " in done.err
+    assert not (snapshot(tmp_path) / spoilt).exists()
+    assert not list((snapshot(tmp_path).parents[1] / "blobs").glob("*.incomplete"))
+    assert hub.gets().count(spoilt) == 1
+    hub.spoilt = set()
+    download(hub, tmp_path).expect(0)
+    is_whole(tmp_path, hub)
+    assert all(hub.gets().count(name) == 1 for name in WANTED if name not in (spoilt, *SHARDS))
+
+
+def test_a_part_that_was_damaged_is_fetched_anew(hub: ModelHub, tmp_path: Path) -> None:
+    """What a power cut left of a file may hold zeros."""
+    blobs = snapshot(tmp_path).parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    name = hashlib.sha256(hub.models[NAME][SHARDS[0]]).hexdigest()
+    (blobs / f"{name}.incomplete").write_bytes(bytes(1000))
+    done = download(hub, tmp_path).expect(0)
+    assert f"{SHARDS[0]}: what was here of it was damaged" in done.err
+    assert [start for start, _ in hub.sent[SHARDS[0]]] == [1000, 0]
+    is_whole(tmp_path, hub)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a small file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_no_room_is_said_before_the_weights_come(hub: ModelHub, tmp_path: Path, small_disk: Path) -> None:
+    big_shards(hub)
+    done = download(hub, tmp_path, HF_HOME=str(small_disk)).expect(5)
+    assert f"not enough disk space to download {NAME}" in done.err and "HF_HUB_CACHE=" in done.err
+    assert "MiB free (" in done.err and f"({sum(len(hub.models[NAME][shard]) for shard in SHARDS)} bytes)" in done.err
+    assert not set(SHARDS) & set(hub.gets())
+
+
+def test_a_disk_that_fills_on_the_way(hub: ModelHub, tmp_path: Path, small_disk: Path) -> None:
+    """Another program takes the room; what came is kept, and the rest comes when there is room again."""
+    big_shards(hub, 1 << 20)
+    hub.byte_s = 0.1
+    environment = child_environment(settings(hub, tmp_path / "cache", HF_HOME=str(small_disk)))
+    process = subprocess.Popen(
+        command_line("download", NAME), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not set(SHARDS) <= set(hub.gets()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - (600 << 10)))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 5, said
+    assert said.count("error: ") == 1 and "No space left on device" in said and "HF_HUB_CACHE=" in said
+    (small_disk / "other").unlink()
+    hub.byte_s = 0.0
+    download(hub, tmp_path, HF_HOME=str(small_disk)).expect(0)
+    assert all(start > 0 for shard in SHARDS for start, _ in hub.sent[shard][1:]), hub.sent
+
+
+# --- hubs that refuse, wait or are gone -----------------------------------------------------------------------------
+
+
+def test_gated_missing_and_limited(hub: ModelHub, tmp_path: Path) -> None:
+    for words, said in (
+        (("me/none",), ("the hub has no model of this name", "found: me/none (401)", "hf auth login")),
+        (("--revision", "v9"), ("the model has no such revision", "leave the revision out")),
+    ):
+        done = download(hub, tmp_path, *words).expect(2)
+        assert done.err.count("error: ") == 1 and all(text in done.err for text in said), done.err
+    hub.gated = True
+    done = download(hub, tmp_path).expect(2)
+    assert "the model is gated" in done.err and "found: me/tiny (403)" in done.err and "accept its terms" in done.err
+    hub.gated = False
+    hub.status, hub.retry_after = {"/api/models": [429]}, "0"
+    done = download(hub, tmp_path).expect(2)
+    assert "the hub limits how often it is asked" in done.err and "(429) after 5 tries" in done.err
+    hub.retry_after = "3600"
+    done = download(hub, tmp_path).expect(2)
+    assert "asked to wait 3600 s" in done.err and done.seconds < 20
+    assert hub.gets() == []
+
+
+def test_a_busy_hub_is_asked_again(hub: ModelHub, tmp_path: Path) -> None:
+    hub.status, hub.retry_after = {"/api/models": [503, 429, 200], f"/{SHARDS[0]}": [429, 200]}, "1"
+    done = download(hub, tmp_path).expect(0)
+    assert "note: the hub is busy (it answers 503): asking again in 1 s" in done.err
+    assert "it answers 429" in done.err
+    is_whole(tmp_path, hub)
+
+
+def test_a_slow_hub_is_not_offline(hub: ModelHub, tmp_path: Path) -> None:
+    """Story: one that took 5 s to answer was called unreachable, after 4 s."""
+    hub.slow_s = 5.0
+    done = download(hub, tmp_path, "me/none").expect(2)
+    assert "note: the hub is slow: waiting for its answers about me/none, at most 60 s each" in done.err
+    assert "the hub has no model of this name" in done.err and done.seconds >= 5
+
+
+def test_a_hub_that_is_gone(hub: ModelHub, tmp_path: Path) -> None:
+    """Said within seconds; a whole model in the cache stands in for it, with a notice, a partial one does not."""
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = download(hub, tmp_path, **nowhere).expect(2)
+    assert "(ConnectError: " in done.err and done.seconds < 15
+    download(hub, tmp_path).expect(0)
+    num_asked = len(hub.asked)
+    done = download(hub, tmp_path, **nowhere).expect(0)
+    assert Path(done.out.strip()) == snapshot(tmp_path) and done.seconds < 15
+    assert f"note: the hub cannot be reached (ConnectError: [Errno 111] Connection refused): {NAME}" in done.err
+    assert f"commit {COMMIT[:12]}" in done.err
+    for offline in (download(hub, tmp_path, "--offline"), download(hub, tmp_path, HF_HUB_OFFLINE="1")):
+        assert Path(offline.expect(0).out.strip()) == snapshot(tmp_path) and "note: " not in offline.err
+    assert len(hub.asked) == num_asked, "offline opens no connection"
+    (snapshot(tmp_path) / SHARDS[0]).unlink()
+    done = download(hub, tmp_path, **nowhere).expect(2)
+    assert f"a file of the weights is missing\n  found: no {SHARDS[0]}" in done.err
+
+
+def test_an_older_whole_commit_stands_in_for_a_newer_part(hub: ModelHub, tmp_path: Path) -> None:
+    """`plan` fetches the newest config.json only, and then the network goes."""
+    download(hub, tmp_path).expect(0)
+    hub.commit = OTHER_COMMIT
+    newer = snapshot(tmp_path).with_name(OTHER_COMMIT)
+    newer.mkdir()
+    shutil.copy(snapshot(tmp_path) / "config.json", newer)
+    (newer.parents[1] / "refs" / "main").write_text(OTHER_COMMIT)
+    done = download(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9").expect(0)
+    assert Path(done.out.strip()) == snapshot(tmp_path) and f"commit {COMMIT[:12]}" in done.err
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_records_its_commit_and_keeps_to_it(hub: ModelHub, tmp_path: Path) -> None:
+    """Story: where the hub had a newer commit, a resume was refused: "model (files) changed"."""
+    work = workspace(tmp_path / "work", num_train_epochs=1)
+    environment = settings(hub, tmp_path / "cache")
+
+    def run(*words: str) -> Outcome:
+        return fresh(work, "finetune", "recipe.yaml", "--no-dashboard", *words, environment=environment)
+
+    run("max_steps=2").expect(0)
+    assert sorted(hub.gets()) == WANTED
+    adapter = json.loads((work / "out" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == NAME and adapter["revision"] == COMMIT
+    state: dict[str, Any] = json.loads((work / "out" / "step-00000002" / "state.json").read_text())
+    assert state["meta"]["model_commit"] == COMMIT and state["meta"]["recipe"]["revision"] is None
+    assert [path for _, path in hub.asked if "/main/" in path] == [f"/{NAME}/resolve/main/config.json"], "noted once"
+    hub.commit = OTHER_COMMIT
+    done = run("--resume", "max_steps=3").expect(0)
+    assert f"note: base model: commit {COMMIT[:12]}, with which the run began" in done.err
+    assert sorted(hub.gets()) == WANTED and not snapshot(tmp_path).with_name(OTHER_COMMIT).exists()
+    exported = fresh(work, "export", "out", "--merge", environment=environment).expect(0)
+    assert sorted(hub.gets()) == WANTED and "merged" in exported.err
+
+
+def test_plan_of_a_model_whose_download_was_cut_off(hub: ModelHub, tmp_path: Path) -> None:
+    """Story: one shard of two in the cache, and `plan` refused the model: a file of the weights was missing."""
+    work = workspace(tmp_path / "work")
+    download(hub, tmp_path).expect(0)
+    (snapshot(tmp_path) / SHARDS[1]).unlink()
+    done = fresh(work, "plan", "recipe.yaml", environment=settings(hub, tmp_path / "cache")).expect(0)
+    assert NAME in done.out
+
+
+def test_a_slow_or_missing_hub_of_a_dataset(hub: ModelHub, tmp_path: Path) -> None:
+    program = (
+        "from roundpipe_cli.data.hub import load_table\nfrom roundpipe_cli.data.settings import DatasetSpec\n"
+        "from roundpipe_cli.errors import RefusedError\nfrom roundpipe_cli.hub.notices import listen\nlisten(print)\n"
+        "try: load_table(DatasetSpec('me/rows', split='train'), False)\nexcept RefusedError as error: print(error)\n"
+    )
+
+    def ask(**others: str) -> str:
+        environment = child_environment(settings(hub, tmp_path / "cache", **others))
+        words = [command_line()[0], "-c", program]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100).stdout
+
+    hub.slow_s = 5.0
+    said = ask()
+    assert "the hub is slow: waiting" in said and "the hub has no dataset of this name" in said
+    gone = ask(HF_ENDPOINT="http://127.0.0.1:9")
+    assert "the hub cannot be reached (ConnectError" in gone and "not in the local cache" in gone
+
+
+# --- how it is shown ------------------------------------------------------------------------------------------------
+
+
+def test_the_line_of_a_download() -> None:
+    line = fetching_line(Fetching(3, 12, 3 << 30, 4 << 30, 64 << 20))
+    assert line == "downloading: 3 of 12 files, 3 GiB of 4 GiB, 64 MiB/s, 16 s left"
+    assert fetching_line(Fetching(0, 1, 0, 5, 0.0)) == "downloading: 0 of 1 file, 0 B of 5 B"
