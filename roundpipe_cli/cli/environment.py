@@ -31,6 +31,7 @@ def check_environment(recipe: Recipe) -> Process:
                 where=name,
                 found=repr(value),
                 expected="1 or 0",
+                hint=f"export {name}=1",
             )
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
