@@ -256,6 +256,10 @@ def _partitions(
     return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
 
 
+_RANGES = "like '[[0, 3], [4, 7]]'"
+_RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in single quotes for the shell"
+
+
 def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
     """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
     import json
@@ -265,13 +269,13 @@ def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{flag} is not JSON", found=str(error), expected="like '[[0, 3], [4, 7]]'") from error
+        raise RefusedError(f"{flag} is not JSON", found=str(error), expected=_RANGES, hint=_RANGES_HINT) from error
     good = isinstance(data, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
     )
     if not good:
         shown = text if len(text) <= 60 else text[:57] + "..."
-        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected="like '[[0, 3], [4, 7]]'")
+        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
     return tuple((first, last) for first, last in data)
 
 
@@ -290,7 +294,9 @@ def _write_svg(path: Path, question: SimulationCase, results: list[Result]) -> N
         )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RefusedError("cannot write the picture", where=str(path), found=error.strerror) from error
+        raise RefusedError(
+            "cannot write the picture", where=str(path), found=error.strerror, hint="name another file with --svg"
+        ) from error
 
 
 def _case_words(question: SimulationCase) -> str:

@@ -105,6 +105,7 @@ def check_schedules(flags: RoundpipeFlags, names: Sequence[str], are_named: bool
             f"{flags.words()}: only roundpipe has this",
             found=f"also {', '.join(bound)}" if len(bound) < len(names) else ", ".join(bound),
             expected="--schedule roundpipe, or no --schedule at all",
+            hint=f"leave {flags.words()} out, or add --schedule roundpipe",
         )
 
 
@@ -119,12 +120,14 @@ def changed_question(question: SimulationCase, flags: RoundpipeFlags) -> Simulat
             "--head-workers does not suit the workers",
             found=str(flags.head_workers),
             expected=f"1 to {question.num_workers}",
+            hint="1 is the default: one worker computes the head",
         )
     if flags.earliest_free and flags.head_workers != 1:
         raise RefusedError(
             "--earliest-free deals out every microbatch by itself, which leaves no fixed share to a worker",
             found=flags.words(),
             expected="--earliest-free, or --head-workers",
+            hint="leave one of the two out",
         )
     costs = _kept(question.costs, flags.keep_activations)
     if flags.skip_projection:
@@ -143,6 +146,7 @@ def _kept(costs: CostModel, count: int) -> CostModel:
             where=f"costs {costs.name}",
             found=str(count),
             expected=f"0 to {len(recomputed)}, the layers that are recomputed",
+            hint="0 keeps none, which is the default",
         )
     return keep_activations(costs, recomputed[len(recomputed) - count :]) if count else costs
 
@@ -154,5 +158,6 @@ def _skipped(costs: CostModel) -> CostModel:
             where=f"costs {costs.name}",
             found="no recomputed layer with recompute_skippable_s",
             expected="recompute_skippable_s, in seconds, in at least one layer",
+            hint="leave --skip-projection out, or add the key to the costs file (scripts/README.md describes it)",
         )
     return skip_projections(costs)

@@ -31,6 +31,7 @@ def check_environment(recipe: Recipe) -> Process:
                 where=name,
                 found=repr(value),
                 expected="1 or 0",
+                hint=f"export {name}=1",
             )
         if not value.strip():
             os.environ.pop(name, None)  # PEFT refuses an empty one, when it saves

@@ -58,7 +58,9 @@ def export(
         raise RefusedError("--push needs a connection", hint="leave --offline out")
     program = find_converter(converter) if gguf else None
     if dtype not in (None, "bfloat16", "float16", "float32"):
-        raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
+        raise RefusedError(
+            "unknown dtype", found=dtype, expected="bfloat16, float16 or float32", hint="leave --dtype out"
+        )
     if dtype is not None and not merge:
         raise RefusedError("--dtype is for merged weights", hint="add --merge")
     target = named_path(to or output_dir / ("merged" if merge else "exported"))

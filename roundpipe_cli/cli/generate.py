@@ -48,7 +48,9 @@ def generate(
     say(f"reading {output_dir} ...")
     kind = kind_of(output_dir)
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise RefusedError("unknown dtype", found=dtype, expected="bfloat16, float16 or float32")
+        raise RefusedError(
+            "unknown dtype", found=dtype, expected="bfloat16, float16 or float32", hint="leave --dtype out"
+        )
     if offline:
         go_offline()
     text = None if prompt is None else read_prompt(prompt)
@@ -171,7 +173,12 @@ def read_prompt(prompt: str) -> str:
         return _checked(prompt, "PROMPT")
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(data) > MAX_PROMPT_BYTES:
-        raise RefusedError("the prompt is too long", where="stdin", expected=f"at most {MAX_PROMPT_BYTES} bytes")
+        raise RefusedError(
+            "the prompt is too long",
+            where="stdin",
+            expected=f"at most {MAX_PROMPT_BYTES} bytes",
+            hint="give fewer words",
+        )
     return _checked(data.decode("utf-8", errors="surrogateescape"), "stdin")
 
 
@@ -181,5 +188,5 @@ def _checked(text: str, where: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"{text[error.start]!r} at character {error.start + 1}"
-        raise RefusedError("the text is not valid UTF-8", where=where, found=found) from None
+        raise RefusedError("the text is not valid UTF-8", where=where, found=found, hint="save it as UTF-8") from None
     return text

@@ -180,4 +180,5 @@ def check_upload(folder: Path) -> None:
                 where=str(path),
                 found=f"a link to {path.resolve()}" if leads_out else kind_of_file(path.stat().st_mode),
                 expected="regular files of the folder itself",
+                hint="put a copy of the file in its place, or remove it",
             )

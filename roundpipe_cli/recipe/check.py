@@ -77,7 +77,7 @@ class Findings:
         """In the order of the file, the overrides last, at most MAX_SHOWN and a line about the rest."""
         problems = [problem for _, problem in sorted(self._found, key=lambda entry: entry[0])]
         if len(problems) > MAX_SHOWN:
-            problems[MAX_SHOWN:] = [Problem(f"and {len(problems) - MAX_SHOWN} more mistakes: mend these first")]
+            problems[MAX_SHOWN:] = [Problem(f"and {len(problems) - MAX_SHOWN} more mistakes", hint="fix these first")]
         return problems
 
 
@@ -259,9 +259,13 @@ def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
         f"{format_key(path) or 'the recipe'} has a value that is not accepted",
         found=shown_value(value),
         expected=describe_type(hint),
-        hint=_advice(value, hint),
+        hint=_advice(value, hint) or _where_it_is_told(path),
     )
     return REFUSED
+
+
+def _where_it_is_told(path: KeyPath) -> str | None:
+    return f"`roundpipe recipes keys {path[0]}` says what it means and its default" if path else None
 
 
 def _advice(value: Any, hint: Any) -> str | None:

@@ -118,6 +118,7 @@ def _refuse_second_model(job: Job, is_lora: bool, name: str) -> None:
             where=name,
             found="no adapter",
             expected="DPO by LoRA, whose reference is the base model; or ORPO or SimPO, which need no reference",
+            hint="train an adapter (LoRA), or choose ORPO or SimPO in the file",
         )
 
 
@@ -204,7 +205,13 @@ def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -
                 entry["type"] = "preference"
     if not datasets:
         wanted = {"axolotl": "datasets", "llama-factory": "dataset", "trl": "dataset_name or dataset_mixture"}[tool]
-        raise RefusedError("this file names no rows to train on", where=name, found=f"no {wanted}", expected=wanted)
+        raise RefusedError(
+            "this file names no rows to train on",
+            where=name,
+            found=f"no {wanted}",
+            expected=wanted,
+            hint=f"add {wanted.split()[0]} to the file",
+        )
     return datasets, eval_datasets
 
 

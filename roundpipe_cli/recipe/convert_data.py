@@ -11,6 +11,7 @@ from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import CHAT_ROLES, DATASET_TYPES, FIELD_COLUMNS, SHAREGPT_ROLES
 from roundpipe_cli.recipe.strict_yaml import shown_value
 
+NAME_PATH = "give it a file, a folder or the id of a hub dataset: path: data/train.jsonl"
 Entry = dict[str, Any]
 
 _ALPACA = "rows are put into the Alpaca prompt, not into axolotl's"
@@ -57,7 +58,9 @@ def axolotl_datasets(items: Any, key: str, name: str, result: Conversion) -> lis
     for index, item in enumerate(items if isinstance(items, list) else [items]):
         where = f"{key}[{index}]"
         if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-            raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
+            raise RefusedError(
+                "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
+            )
         entries += _axolotl_entries(dict(item), where, name, result)
     return entries
 
@@ -85,6 +88,7 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
             where=f"{name}: {where}",
             found="no type, by which axolotl knows such rows",
             expected="rows of text: a type such as chat_template or alpaca",
+            hint="if the rows are texts, give the dataset its type; else name the files that the tokens came from",
         )
     if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
         item |= kind
@@ -213,7 +217,11 @@ def file_paths(path: str, files: Any, where: str) -> list[str]:
     names = files if isinstance(files, list) else [files]
     if not all(isinstance(file, str) for file in names):
         raise RefusedError(
-            "files by split cannot be read", where=where, found=shown_value(files), expected="a list of files"
+            "files by split cannot be read",
+            where=where,
+            found=shown_value(files),
+            expected="a list of files",
+            hint="name the files of the split to train on: data_files: [train.jsonl]",
         )
     if path in _LOADERS:
         return [str(file) for file in names]
@@ -233,7 +241,9 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
         for index, item in enumerate(items if isinstance(items, list) else []):
             where = f"dataset_mixture.datasets[{index}]"
             if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-                raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
+                raise RefusedError(
+                    "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
+                )
             entries += _trl_entries(dict(item), where, name, result)
     elif isinstance(data.get("dataset_name"), str):
         entry: Entry = {"path": data["dataset_name"]}

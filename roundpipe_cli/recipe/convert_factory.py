@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import FACTORY_COLUMNS
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
+_OTHER_ENTRY = "change its entry in dataset_info.json, or leave it out of `dataset`"
 _TABLE = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
 _SIDES = ("chosen", "rejected")
@@ -97,7 +99,12 @@ def _table(folder: Path, base: str) -> dict[str, Any] | None:
                 raise ValueError("no JSON object")
             return table
         except (OSError, ValueError, RecursionError) as error:
-            raise RefusedError("the table of datasets cannot be read", where=str(path), found=str(error)) from None
+            raise RefusedError(
+                "the table of datasets cannot be read",
+                where=str(path),
+                found=str(error),
+                hint="python -m json.tool " + shlex.quote(str(path)),
+            ) from None
     return None
 
 
@@ -267,4 +274,6 @@ class _Dataset:
         value: Any = self._known
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return RefusedError(what, where=self._where, found=f"{key}: {shown_value(value)}", expected=expected)
+        return RefusedError(
+            what, where=self._where, found=f"{key}: {shown_value(value)}", expected=expected, hint=_OTHER_ENTRY
+        )

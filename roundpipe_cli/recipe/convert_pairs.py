@@ -7,7 +7,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import is_off
-from roundpipe_cli.recipe.convert_data import Entry, check_role, file_paths, message_type
+from roundpipe_cli.recipe.convert_data import NAME_PATH, Entry, check_role, file_paths, message_type
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.strict_yaml import shown_value
 
@@ -36,7 +36,9 @@ def axolotl_pairs(items: Any, key: str, name: str, result: Conversion) -> list[E
     for index, item in enumerate(items if isinstance(items, list) else [items]):
         where = f"{key}[{index}]"
         if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-            raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item))
+            raise RefusedError(
+                "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
+            )
         entries += _entries(dict(item), where, name, result)
     return entries
 

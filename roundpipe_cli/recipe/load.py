@@ -6,6 +6,7 @@ Loads no torch. Every mistake of the file and of the overrides is reported at on
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -138,7 +139,9 @@ def _read(file: Path) -> bytes:
         with file.open("rb") as stream:
             return stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RefusedError(f"the recipe cannot be read: {error.strerror}", where=str(file)) from None
+        raise RefusedError(
+            f"the recipe cannot be read: {error.strerror}", where=str(file), hint=f"ls -l {shlex.quote(str(file))}"
+        ) from None
 
 
 def _fill_defaults(data: dict[str, Any], stem: str) -> None:

@@ -114,12 +114,17 @@ def parse_bytes(raw: bytes, name: str) -> Document:
     """
     document = parse_text(_decode(raw, name), name)
     if document.data is None:
-        raise _refusal(f"{name}:1:1", "the recipe is empty", expected="keys such as `model:` and `datasets:`")
+        raise _refusal(
+            f"{name}:1:1", "the recipe is empty", expected="keys such as `model:` and `datasets:`", hint=_TO_START
+        )
     if not isinstance(document.data, dict):
         kind = "a list" if isinstance(document.data, list) else "a single value"
         place = document.places[()]
         raise _refusal(
-            f"{place.origin}:1", f"the recipe is {kind}", expected="a mapping: lines such as `model: Qwen/Qwen3-32B`"
+            f"{place.origin}:1",
+            f"the recipe is {kind}",
+            expected="a mapping: lines such as `model: Qwen/Qwen3-32B`",
+            hint=_TO_START,
         )
     return document
 
@@ -133,7 +138,7 @@ def parse_text(text: str, name: str, *, fixed_origin: bool = False) -> Document:
     bad = _NOT_TEXT.search(text)
     if bad:
         place = _at(name, *_line_and_column(text, bad.start()), fixed_origin)
-        raise _refusal(place, f"the character {ascii(bad.group())} may not stand in a YAML file")
+        raise _refusal(place, f"the character {ascii(bad.group())} may not stand in a YAML file", hint="delete it")
     builder = _Builder(name, fixed_origin)
     loader = _Loader(text)
     try:
@@ -167,7 +172,12 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise self._refuse(event, "a second document starts here", "one document in a file: remove `---`")
+                    raise self._refuse(
+                        event,
+                        "a second document starts here",
+                        "one document in a file",
+                        "delete the line `---`, or what follows it",
+                    )
                 first = next(events)
                 self._note((), first)
                 data = self._value(first, events, ())
@@ -208,24 +218,30 @@ class _Builder:
     def _key(self, event: Any, path: KeyPath) -> str:
         self._check_event(event, path)
         if not isinstance(event, yaml.ScalarEvent):
-            raise self._refuse(event, "a list or mapping is used as a key", "a key is plain text")
+            raise self._refuse(event, "a list or mapping is used as a key", "a key is plain text", _KEYS)
         key = parse_scalar(event.value) if event.implicit[0] else event.value
         if not isinstance(key, str):
-            raise self._refuse(event, f"the key {shown_value(event.value)} is not text", "a key is plain text")
+            raise self._refuse(event, f"the key {shown_value(event.value)} is not text", "a key is plain text", _KEYS)
         return key
 
     def _check_event(self, event: Any, path: KeyPath) -> None:
         self.num_nodes += 1
         if isinstance(event, yaml.AliasEvent):
-            raise self._refuse(event, f"the alias {shown_value(event.anchor)} is refused", "values written out")
+            raise self._refuse(event, f"the alias {shown_value(event.anchor)} is refused", "values written out", _ALIAS)
         if event.anchor is not None:
-            raise self._refuse(event, f"the anchor {shown_value(event.anchor)} is refused", "values written out")
+            raise self._refuse(
+                event, f"the anchor {shown_value(event.anchor)} is refused", "values written out", _ANCHOR
+            )
         if event.tag is not None:
-            raise self._refuse(event, f"the tag {shown_value(event.tag)} is refused", "plain values without `!`")
+            raise self._refuse(event, f"the tag {shown_value(event.tag)} is refused", "plain values without `!`", _TAG)
         if len(path) > MAX_DEPTH:
-            raise self._refuse(event, f"the nesting is deeper than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels")
+            raise self._refuse(
+                event, f"the nesting is deeper than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels", _KEYS
+            )
         if self.num_nodes > MAX_NODES:
-            raise self._refuse(event, f"the recipe has more than {MAX_NODES} values", f"at most {MAX_NODES} values")
+            raise self._refuse(
+                event, f"the recipe has more than {MAX_NODES} values", f"at most {MAX_NODES} values", _DATA
+            )
 
     def _duplicate(self, event: Any, path: KeyPath) -> None:
         self.num_duplicates += 1
@@ -247,9 +263,10 @@ class _Builder:
         line = event.start_mark.line + 1
         self.places[path] = Place(self.name if self.fixed_origin else f"{self.name}:{line}", line)
 
-    def _refuse(self, event: Any, what: str, expected: str) -> RecipeError:
+    def _refuse(self, event: Any, what: str, expected: str, hint: str) -> RecipeError:
         mark = event.start_mark
-        return _refusal(_at(self.name, mark.line + 1, mark.column + 1, self.fixed_origin), what, expected=expected)
+        where = _at(self.name, mark.line + 1, mark.column + 1, self.fixed_origin)
+        return _refusal(where, what, expected=expected, hint=hint)
 
 
 def _events(loader: Any) -> Iterator[Any]:
@@ -264,7 +281,7 @@ def _decode(raw: bytes, name: str) -> str:
             "the recipe is too large",
             found=f"more than {MAX_BYTES} bytes",
             expected=f"at most {MAX_BYTES} bytes",
-            hint="data belongs into files that the recipe names",
+            hint=_DATA,
         )
     raw = raw.removeprefix(BYTE_ORDER_MARK)
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -272,13 +289,18 @@ def _decode(raw: bytes, name: str) -> str:
     zero = raw.find(b"\0")
     if zero >= 0:
         line, column = raw.count(b"\n", 0, zero) + 1, zero - raw.rfind(b"\n", 0, zero)
-        raise _refusal(f"{name}:{line}:{column}", "the file is binary, not text", expected="YAML in UTF-8")
+        raise _refusal(
+            f"{name}:{line}:{column}", "the file is binary, not text", expected="YAML in UTF-8", hint=_TO_START
+        )
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line, column = _line_and_column(raw[: error.start].decode("utf-8"), error.start)
         raise _refusal(
-            f"{name}:{line}:{column}", "the file is not UTF-8 text", found=f"byte 0x{raw[error.start]:02x}"
+            f"{name}:{line}:{column}",
+            "the file is not UTF-8 text",
+            found=f"byte 0x{raw[error.start]:02x}",
+            hint="save it as UTF-8",
         ) from None
 
 
@@ -290,6 +312,13 @@ def _line_and_column(text: str, index: int) -> tuple[int, int]:
 def _at(name: str, line: int, column: int, fixed_origin: bool) -> str:
     return name if fixed_origin else f"{name}:{line}:{column}"
 
+
+_TO_START = "`roundpipe init` writes a recipe, `roundpipe recipes ls` lists those that come with the tool"
+_KEYS = "`roundpipe recipes keys` lists all keys"
+_DATA = "data belongs into files that the recipe names"
+_ALIAS = "write the value here; `${key}` repeats the value of another key"
+_ANCHOR = "delete the word that begins with `&`; `${key}` repeats the value of another key"
+_TAG = "delete the word that begins with `!`, or put the value in quotes"
 
 _SYNTAX_HINTS = {
     "mapping values": 'put a value that holds `: ` in quotes: key: "a: b"; nested keys begin on a line below',

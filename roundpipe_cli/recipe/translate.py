@@ -66,11 +66,11 @@ def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
     key, equals, written = text.partition("=")
     key = key.strip()
     if not equals or not _PATH.fullmatch(key):
-        example = "lora.r=32 or datasets[0].path=data/train.jsonl"
-        raise RecipeError([Problem("this override is not of the form key=value", where=origin, expected=example)])
+        raise RecipeError([_no_override(text, key, equals, origin)])
     path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
     if len(path) > MAX_DEPTH:
-        raise RecipeError([Problem(f"the key is deeper than {MAX_DEPTH} levels", where=origin)])
+        too_deep = f"the key is deeper than {MAX_DEPTH} levels"
+        raise RecipeError([Problem(too_deep, where=origin, hint="`roundpipe recipes keys` lists all keys")])
     document = parse_text(written, origin, fixed_origin=True)
     if document.problems:
         raise RecipeError([problem for _, problem in document.problems])
@@ -116,6 +116,22 @@ def _move_up(path: KeyPath, findings: Findings) -> None:
     for known in sorted(behind, key=lambda item: int(item[depth])):
         moved = (*known[:depth], int(known[depth]) - 1, *known[depth + 1 :])
         findings.places[moved] = findings.places.pop(known)
+
+
+def _no_override(text: str, key: str, equals: str, origin: str) -> Problem:
+    """What to say of an override that is not `key=value`."""
+    if equals:
+        hint = f"write {key.lstrip('-')}={text.partition('=')[2]}" if _PATH.fullmatch(key.lstrip("-")) else None
+    elif _PATH.fullmatch(key):
+        hint = f"write {key}=VALUE"
+    else:
+        hint = None
+    return Problem(
+        "this override is not of the form key=value",
+        where=origin,
+        expected="lora.r=32 or datasets[0].path=data/train.jsonl",
+        hint=hint or "only one recipe is named; every other word is a key, `=` and a value, without spaces",
+    )
 
 
 def _translate_keys(
