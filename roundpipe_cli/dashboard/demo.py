@@ -47,19 +47,21 @@ def demo_events(run: SimulatedRun, num_steps: int, start_s: float) -> Iterator[t
 
 
 def _spans(timeline: Timeline) -> tuple[Span, ...]:
-    """The intervals in order of time; of links only uploads, of which those without a pause between them are one."""
+    """The intervals in order of time; of links only uploads, of which those for one stage without a pause between them
+    are one."""
     same_s = SAME_SHARE * makespan_s(timeline)
     spans: list[Span] = []
-    newest: dict[tuple[int, str], int] = {}
+    newest: dict[tuple[int, str, int, bool], int] = {}
     for item in sorted(timeline.intervals, key=lambda one: one.start_s):
         span = Span(item.worker, item.lane, item.kind.value, item.stage, item.microbatch, item.start_s, item.end_s)
-        before = newest.get((item.worker, item.lane))
+        row = item.worker, item.lane, item.stage, item.microbatch < 0
+        before = newest.get(row)
         if item.lane == DOWN:
             continue
         if item.lane == UP and before is not None and span.start_s - spans[before].end_s < same_s:
             spans[before] = replace(spans[before], end_s=max(span.end_s, spans[before].end_s))
             continue
-        newest[item.worker, item.lane] = len(spans)
+        newest[row] = len(spans)
         spans.append(span)
     return tuple(spans)
 

@@ -40,7 +40,7 @@ def help_screen(
 
 def _why(state: DashboardState) -> str:
     """The worker that waited most in the newest step."""
-    found = longest_waiting(state.timeline, len(state.workers)) if state.timeline is not None else None
+    found = longest_waiting(state)
     return found.text() if found is not None else "no step is finished yet"
 
 

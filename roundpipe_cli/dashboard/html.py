@@ -221,7 +221,7 @@ def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
 
 def _waiting(state: DashboardState) -> str:
     """Why the worker that waited most in the newest step did so."""
-    found = longest_waiting(state.timeline, len(state.workers)) if state.timeline is not None else None
+    found = longest_waiting(state)
     if found is None:
         return ""
     meanings = "; ".join(f"{cause}: {CAUSES[cause]}" for cause in found.by_cause_s)

@@ -4,28 +4,34 @@ compute  ....FFFF....BBBB..RRBB........
 up       ..uuu......uuu                     (weights of the next stage)
              upload  boundary  boundary  tail or host
 
-Simulated steps have all of these. A measured one has no links: there upload and boundary are one cause, `input`.
+Only what the next computation needs counts: weights of its own stage, and the result of the stage before for its
+microbatch. A measured step may also wait for the program to launch its work; simulated and emulated ones do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.events import Span, StepTimeline
 from roundpipe_cli.units import format_seconds
 
 CAUSES = {
-    "upload": "its weights were still on the link",
+    "upload": "its weights were not there yet",
     "boundary": "results of other workers were not there yet",
-    "input": "weights or results of other workers were not there yet; a measured step does not record its links",
+    "launch": "all was there, but its next work was not launched yet",
     "host": "the host was updating weights",
     "tail": "no work was left for it in the step",
 }
 """Cause of a wait -> what it means."""
 MIN_SHARE = 0.001
 """Shorter causes are left out: a share of the step."""
+LAUNCHING = ("loss", "speed")
+"""Goals of runs whose work a program launches; see `RunStarted.goal`."""
 _Piece = tuple[float, float]
+_Work = tuple[str, int, int]
+"""Kind, stage and microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,50 +44,120 @@ class Waiting:
     """Up to the end of the last work of all."""
     by_cause_s: dict[str, float]
     """Seconds by the names of `CAUSES`."""
+    host_part_s: float = 0.0
+    """Seconds of the step before its first work and after its last, in which no worker had any."""
 
     @property
     def total_s(self) -> float:
         return sum(self.by_cause_s.values())
 
     def text(self) -> str:
-        """`worker 2 waited 1.03 s of step 40 (26 %): boundary 611 ms, tail 420 ms`."""
+        """`worker 2 waited 1.03 s of step 40 (26 %): boundary 611 ms, tail 420 ms`, and what came after the step."""
+        after = ""
+        if self.host_part_s > MIN_SHARE * self.step_s:
+            host_s = format_seconds(self.host_part_s)
+            after = f"; {host_s} more were the host's, which made microbatches and updated weights"
         if not self.by_cause_s:
-            return f"worker {self.worker} did not wait in step {self.step}"
+            return f"worker {self.worker} did not wait in step {self.step}{after}"
         causes = sorted(self.by_cause_s.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes)
-        share = f"{100 * self.total_s / self.step_s:.0f} %"
-        return f"worker {self.worker} waited {format_seconds(self.total_s)} of step {self.step} ({share}): {parts}"
+        share = f"{format_seconds(self.total_s)} of step {self.step} ({100 * self.total_s / self.step_s:.0f} %)"
+        return f"worker {self.worker} waited {share}: {parts}{after}"
 
 
-def longest_waiting(step: StepTimeline, num_workers: int) -> Waiting | None:
-    """The worker that waited most; None if nothing is known of the step."""
-    found = [waiting(step, worker) for worker in range(num_workers)]
-    return max((one for one in found if one is not None), key=lambda one: one.total_s, default=None)
+def longest_waiting(state: DashboardState) -> Waiting | None:
+    """The worker that waited most in the newest step; None if nothing is known of the step."""
+    step = state.timeline
+    if step is None:
+        return None
+    launches = state.run is not None and state.run.goal in LAUNCHING
+    found = [waiting(step, worker, launches=launches) for worker in range(len(state.workers))]
+    longest = max((one for one in found if one is not None), key=lambda one: one.total_s, default=None)
+    row = state.step
+    if longest is None or row is None or row.step != step.step or row.preference is not None:
+        return longest  # the base model may have looked at pairs beside the step
+    has_host_part = state.run is not None and state.run.goal == "loss"
+    return replace(longest, host_part_s=max(0.0, row.step_s - longest.step_s)) if has_host_part else longest
 
 
-def waiting(step: StepTimeline, worker: int) -> Waiting | None:
-    """Why `worker` waited; None if the step has no work at all."""
+def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waiting | None:
+    """Why `worker` waited; None if the step has no work at all.
+
+    Args:
+        launches: the rest of a wait is time in which nothing was missing; False: a hop, for nothing has to be launched.
+    """
     end_s = max((span.end_s for span in step.spans), default=0.0)
     if not end_s:
         return None
-    mine = [span for span in step.spans if span.worker == worker]
-    busy = _merged([span for span in mine if span.lane == "compute"])
-    weights = _merged([span for span in mine if span.lane == "up" and span.microbatch < 0])
-    host = _merged([span for span in step.spans if span.lane == "host"])
-    lacks = "boundary" if any(span.lane == "up" for span in step.spans) else "input"
+    inputs = _Inputs(step, worker)
     seconds = dict.fromkeys(CAUSES, 0.0)
-    starts, ends = [0.0, *(end for _, end in busy)], [*(start for start, _ in busy), end_s]
-    for index, gap in enumerate(zip(starts, ends, strict=True)):
-        length_s, is_last = gap[1] - gap[0], index == len(busy)
-        if length_s <= 0:
-            continue
-        upload_s = 0.0 if is_last else _overlap(weights, gap)
-        host_s = min(length_s - upload_s, _overlap(host, gap))
-        seconds["upload"] += upload_s
-        seconds["host"] += host_s
-        seconds["tail" if is_last else lacks] += length_s - upload_s - host_s
+    free_s = 0.0
+    for span in sorted((one for one in inputs.own if one.lane == "compute"), key=lambda one: one.start_s):
+        if span.start_s > free_s:
+            for cause, time_s in inputs.causes(span, (free_s, span.start_s)).items():
+                seconds[cause if launches or cause != "launch" else "boundary"] += time_s
+        free_s = max(free_s, span.end_s)
+    host_s = _overlap(inputs.host, (free_s, end_s))
+    seconds["host"] += host_s
+    seconds["tail"] += end_s - free_s - host_s
     kept = {cause: time_s for cause, time_s in seconds.items() if time_s > MIN_SHARE * end_s}
     return Waiting(worker, step.step, end_s, kept)
+
+
+class _Inputs:
+    """What a worker's computations of a step needed, and when it was there."""
+
+    def __init__(self, step: StepTimeline, worker: int) -> None:
+        self.own = [span for span in step.spans if span.worker == worker]
+        self.host = _merged([span for span in step.spans if span.lane == "host"])
+        self._ended: dict[_Work, Span] = {
+            (span.kind, span.stage, span.microbatch): span for span in step.spans if span.lane == "compute"
+        }
+        self._last_forward = max((stage for kind, stage, _ in self._ended if kind == "F"), default=-1)
+        self._weights: dict[int, list[Span]] = {}
+        """Stage -> uploads for it."""
+        self._tensors: dict[tuple[int, int], list[Span]] = {}
+        """(Stage, microbatch) -> uploads for it."""
+        for span in self.own:
+            if span.lane == "up" and span.microbatch < 0:
+                self._weights.setdefault(span.stage, []).append(span)
+            elif span.lane == "up":
+                self._tensors.setdefault((span.stage, span.microbatch), []).append(span)
+
+    def causes(self, work: Span, gap: _Piece) -> dict[str, float]:
+        """Cause -> seconds of a gap before `work`. Moving weights come first, then results, then weights that had not
+        begun to move (their memory was not free), then the host."""
+        uploads = [span for span in self._weights.get(work.stage, ()) if span.start_s < gap[1]]
+        moving = _merged(uploads)
+        weights_s = min(gap[1], max((span.end_s for span in uploads), default=gap[0]))
+        result_s = max(gap[0], min(gap[1], self._result_s(work)))
+        upload_s = _overlap(moving, gap)
+        boundary_s = result_s - gap[0] - _overlap(moving, (gap[0], result_s))
+        if weights_s > result_s:
+            upload_s += weights_s - result_s - _overlap(moving, (result_s, weights_s))
+        ready_s = max(weights_s, result_s)
+        host_s = _overlap(self.host, (ready_s, gap[1]))
+        rest_s = gap[1] - ready_s - host_s
+        return {"upload": upload_s, "boundary": boundary_s, "host": host_s, "launch": rest_s}
+
+    def _result_s(self, work: Span) -> float:
+        """When the result that `work` reads was there: the stage before had ended, on whichever worker, and all that
+        goes up for it had arrived."""
+        before = _before(work, self._last_forward)
+        tensors = self._tensors.get((work.stage, work.microbatch), ())
+        ends = [span.end_s for span in tensors if span.start_s < work.start_s]
+        if before in self._ended:
+            ends.append(self._ended[before].end_s)
+        return max(ends, default=0.0)
+
+
+def _before(work: Span, last_forward: int) -> _Work | None:
+    """The computation whose result `work` reads; None where that is from long before, or from nobody."""
+    if work.kind == "F":
+        return ("F", work.stage - 1, work.microbatch)
+    if work.kind == "B":
+        return ("B", work.stage - 1, work.microbatch) if work.stage else ("F", last_forward, work.microbatch)
+    return None
 
 
 def _merged(spans: Sequence[Span]) -> list[_Piece]:

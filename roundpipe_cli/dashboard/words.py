@@ -62,7 +62,7 @@ def _worker_words(worker: WorkerView) -> str:
 
 
 def _waiting_words(state: DashboardState) -> list[str]:
-    found = longest_waiting(state.timeline, len(state.workers)) if state.timeline is not None else None
+    found = longest_waiting(state)
     if found is None:
         return []
     causes = sorted(found.by_cause_s, key=lambda cause: -found.by_cause_s[cause])

@@ -30,7 +30,7 @@ from roundpipe_cli.engine.dispatch.transfer import TransferOptions, statistics_o
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.live import StepInWork
-from roundpipe_cli.engine.measure import launch_bound_s, measured_actions
+from roundpipe_cli.engine.measure import launch_bound_s, measured_actions, measured_transfers
 from roundpipe_cli.engine.microbatches import microbatch_states
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import ProgramStore
@@ -381,6 +381,7 @@ class Engine:
             num_workers=self.num_workers,
             started_s=started_s,
             transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
+            links=measured_transfers(done.run, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in done.steps),
             device_reserved_bytes=tuple(step.reserved_bytes for step in done.steps),
             launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in done.steps),

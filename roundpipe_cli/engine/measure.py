@@ -1,13 +1,15 @@
-"""When the operations of a finished step ran, by the marks that its workers took."""
+"""When the operations of a finished step ran, by the marks that its workers took, and its transfers moved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.engine.worker import Worker, WorkerStep
 from roundpipe_cli.schedule.actions import Action
+from roundpipe_cli.schedule.timeline import DOWN, UP, Interval
 
 LAUNCH_BOUND_SHARE = 0.1
 """An operation waited for its launches if its device was done within this share of its time after the last of them."""
@@ -35,6 +37,24 @@ def measured_actions(
             compute_s[op.id] = (started_s + begin_s, started_s + end_s)
             actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
     return actions, compute_s
+
+
+def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
+    """The transfers of a step that has ended, in the order in which they arrived, in seconds since it started.
+
+    A transfer lasts from the issue of its first chunk until a lane's thread has seen that its last one is there: on a
+    GPU up to a millisecond late.
+
+    Args:
+        started_s: when the step started, of `time.perf_counter`.
+    """
+    found = []
+    for record in run.records:
+        op = run.ledger.ops[record.op_id]
+        if op.lane in (UP, DOWN):
+            start_s, end_s = record.start_s - started_s, record.end_s - started_s
+            found.append(Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, start_s, end_s))
+    return tuple(found)
 
 
 def launch_bound_s(backend: Backend, step: WorkerStep) -> float:

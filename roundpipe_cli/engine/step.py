@@ -61,12 +61,14 @@ class StepResult:
     """Start by `time.perf_counter`."""
     rewards: tuple[Rewards, ...] = ()
     """One for each microbatch of preference pairs."""
+    links: tuple[Interval, ...] = ()
+    """The transfers; none where workers read host memory in place."""
     notices: tuple[str, ...] = ()
     """What the user should know of the devices; each once in a run."""
 
     @property
     def timeline(self) -> Timeline:
-        """The step as the simulator would show it, with measured times."""
+        """The computations, with measured times: every figure comes from them. See `links` for the transfers."""
         intervals = tuple(
             Interval(
                 item.action.worker,

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.events import StepFinished
@@ -63,7 +64,9 @@ class RunLog:
         self._pipeline_s.append(pipeline_s)
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
-            self.timelines.append((result.started_s, result.timeline))
+            computed = result.timeline
+            timeline = replace(computed, intervals=(*computed.intervals, *result.links))
+            self.timelines.append((result.started_s, timeline))
 
     def finished(self, row: StepFinished) -> None:
         """A step is done."""

@@ -15,7 +15,7 @@ from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.views import screen
 from roundpipe_cli.dashboard.waiting import longest_waiting, waiting
-from roundpipe_cli.events import Span, StepFinished, StepTimeline
+from roundpipe_cli.events import RunStarted, Span, StepFinished, StepTimeline
 from roundpipe_cli.schedule.timeline import makespan_s, utilization
 from tests.support.recorded import recorded_run, recorded_step
 
@@ -41,24 +41,75 @@ STEP = StepTimeline(
 )
 
 
+STARTED = RunStarted(0.0, "model", "lora", ("cpu", "cpu"), 10, 0)
+
+
+def _row(step_s: float) -> StepFinished:
+    return StepFinished(7, 10, 1.0, 1e-4, 1.0, 100, 10.0, step_s, 0.5, (0.5, 0.5), 0, 0, 1.0)
+
+
 def test_idle_time_has_a_cause() -> None:
     """Nothing said why a lane was empty: an upload, another worker, the host, or no work left."""
-    found = waiting(STEP, 0)
+    found = waiting(STEP, 0, launches=False)
     assert found is not None and found.by_cause_s == {"upload": 1.0, "boundary": 1.0, "host": 2.0, "tail": 2.0}
     assert found.text().startswith("worker 0 waited 6 s of step 7 (75 %): host 2 s, tail 2 s, ")
     other = waiting(STEP, 1)
     assert other is not None and other.by_cause_s == {"host": 2.0}
-    assert longest_waiting(STEP, 2) == found
-    assert longest_waiting(StepTimeline(1, 0.0, ()), 2) is None
+    simulated = replace(STARTED, goal="simulated")
+    assert longest_waiting(fold_all([(0.0, simulated), (8.0, STEP)])) == found
+    assert longest_waiting(fold_all([(0.0, simulated), (8.0, StepTimeline(1, 0.0, ()))])) is None
     busy = waiting(StepTimeline(3, 0.0, (span("compute", 0, 1),)), 0)
     assert busy is not None and busy.text() == "worker 0 did not wait in step 3"
 
 
-def test_of_a_measured_step_links_are_not_guessed() -> None:
-    """An engine records no transfers: an empty lane before a computation lacked its weights or another's result."""
-    compute = tuple(one for one in STEP.spans if one.lane == "compute")
-    found = waiting(StepTimeline(7, 0.0, compute), 0)
-    assert found is not None and found.by_cause_s == {"input": 2.0, "tail": 2.0}
+def work(kind: str, stage: int, start_s: float, end_s: float, *, worker: int = 0, lane: str = "compute") -> Span:
+    return Span(worker, lane, kind, stage, -1 if kind == "U" else 0, start_s, end_s)
+
+
+def test_only_what_the_next_work_needs_is_a_cause() -> None:
+    """Any upload on the link counted, so a wait for another worker looked like one for weights of a later stage."""
+    spans = (
+        work("F", 0, 0, 4, worker=1),
+        work("U", 5, 0, 4, lane="up"),  # for a later stage
+        work("F", 1, 5, 6),  # 1 s after its input
+    )
+    found = waiting(StepTimeline(1, 0.0, spans), 0)
+    assert found is not None and found.by_cause_s == {"boundary": 4.0, "launch": 1.0}
+
+
+def test_weights_that_had_no_room_are_waited_for() -> None:
+    """The upload began only when its memory was free; the time before is no wait for another worker."""
+    spans = (
+        work("F", 0, 0, 1, worker=1),
+        work("B", 0, 0, 2),
+        work("U", 1, 3, 4, lane="up"),
+        work("B", 1, 4, 5),
+    )
+    found = waiting(StepTimeline(1, 0.0, spans), 0)
+    assert found is not None and found.by_cause_s == {"upload": 2.0}
+
+
+def test_a_tensor_on_its_way_up_is_a_boundary() -> None:
+    tensor = Span(0, "up", "F", 1, 0, 1.0, 2.5)
+    spans = (work("F", 0, 0, 1, worker=1), tensor, work("F", 1, 3, 4))
+    found = waiting(StepTimeline(1, 0.0, spans), 0)
+    assert found is not None and found.by_cause_s == {"boundary": 2.5, "launch": 0.5}
+
+
+def test_a_single_worker_waits_for_nobody_else() -> None:
+    """Pauses between its computations are its own: nothing was missing."""
+    spans = (work("F", 0, 0, 1), work("F", 1, 1.5, 3), work("R", 0, 3, 4), work("B", 0, 4, 6))
+    found = waiting(StepTimeline(1, 0.0, spans), 0)
+    assert found is not None and found.by_cause_s == {"launch": 0.5}
+
+
+def test_what_the_host_does_beside_the_pipeline_is_said() -> None:
+    row = _row(step_s=10.0)
+    found = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, row)]))
+    assert found is not None and found.host_part_s == 2.0
+    assert found.text().endswith("; 2 s more were the host's, which made microbatches and updated weights")
+    pairs = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, replace(row, preference={"rewards": 0.0}))]))
+    assert pairs is not None and pairs.host_part_s == 0.0, "workers may have computed the base model's part"
 
 
 @pytest.mark.parametrize("num_workers", [1, 4, 8])
@@ -107,8 +158,9 @@ def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pyt
     for line in boxes:
         figures = re.findall(r"\d[\d.]*(?:e-\d+)?", line.replace(",", ""))
         assert all(figure in text.replace(",", "") for figure in figures), line
-    waited = longest_waiting(state.timeline, 4) if state.timeline else None
-    assert waited is not None and waited.text() in said.err and all(cause in said.err for cause in waited.by_cause_s)
+    waited = longest_waiting(state)
+    assert waited is not None and replace(waited, host_part_s=0.0).text() in said.err  # the row is not the timeline's
+    assert all(cause in said.err for cause in waited.by_cause_s)
     assert said.out.count("step ") == 41 and "worker 0" not in said.out, "stdout has one line a step"
 
 

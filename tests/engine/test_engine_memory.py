@@ -25,6 +25,7 @@ from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.timeline import COMPUTE, UP
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 HIDDEN, INTERMEDIATE, NUM_BLOCKS, VOCABULARY = 128, 512, 24, 1024
@@ -197,3 +198,23 @@ def test_aliasing_workers_upload_nothing(rig: Rig) -> None:
     with rig.engine(NUM_WORKERS) as engine:
         result = engine.run_step(random_microbatches([(1, 4), (1, 4)], vocab=VOCABULARY), schedule, step=0)
     assert result.upload_bytes == 0 and result.device_peak_bytes == (0, 0)
+
+
+def test_every_transfer_has_its_time(rig: Rig) -> None:
+    """The links of a measured step were not recorded, so nothing could say what a worker had waited for."""
+    result = run(rig, cut(3), count_bytes=False)
+    links, actions = result.links, result.actions
+    assert len(links) == sum(entry.num_transfers for entry in result.transfers.classes.values())
+    assert all(0 <= link.start_s <= link.end_s <= result.step_s for link in links)
+    uploads = [link for link in links if link.lane == UP and link.microbatch < 0]
+    assert len(uploads) > NUM_WORKERS
+    for link in uploads:  # weights are there before the first action that reads them
+        readers = [one for one in actions if (one.action.worker, one.action.stage) == (link.worker, link.stage)]
+        assert any(one.start_s >= link.end_s - 1e-3 for one in readers)
+    assert result.timeline.intervals and all(item.lane == COMPUTE for item in result.timeline.intervals)
+
+
+def test_workers_that_read_in_place_have_no_links(rig: Rig) -> None:
+    with rig.engine(NUM_WORKERS) as engine:
+        result = engine.run_step(random_microbatches([(1, 4)] * 4, vocab=VOCABULARY), cut(3), step=0)
+    assert result.links == ()

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli.dashboard.html import report_page
+from roundpipe_cli.dashboard.state import fold_all
+from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished
+from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.bench_run import compare_for_real
 from roundpipe_cli.train.finetune import run_finetune
@@ -82,6 +85,27 @@ def test_stopped_resumed_and_evaluated_in_float16(folder: Path) -> None:
     assert [row["loss"] for row in metrics(Path("cards"))] == [row["loss"] for row in metrics(Path("cpu"))]
     assert losses(events) == losses(expected)[-len(losses(events)) :] and len(losses(events)) == 2
     assert Path("cards/adapter_model.safetensors").read_bytes() == Path("cpu/adapter_model.safetensors").read_bytes()
+
+
+def test_waits_of_cards_have_their_causes(folder: Path) -> None:
+    """A measured step had no transfers: what a worker waited for was `input`, whatever it was."""
+    events = finetune("max_steps=4", "pipeline.weight_cache=0", ON_CARDS, "output_dir=cards")
+    lanes = {span.lane for event in events if isinstance(event, StepTimeline) for span in event.spans}
+    assert lanes == {"compute", "up", "down"}
+    state = fold_all((0.0, event) for event in events)
+    found = longest_waiting(state)
+    assert found is not None and found.by_cause_s and set(found.by_cause_s) <= {"upload", "boundary", "launch", "tail"}
+    assert state.timeline is not None and found.step_s == max(
+        span.end_s for span in state.timeline.spans if span.lane == "compute"
+    )
+    busy_s = sum(
+        span.end_s - span.start_s
+        for span in state.timeline.spans
+        if (span.worker, span.lane) == (found.worker, "compute")
+    )
+    assert found.total_s == pytest.approx(found.step_s - busy_s, abs=0.01 * found.step_s)
+    shown = report_page(Path("cards"))
+    assert f"worker {found.worker} waited " in shown and 'class="up"' in shown and 'class="down"' in shown
 
 
 def test_preference_pairs(folder: Path) -> None:

@@ -64,11 +64,17 @@ def run_started(setup: Setup, time_s: float, first_step: int, num_steps: int) ->
 
 
 def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
-    """The workers' actions in a step that has just ended, on the run's clock."""
+    """The workers' actions and transfers in a step that has just ended, on the run's clock.
+
+    Transfers end with the last action: what moves later is part of the time between two steps.
+    """
     start_s = clock() - time.perf_counter() + result.started_s
+    actions = result.timeline.intervals
+    end_s = max((item.end_s for item in actions), default=0.0)
+    links = (item._replace(end_s=min(item.end_s, end_s)) for item in result.links if item.start_s < end_s)
     spans = tuple(
         Span(item.worker, item.lane, item.kind.value, item.stage, item.microbatch, item.start_s, item.end_s)
-        for item in result.timeline.intervals
+        for item in (*actions, *links)
     )
     return StepTimeline(step, start_s, spans)
 
