@@ -58,7 +58,9 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         setup.model,
         setup.split,
         setup.store,
-        make_backends(setup.devices, num_threads, count_bytes=count_bytes),
+        make_backends(
+            setup.devices, num_threads, float16_accumulation=recipe.float16_accumulation, count_bytes=count_bytes
+        ),
         EngineOptions(
             seed=recipe.seed,
             head_chunk_tokens=recipe.head_chunk_tokens,
@@ -227,6 +229,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "layers": [[layer.name, layer.forward_s, layer.backward_s, layer.boundary_bytes] for layer in costs.layers],
             "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
             "dtype": recipe.dtype,
+            "float16_accumulation": recipe.float16_accumulation,
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
             "micro_batch_size": recipe.rows_per_microbatch,
             "micro_batch_tokens": recipe.token_budget,

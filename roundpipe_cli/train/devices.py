@@ -78,10 +78,17 @@ def updater_threads(devices: Sequence[str]) -> int:
     return max(1, num_cores() - sum(device != "cpu" for device in devices))
 
 
-def make_backends(devices: Sequence[str], num_threads: int, *, count_bytes: bool = False) -> list[Backend]:
-    """One backend per worker; `count_bytes`: workers on the processor count their live bytes, which makes them slow."""
+def make_backends(
+    devices: Sequence[str], num_threads: int, *, float16_accumulation: bool = False, count_bytes: bool = False
+) -> list[Backend]:
+    """One backend per worker.
+
+    Args:
+        float16_accumulation: GPUs add up in float16 in products of float16.
+        count_bytes: workers on the processor count their live bytes, which makes them slow.
+    """
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
-        cuda.set_up_process(gpus)
+        cuda.set_up_process(gpus, float16_accumulation=float16_accumulation)
     return [
         CpuBackend(num_threads, count_bytes=count_bytes) if device == "cpu" else cuda.CudaBackend(gpu_index(device))
         for device in devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -34,6 +35,29 @@ def checks(place: CheckPlace) -> Iterator[Check]:
         for method in ("lora", "full") if name == "qwen3" else ("lora",):
             for kernels in ("auto", "reference") if name == "qwen3" else ("auto",):
                 yield check(f"{name}, {method}, {kernels}", one_block, place, name, method, kernels, limit_s=180.0)
+
+    yield check("float16 products by the width of their sums", accumulation, place)
+
+
+def accumulation(place: CheckPlace) -> Figures:
+    """Rate and worst error of one product of float16 that adds up in 32 and in 16 bits."""
+    size, rounds = (64, 1) if place.scale == "tiny" else (4096, 20)
+    figures: Figures = {}
+    with place.devices():
+        a, b = (torch.randn(size, size, dtype=torch.float16, device=torch.device("cuda", place.first)) for _ in "ab")
+        exact = a.double() @ b.double()
+        for is_narrow in (False, True):
+            torch.backends.cuda.matmul.allow_fp16_accumulation = is_narrow
+            error = float((torch.mm(a, b).double() - exact).abs().max() / exact.abs().max())
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            for _ in range(rounds):
+                torch.mm(a, b)
+            torch.cuda.synchronize()
+            tflops = 2 * size**3 * rounds / (time.perf_counter() - start_s) / 1e12
+            figures["16 bit" if is_narrow else "32 bit"] = {"error": error, "tflops": tflops}
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    return figures
 
 
 def kind_of(kernel: str) -> str:

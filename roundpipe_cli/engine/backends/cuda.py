@@ -69,8 +69,8 @@ def has_bfloat16(index: int) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def set_up_process(indices: Collection[int]) -> None:
-    """Change what torch leaves to programs, for the whole process: memory and attention on these GPUs.
+def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
+    """Change what torch leaves to programs, for the whole process: products, memory and attention on these GPUs.
 
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
@@ -79,6 +79,7 @@ def set_up_process(indices: Collection[int]) -> None:
     within half a millisecond: Python's 5 ms are longer than two chunks on a PCIe 5 link.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.backends.cuda.matmul.allow_fp16_accumulation = float16_accumulation
     torch.backends.cuda.enable_cudnn_sdp(False)
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
