@@ -10,6 +10,7 @@ from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
 
@@ -89,7 +90,10 @@ def make_backends(
     """
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
         cuda.set_up_process(gpus, float16_accumulation=float16_accumulation)
+    turns = IssueTurns() if len(devices) > 1 else None
     return [
-        CpuBackend(num_threads, count_bytes=count_bytes) if device == "cpu" else cuda.CudaBackend(gpu_index(device))
+        CpuBackend(num_threads, count_bytes=count_bytes)
+        if device == "cpu"
+        else cuda.CudaBackend(gpu_index(device), turns)
         for device in devices
     ]

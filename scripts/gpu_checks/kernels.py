@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.kernels.grouped_choice import takes_triton, why_no_triton
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.model.worker_options import WorkerOptions
+from scripts import issue_rate
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
 
@@ -37,6 +39,23 @@ def checks(place: CheckPlace) -> Iterator[Check]:
                 yield check(f"{name}, {method}, {kernels}", one_block, place, name, method, kernels, limit_s=180.0)
 
     yield check("float16 products by the width of their sums", accumulation, place)
+    yield check("launches a second of threads at will and in turns", issuing, place)
+
+
+def issuing(place: CheckPlace) -> Figures:
+    """What the host gives to one GPU in all, by the number of threads."""
+    seconds = 0.1 if place.is_simulated else 2.0
+    figures: Figures = {}
+    with place.devices():
+        made = [issue_rate.on_processor("qwen3", "lora", f"cuda:{place.first}") for _ in range(8)]
+        for passes in made:
+            issue_rate.issue(passes, seconds / 10, None)
+        launches = issue_rate.num_launches(made[0])
+        for count in (1, 2, 4, 8):
+            for way, turns in (("at will", None), ("in turns", IssueTurns())):
+                rate, _ = issue_rate.by_threads(made[:count], seconds, turns)
+                figures[f"{count} {way}"] = rate * launches
+    return figures
 
 
 def accumulation(place: CheckPlace) -> Figures:

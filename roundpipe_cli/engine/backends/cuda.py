@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention_kernels import set_up_attention
@@ -128,8 +129,13 @@ def unregister_host_buffer(buffer: torch.Tensor) -> None:
 class CudaBackend(Backend):
     """One worker on one GPU. The same GPU may serve several workers."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, turns: IssueTurns | None = None) -> None:
+        """
+        Args:
+            turns: taken with the other GPUs of this process; None: there are none.
+        """
         self.device = torch.device("cuda", index)
+        self._turns = turns
         self.aliases_host = False
         if torch.version.hip is None:
             self.capability = torch.cuda.get_device_capability(self.device)
@@ -158,7 +164,7 @@ class CudaBackend(Backend):
             yield
 
     def compute(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self._turns is None else self._turns.turn()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
