@@ -11,8 +11,14 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
+
+ASSUMED_LINK_BYTES_PER_S = 25e9
+"""PCIe 4.0 with 16 lanes."""
+LINK_BYTES = 16 * 1024**2
+"""Copied to each GPU at once to measure its link."""
 
 
 def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:
@@ -97,3 +103,18 @@ def make_backends(
         else cuda.CudaBackend(gpu_index(device), turns)
         for device in devices
     ]
+
+
+def slowest_link_bytes_per_s(devices: Sequence[str]) -> float:
+    """How fast weights come to the GPU with the slowest link while all GPUs' links are in use; a few milliseconds.
+
+    A GPU that is named twice gives each of its workers half.
+    What cannot be measured counts as ASSUMED_LINK_BYTES_PER_S.
+    """
+    names = list(dict.fromkeys(devices))
+    try:
+        speeds = measure_links([cuda.CudaBackend(gpu_index(name)) for name in names], LINK_BYTES)
+    except RuntimeError:  # no memory, of the card or page-locked; the run will say so itself
+        return ASSUMED_LINK_BYTES_PER_S
+    shares = (speed.up_bytes_per_s / devices.count(name) for name, speed in zip(names, speeds, strict=True))
+    return float(f"{min(shares):.2g}")  # what differs from one measurement to the next is no reason for another cut
