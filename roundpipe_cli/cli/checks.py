@@ -17,6 +17,7 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
+from roundpipe_cli.costs.host_layout import SWITCH, SYS, host_layout
 from roundpipe_cli.costs.machine import (
     cpu_devices,
     free_disk_bytes,
@@ -75,6 +76,7 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
     yield driver
     yield from _gpus(rows)
     yield _memory()
+    yield from _host_layout()
     yield from _disk()
     yield from _optional()
     yield from trainable_checks()
@@ -276,6 +278,19 @@ def _memory() -> Check:
         fix = "enough for small models only: a model needs 2 bytes a parameter by LoRA, 18 in full"
         return Check("host memory", "note", found, fix)
     return Check("host memory", "good", found)
+
+
+def _host_layout() -> Iterator[Check]:
+    """NUMA nodes, over which weights are spread, and pages of 2 MiB."""
+    layout = host_layout()
+    if len(layout.nodes) > 1:
+        nodes = ", ".join(map(str, layout.nodes))
+        yield Check("memory nodes", "good", f"NUMA nodes {nodes}: weights are spread over all of them")
+    if layout.gives_huge_pages:
+        yield Check("large pages", "good", f"of 2 MiB, given to weights ({layout.huge_pages})")
+    elif layout.huge_pages is not None:
+        found = f"of 2 MiB, not given to shared memory ({layout.huge_pages}); updates of full fine-tuning are slower"
+        yield Check("large pages", "note", found, f"as root, until the next start: echo advise > {SYS / SWITCH}")
 
 
 def _disk() -> Iterator[Check]:

@@ -85,7 +85,8 @@ def _with_gains(layers: tuple[LayerCost, ...], settings: TrainingSettings) -> tu
 def _layers(
     architecture: Architecture, settings: TrainingSettings, device: Device, hardware: Hardware
 ) -> tuple[LayerCost, ...]:
-    timer = _Timer(architecture, settings, device, hardware.accumulate)
+    accumulate: Accumulate = "fp16" if settings.float16_accumulation else hardware.accumulate
+    timer = _Timer(architecture, settings, device, accumulate)
     distinct: dict[Block, LayerCost] = {block: timer.block(block) for block in set(architecture.blocks)}
     optimizer_s_per_param = OPTIMIZER_BYTES_PER_PARAM / hardware.host_memory_bytes_per_s
     trainable = trainable_params(architecture, settings)

@@ -81,7 +81,8 @@ class Hardware:
     disk_bytes_per_s: float | None = None
     """At which mapped weights are read; None: not known, `ASSUMED_DISK_BYTES_PER_S`."""
     accumulate: Accumulate = "fp32"
-    """How float16 matrix products accumulate; bfloat16 always accumulates in 32 bits."""
+    """How float16 matrix products are asked to accumulate, whatever the recipe's `float16_accumulation` says: for
+    comparisons with published figures. bfloat16 always accumulates in 32 bits."""
     notes: tuple[str, ...] = ()
     """Lines for the reader: which figures were measured and which assumed."""
     is_here: bool = False

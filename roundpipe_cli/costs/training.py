@@ -28,6 +28,8 @@ class TrainingSettings:
     lora_targets: tuple[str, ...] | None = None
     """Names of the adapted projections; None: all of them."""
     dtype: DType = "bfloat16"
+    float16_accumulation: bool = False
+    """Matrix products of float16 add up in float16."""
     packed_bits: int = 0
     """Bits of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
     recompute: Literal["stage", "layer", "none"] = "stage"

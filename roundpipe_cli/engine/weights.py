@@ -23,19 +23,13 @@ from pathlib import Path
 
 import torch
 
+from roundpipe_cli.engine.host_pages import page_aligned
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
 from roundpipe_cli.model.packed_weights import dequantize
 from roundpipe_cli.model.quantized_files import PackedWeight
 
 NO_VERSION = -1
 """Held by a buffer that nothing was put into yet, or that is being written."""
-
-
-def page_aligned(num_bytes: int) -> torch.Tensor:
-    """An anonymous zeroed buffer at a page border, exact size, as a uint8 tensor [num_bytes]."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:

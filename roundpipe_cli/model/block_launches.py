@@ -158,6 +158,20 @@ def block_launches(
         tries: passes that are timed.
         fused: modules that compute by fused operators; None: all by their own code, experts too.
     """
+    found = []
+    for passes in block_passes(model, split, tokens, capability, fused):
+        forward, recompute, backward = (
+            _counted(run, capability) for run in (passes.forward, passes.recompute, passes.backward)
+        )
+        host_s = min(_timed(passes) for _ in range(max(1, tries)))
+        found.append(BlockLaunches(passes.blocks, forward, recompute, backward, host_s))
+    return found
+
+
+def block_passes(
+    model: nn.Module, split: ModelSplit, tokens: int, capability: tuple[int, int], fused: FusedOps | None
+) -> list[BlockPasses]:
+    """One block of each kind on meta tensors, ready to be issued; see `block_launches`."""
     worker = worker_on_meta(model, split, fused)
     use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=fused is not None))
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
@@ -171,16 +185,7 @@ def block_launches(
     for index, block in enumerate(worker.blocks):
         kinds.setdefault(block_kind(block, calls[index]), []).append(index)
     hidden = prologue.hidden.detach().to(META)
-    found = []
-    for blocks in kinds.values():
-        index = blocks[0]
-        passes = _Passes(worker, index, calls[index], hidden)
-        forward, recompute, backward = (
-            _counted(run, capability) for run in (passes.forward, passes.recompute, passes.backward)
-        )
-        host_s = min(_timed(passes) for _ in range(max(1, tries)))
-        found.append(BlockLaunches(tuple(blocks), forward, recompute, backward, host_s))
-    return found
+    return [BlockPasses(worker, tuple(blocks), calls[blocks[0]], hidden) for blocks in kinds.values()]
 
 
 def worker_on_meta(model: nn.Module, split: ModelSplit, fused: FusedOps | None = None) -> WorkerModel:
@@ -195,12 +200,14 @@ def worker_on_meta(model: nn.Module, split: ModelSplit, fused: FusedOps | None =
     return worker
 
 
-class _Passes:
-    """A block's three passes, one after the other."""
+class BlockPasses:
+    """A block's three passes, to be issued one after the other by one thread."""
 
-    def __init__(self, worker: WorkerModel, index: int, call: BlockCall, hidden: torch.Tensor) -> None:
-        self._worker, self._index, self._call, self._hidden = worker, index, call, hidden
-        self._parameters = [one for one in worker.blocks[index].parameters() if one.requires_grad]
+    def __init__(self, worker: WorkerModel, blocks: tuple[int, ...], call: BlockCall, hidden: torch.Tensor) -> None:
+        self.blocks = blocks
+        """Those of this kind; the first is issued."""
+        self._worker, self._index, self._call, self._hidden = worker, blocks[0], call, hidden
+        self._parameters = [one for one in worker.blocks[blocks[0]].parameters() if one.requires_grad]
         self._sums = [torch.empty(one.shape, dtype=torch.float32, device=META) for one in self._parameters]
         self._output: torch.Tensor | None = None
 
@@ -211,6 +218,12 @@ class _Passes:
     def recompute(self) -> None:
         with FusedFunctions():
             self._output = self._worker.run_block(self._index, self._call, self._hidden.detach().requires_grad_())
+
+    def issue(self) -> None:
+        """All three."""
+        self.forward()
+        self.recompute()
+        self.backward()
 
     def backward(self) -> None:
         assert self._output is not None
@@ -231,8 +244,7 @@ def _counted(run: Callable[[], None], capability: tuple[int, int]) -> Launches:
     return counter.launches
 
 
-def _timed(passes: _Passes) -> float:
+def _timed(passes: BlockPasses) -> float:
     start_s = time.thread_time()
-    for run in (passes.forward, passes.recompute, passes.backward):
-        run()
+    passes.issue()
     return time.thread_time() - start_s

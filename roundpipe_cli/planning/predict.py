@@ -348,6 +348,13 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
             "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "
             "(float16 accumulation) within 5 % on average, all else is scaled from there"
         )
+        if settings.dtype == "float16" and settings.float16_accumulation:
+            lines.append("assumed: float16 products that add up in float16, as float16_accumulation says; not measured")
+        elif settings.dtype == "float16" and hardware.accumulate == "fp16":
+            lines.append(
+                "assumed: float16 products that add up in float16 (accumulate=fp16); a run does so only with "
+                "float16_accumulation: true"
+            )
         links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
         lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
     lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")

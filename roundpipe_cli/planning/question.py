@@ -74,6 +74,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         lora_dropout=recipe.lora.dropout,
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
+        float16_accumulation=recipe.float16_accumulation,
         packed_bits=recipe.packed_bits,
         recompute=recipe.pipeline.recompute,
         staleness=recipe.pipeline.optimizer_staleness,

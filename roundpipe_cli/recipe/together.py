@@ -42,6 +42,9 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     for other in packed[1:]:
         what = f"the base weights cannot be in {packed[0].bits} and in {other.bits} bit"
         findings.add((other.key,), what, hint="delete one of the lines")
+    if recipe.float16_accumulation and recipe.dtype != "float16":
+        what, found = "only products of float16 can add up in float16", f"dtype: {recipe.dtype}"
+        findings.add(("float16_accumulation",), what, found=found, hint="`dtype: float16`, or delete the line")
     _find_split_problems(recipe, findings)
     _find_budget_problems(recipe, findings)
     _find_rule_problems(recipe, findings)

@@ -29,11 +29,9 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.sections import PipelineConfig
-from roundpipe_cli.train.devices import gpu_index, make_backends, threads_per_worker
+from roundpipe_cli.train.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
 from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token
 
-ASSUMED_LINK_BYTES_PER_S = 25e9
-"""PCIe 4.0 with 16 lanes."""
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
 processor, and ten for a slow one. Sequences of some tens of tokens will do."""
@@ -58,7 +56,9 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         setup.model,
         setup.split,
         setup.store,
-        make_backends(setup.devices, num_threads, count_bytes=count_bytes),
+        make_backends(
+            setup.devices, num_threads, float16_accumulation=recipe.float16_accumulation, count_bytes=count_bytes
+        ),
         EngineOptions(
             seed=recipe.seed,
             head_chunk_tokens=recipe.head_chunk_tokens,
@@ -117,7 +117,7 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
     memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
     experts = max(1, experts_per_token(text_config))
     sizes = LayerSizes(layouts, active, setup.split.boundary_columns, experts, memory_parts.activation_bytes)
-    link_bytes_per_s = ASSUMED_LINK_BYTES_PER_S if on_gpu else SHARED_BYTES_PER_S
+    link_bytes_per_s = slowest_link_bytes_per_s(setup.devices) if on_gpu else SHARED_BYTES_PER_S
     device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s)
     costs = rough_costs(sizes, device, method=recipe.method, tokens=form.tokens)
     room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
@@ -227,6 +227,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "layers": [[layer.name, layer.forward_s, layer.backward_s, layer.boundary_bytes] for layer in costs.layers],
             "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
             "dtype": recipe.dtype,
+            "float16_accumulation": recipe.float16_accumulation,
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
             "micro_batch_size": recipe.rows_per_microbatch,
             "micro_batch_tokens": recipe.token_budget,

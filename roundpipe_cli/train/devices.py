@@ -10,8 +10,15 @@ from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
+
+ASSUMED_LINK_BYTES_PER_S = 25e9
+"""PCIe 4.0 with 16 lanes."""
+LINK_BYTES = 16 * 1024**2
+"""Copied to each GPU at once to measure its link."""
 
 
 def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:
@@ -78,11 +85,36 @@ def updater_threads(devices: Sequence[str]) -> int:
     return max(1, num_cores() - sum(device != "cpu" for device in devices))
 
 
-def make_backends(devices: Sequence[str], num_threads: int, *, count_bytes: bool = False) -> list[Backend]:
-    """One backend per worker; `count_bytes`: workers on the processor count their live bytes, which makes them slow."""
+def make_backends(
+    devices: Sequence[str], num_threads: int, *, float16_accumulation: bool = False, count_bytes: bool = False
+) -> list[Backend]:
+    """One backend per worker.
+
+    Args:
+        float16_accumulation: GPUs add up in float16 in products of float16.
+        count_bytes: workers on the processor count their live bytes, which makes them slow.
+    """
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
-        cuda.set_up_process(gpus)
+        cuda.set_up_process(gpus, float16_accumulation=float16_accumulation)
+    turns = IssueTurns() if len(devices) > 1 else None
     return [
-        CpuBackend(num_threads, count_bytes=count_bytes) if device == "cpu" else cuda.CudaBackend(gpu_index(device))
+        CpuBackend(num_threads, count_bytes=count_bytes)
+        if device == "cpu"
+        else cuda.CudaBackend(gpu_index(device), turns)
         for device in devices
     ]
+
+
+def slowest_link_bytes_per_s(devices: Sequence[str]) -> float:
+    """How fast weights come to the GPU with the slowest link while all GPUs' links are in use; a few milliseconds.
+
+    A GPU that is named twice gives each of its workers half.
+    What cannot be measured counts as ASSUMED_LINK_BYTES_PER_S.
+    """
+    names = list(dict.fromkeys(devices))
+    try:
+        speeds = measure_links([cuda.CudaBackend(gpu_index(name)) for name in names], LINK_BYTES)
+    except RuntimeError:  # no memory, of the card or page-locked; the run will say so itself
+        return ASSUMED_LINK_BYTES_PER_S
+    shares = (speed.up_bytes_per_s / devices.count(name) for name, speed in zip(names, speeds, strict=True))
+    return float(f"{min(shares):.2g}")  # what differs from one measurement to the next is no reason for another cut

@@ -184,7 +184,10 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     """The device of each worker, and the recipe in a data type that all of them have."""
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
-    for text in filter(None, (no_gpu, other_dtype)):
+    without_effect = None
+    if recipe.float16_accumulation and "cpu" in devices:
+        without_effect = "float16_accumulation has no effect here: processors add up in float32"
+    for text in filter(None, (no_gpu, other_dtype, without_effect)):
         tell(Notice(text))
     return devices, replace(loaded, recipe=recipe)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.kernels.grouped_choice import takes_triton, why_no_triton
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.model.worker_options import WorkerOptions
+from scripts import issue_rate
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
 
@@ -34,6 +37,46 @@ def checks(place: CheckPlace) -> Iterator[Check]:
         for method in ("lora", "full") if name == "qwen3" else ("lora",):
             for kernels in ("auto", "reference") if name == "qwen3" else ("auto",):
                 yield check(f"{name}, {method}, {kernels}", one_block, place, name, method, kernels, limit_s=180.0)
+
+    yield check("float16 products by the width of their sums", accumulation, place)
+    yield check("launches a second of threads at will and in turns", issuing, place)
+
+
+def issuing(place: CheckPlace) -> Figures:
+    """What the host gives to one GPU in all, by the number of threads."""
+    seconds = 0.1 if place.is_simulated else 2.0
+    figures: Figures = {}
+    with place.devices():
+        made = [issue_rate.on_processor("qwen3", "lora", f"cuda:{place.first}") for _ in range(8)]
+        for passes in made:
+            issue_rate.issue(passes, seconds / 10, None)
+        launches = issue_rate.num_launches(made[0])
+        for count in (1, 2, 4, 8):
+            for way, turns in (("at will", None), ("in turns", IssueTurns())):
+                rate, _ = issue_rate.by_threads(made[:count], seconds, turns)
+                figures[f"{count} {way}"] = rate * launches
+    return figures
+
+
+def accumulation(place: CheckPlace) -> Figures:
+    """Rate and worst error of one product of float16 that adds up in 32 and in 16 bits."""
+    size, rounds = (64, 1) if place.scale == "tiny" else (4096, 20)
+    figures: Figures = {}
+    with place.devices():
+        a, b = (torch.randn(size, size, dtype=torch.float16, device=torch.device("cuda", place.first)) for _ in "ab")
+        exact = a.double() @ b.double()
+        for is_narrow in (False, True):
+            torch.backends.cuda.matmul.allow_fp16_accumulation = is_narrow
+            error = float((torch.mm(a, b).double() - exact).abs().max() / exact.abs().max())
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            for _ in range(rounds):
+                torch.mm(a, b)
+            torch.cuda.synchronize()
+            tflops = 2 * size**3 * rounds / (time.perf_counter() - start_s) / 1e12
+            figures["16 bit" if is_narrow else "32 bit"] = {"error": error, "tflops": tflops}
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    return figures
 
 
 def kind_of(kernel: str) -> str:

@@ -99,6 +99,7 @@ def test_bfloat16_uses_the_fp32_accumulate_figure_whatever_is_asked() -> None:
     float16 = [gpu_s(costs(hardware=f"4090,accumulate={one}", dtype="float16")) for one in ("fp16", "fp32")]
     assert bfloat16[0] == bfloat16[1] == float16[1]
     assert 1.2 < float16[1] / float16[0] < 1.5
+    assert gpu_s(costs(dtype="float16", float16_accumulation=True)) == float16[0]
 
 
 def test_other_gpus_scale_by_their_data_sheets() -> None:

@@ -123,6 +123,13 @@ def test_what_a_run_changes_of_torch(
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def test_sums_of_float16_are_narrow_only_where_a_recipe_says_so() -> None:
+    with simulated():
+        for narrow in (True, False):
+            make_backends(["cuda:0"], 1, float16_accumulation=narrow)
+            assert torch.backends.cuda.matmul.allow_fp16_accumulation is narrow
+
+
 def test_a_full_card_is_no_reason_to_change_the_allocator() -> None:
     with simulated(cards=[Card(total_bytes=0)]) as simulation:
         with pytest.raises(torch.OutOfMemoryError):

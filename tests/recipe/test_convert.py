@@ -436,6 +436,7 @@ NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 NOT_OF_PEERS = {
     "model",
     "micro_batch_tokens",
+    "float16_accumulation",
     "method",
     "objective",
     "dpo",

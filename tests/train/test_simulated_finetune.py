@@ -15,9 +15,11 @@ import torch
 from roundpipe_cli.dashboard.html import report_page
 from roundpipe_cli.dashboard.state import fold_all
 from roundpipe_cli.dashboard.waiting import longest_waiting
+from roundpipe_cli.engine.link_speed import LinkSpeed
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train import build, devices
 from roundpipe_cli.train.bench_run import compare_for_real
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.reporting import Reporting, Start
@@ -152,7 +154,7 @@ def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, monkeypatch: py
         finetune(*words, ON_CARDS, cold("refused"), watch=limit)
     adapted = finetune(*words, ON_CARDS, cold("adapted"), "on_oom=adapt", watch=limit)
     assert "pipeline.recompute: layer" in notices(adapted)
-    labels = 4096  # of the microbatch that was copied ahead, or was not yet
+    labels = 2 * 4096  # of each worker's microbatch that was copied ahead, or was not yet
     assert len(left) > 2 and max(left) <= slots + labels, "a step that failed leaves nothing on a device but the slots"
     assert losses(adapted) == pytest.approx(losses(usual), rel=1e-6)  # microbatches may have been divided too
 
@@ -179,3 +181,27 @@ def test_microbatches_filled_by_tokens(folder: Path, tokens: str) -> None:
     assert ("micro_batch_tokens (auto): 128" in notices(two)) == (tokens == "auto")
     expected = finetune(*words[1:], "micro_batch_tokens=128", ON_CPU, "output_dir=cpu")
     assert losses(two) == losses(expected)
+
+
+def test_stages_are_cut_for_the_links_that_were_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 GB/s were assumed, also in a slot of four lanes."""
+    asked: list[float] = []
+    monkeypatch.setattr(devices, "measure_links", lambda backends, _: [LinkSpeed(3.14e9, 1e9), LinkSpeed(6e9, 1e9)])
+    rough = build.rough_costs
+
+    def note(sizes: Any, device: Any, **words: Any) -> Any:
+        asked.append(device.link_bytes_per_s)
+        return rough(sizes, device, **words)
+
+    monkeypatch.setattr(build, "rough_costs", note)
+    finetune("max_steps=1", ON_CARDS, "output_dir=cards")
+    assert asked == [3.1e9]
+    monkeypatch.undo()
+    with simulated():
+        assert devices.slowest_link_bytes_per_s(["cuda:0", "cuda:0"]) > 1e7
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError("the links cannot be measured: no memory")
+
+        monkeypatch.setattr(devices, "measure_links", refuse)
+        assert devices.slowest_link_bytes_per_s(["cuda:0"]) == devices.ASSUMED_LINK_BYTES_PER_S

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory
+from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention_kernels import set_up_attention
@@ -69,8 +70,8 @@ def has_bfloat16(index: int) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def set_up_process(indices: Collection[int]) -> None:
-    """Change what torch leaves to programs, for the whole process: memory and attention on these GPUs.
+def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
+    """Change what torch leaves to programs, for the whole process: products, memory and attention on these GPUs.
 
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
@@ -79,6 +80,7 @@ def set_up_process(indices: Collection[int]) -> None:
     within half a millisecond: Python's 5 ms are longer than two chunks on a PCIe 5 link.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.backends.cuda.matmul.allow_fp16_accumulation = float16_accumulation
     torch.backends.cuda.enable_cudnn_sdp(False)
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
@@ -127,8 +129,13 @@ def unregister_host_buffer(buffer: torch.Tensor) -> None:
 class CudaBackend(Backend):
     """One worker on one GPU. The same GPU may serve several workers."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, turns: IssueTurns | None = None) -> None:
+        """
+        Args:
+            turns: taken with the other GPUs of this process; None: there are none.
+        """
         self.device = torch.device("cuda", index)
+        self._turns = turns
         self.aliases_host = False
         if torch.version.hip is None:
             self.capability = torch.cuda.get_device_capability(self.device)
@@ -157,7 +164,7 @@ class CudaBackend(Backend):
             yield
 
     def compute(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self._turns is None else self._turns.turn()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

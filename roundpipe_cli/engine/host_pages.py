@@ -1,0 +1,64 @@
+"""Where the host's large buffers lie: spread over all NUMA nodes, on pages of 2 MiB where the system gives them.
+
+A buffer on one node would be read over the link between two processors by half of the GPUs and of the updates. Large
+pages make updates faster, which go through all weights, masters and moments (scripts/README.md has a figure).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import platform
+from contextlib import suppress
+
+import torch
+
+from roundpipe_cli.costs.host_layout import HostLayout, host_layout
+
+LEAST_BYTES = 2 * 1024**2
+"""Smaller buffers stay as they come."""
+MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call by machine."""
+INTERLEAVE = 3
+"""MPOL_INTERLEAVE: pages on all nodes in turn."""
+
+
+@functools.cache
+def layout() -> HostLayout:
+    """This machine's."""
+    return host_layout()
+
+
+def spread(buffer: mmap.mmap) -> None:
+    """Ask for pages on all nodes and of 2 MiB, before the buffer is first written. What is refused changes no bit."""
+    if len(buffer) < LEAST_BYTES:
+        return
+    if layout().gives_huge_pages:
+        with suppress(OSError):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    if len(layout().nodes) > 1:
+        interleave(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer), layout().nodes)
+
+
+def page_aligned(num_bytes: int) -> torch.Tensor:
+    """An anonymous zeroed buffer at a page border, exact size, as a uint8 tensor [num_bytes]."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = mmap.mmap(-1, num_bytes)
+    spread(buffer)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
+    """Have the pages of a buffer lie on `nodes` in turn; False if the system refuses, as containers may."""
+    number = MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    for node in nodes:
+        words[node // 64] |= 1 << node % 64
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(INTERLEAVE), words)
+    most = ctypes.c_ulong(64 * len(words) + 1)
+    return bool(call(ctypes.c_long(number), *arguments, most, ctypes.c_uint(0)) == 0)

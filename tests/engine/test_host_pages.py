@@ -1,0 +1,88 @@
+"""Where host buffers lie: what `/sys` says, what is asked of the system, what `doctor` tells."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_cli.cli import checks
+from roundpipe_cli.costs.host_layout import NODES, SWITCH, HostLayout, host_layout
+from roundpipe_cli.engine import host_pages
+
+
+def fake_system(folder: Path, memory: str | None, huge: str | None, online: str = "0") -> Path:
+    (folder / NODES).mkdir(parents=True)
+    (folder / NODES / "online").write_text(online + "\n")
+    if memory is not None:
+        (folder / NODES / "has_memory").write_text(memory + "\n")
+    if huge is not None:
+        (folder / SWITCH).parent.mkdir(parents=True)
+        (folder / SWITCH).write_text(huge + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("memory", "huge", "expected", "gives"),
+    [
+        ("0-1", "always within_size [advise] never deny force", HostLayout((0, 1), "advise"), True),
+        ("0,2-3", "always within_size advise [never] deny force", HostLayout((0, 2, 3), "never"), False),
+        (None, None, HostLayout((0,), None), False),
+        ("", "garbage", HostLayout((0,), None), False),
+        ("0-x", "[always]", HostLayout((), "always"), True),
+    ],
+)
+def test_what_the_system_says(
+    memory: str | None, huge: str | None, expected: HostLayout, gives: bool, tmp_path: Path
+) -> None:
+    found = host_layout(fake_system(tmp_path, memory, huge))
+    assert (found, found.gives_huge_pages) == (expected, gives)
+
+
+def test_a_system_that_says_nothing(tmp_path: Path) -> None:
+    assert host_layout(tmp_path / "nowhere") == HostLayout((), None)
+
+
+def test_large_buffers_ask_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    monkeypatch.setattr(host_pages, "layout", lambda: HostLayout((0, 1), "advise"))
+    monkeypatch.setattr(host_pages, "interleave", lambda address, size, nodes: asked.append((size, nodes)))
+    large, small = host_pages.page_aligned(host_pages.LEAST_BYTES + 5), host_pages.page_aligned(4096)
+    assert asked == [(host_pages.LEAST_BYTES + 5, (0, 1))]
+    assert large.nbytes == host_pages.LEAST_BYTES + 5 and not large.any() and not small.any()
+    assert large.data_ptr() % mmap.PAGESIZE == 0 and host_pages.page_aligned(0).nbytes == 0
+
+
+@pytest.mark.skipif(0 not in host_layout().nodes, reason="the system does not tell its nodes")
+def test_the_system_takes_the_call_and_refuses_nodes_that_are_not_there() -> None:
+    buffer = mmap.mmap(-1, host_pages.LEAST_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    if not host_pages.interleave(address, len(buffer), (0,)):
+        pytest.skip("this container may not place memory")
+    assert not host_pages.interleave(address, len(buffer), (63,))
+    torch.frombuffer(buffer, dtype=torch.uint8).fill_(1)
+
+
+def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert not host_pages.interleave(0, 4096, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (HostLayout((0, 1), "advise"), {"memory nodes": "good", "large pages": "good"}),
+        (HostLayout((0,), "never"), {"large pages": "note"}),
+        (HostLayout((), None), {}),
+    ],
+)
+def test_doctor_says_what_it_found(
+    layout: HostLayout, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "host_layout", lambda: layout)
+    found = list(checks._host_layout())
+    assert {check.name: check.state for check in found} == expected
+    assert all(check.fix and "echo advise" in check.fix for check in found if check.state == "note")

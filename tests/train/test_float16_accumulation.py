@@ -1,0 +1,99 @@
+"""`float16_accumulation`: what it needs, what it is asked of, and a run whose sums really lose digits."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_cli.errors import RecipeError
+from roundpipe_cli.recipe.load import load_recipe
+from tests.support.e2e import make_model, make_workspace
+from tests.train.test_simulated_finetune import ON_CARDS, ON_CPU, finetune, losses, notices
+
+NARROW = ("dtype=float16", "float16_accumulation=true")
+TERMS = 16
+"""Products that a tensor core adds up at once; their sum is then added to the narrow one."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
+    model = make_model(tmp_path / "model", num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+    work = make_workspace(tmp_path / "work", model, num_train_epochs=2, method="full", learning_rate=1e-3)
+    monkeypatch.chdir(work)
+    return work
+
+
+def narrow_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b`; in float16 the partial sums are rounded to float16 after each TERMS terms."""
+    if a.dtype != torch.float16:
+        return torch.bmm(a[None], b[None])[0]
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float16)
+    for start in range(0, a.shape[1], TERMS):
+        terms = slice(start, start + TERMS)
+        total = (total.float() + torch.bmm(a[None, :, terms].float(), b[None, terms].float())[0]).half()
+    return total
+
+
+def narrow_addmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return beta * c + alpha * narrow_mm(a, b)
+
+
+@contextmanager
+def narrow_products() -> Iterator[None]:
+    """Every product of two matrices on the processor, in all threads, as a card would compute it."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that its own kernels are replaced
+        library.impl("mm", narrow_mm, "CPU")
+        library.impl("addmm", narrow_addmm, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones() -> None:
+    """The losses lie beside each other, a few parts in ten thousand apart; float32's are as near."""
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 512).half(), torch.randn(512, 64).half()
+    exact = a.double() @ b.double()
+    wide_error = float((torch.mm(a, b).double() - exact).abs().max())
+    with narrow_products():
+        assert float((torch.mm(a, b).double() - exact).abs().max()) > 2 * wide_error, "the sums are not narrow"
+        narrow = losses(finetune(*NARROW, ON_CPU, "output_dir=narrow"))
+    wide = losses(finetune("dtype=float16", ON_CPU, "output_dir=wide"))
+    exact_losses = losses(finetune("dtype=float32", ON_CPU, "output_dir=float32"))
+    apart = [max(abs(x - y) for x, y in zip(one, exact_losses, strict=True)) for one in (narrow, wide)]
+    print(json.dumps({"narrow": narrow, "wide": wide, "float32": exact_losses, "apart": apart}))
+    assert narrow != wide and all(math.isfinite(loss) for loss in narrow)
+    assert exact_losses[-1] < 0.9 * exact_losses[0] and narrow[-1] < 0.9 * narrow[0]
+    assert apart[0] < 0.02
+
+
+def test_cards_are_asked_for_it_and_processors_say_that_they_have_none() -> None:
+    on_cards = finetune(*NARROW, ON_CARDS, "output_dir=cards", "max_steps=2")
+    assert "float16_accumulation" not in notices(on_cards)
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
+    finetune("dtype=float16", ON_CARDS, "output_dir=plain", "max_steps=1")
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
+    on_processor = finetune(*NARROW, ON_CPU, "output_dir=cpu", "max_steps=2")
+    assert "float16_accumulation has no effect here" in notices(on_processor)
+    assert losses(on_processor) == losses(on_cards)
+    assert "float16_accumulation: true" in Path("cards/recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_types_are_refused(dtype: str) -> None:
+    with pytest.raises(RecipeError, match="only products of float16 can add up in float16") as caught:
+        load_recipe("recipe.yaml", [f"dtype={dtype}", "float16_accumulation=true"])
+    assert caught.value.exit_code == 2 and "`dtype: float16`" in str(caught.value)
