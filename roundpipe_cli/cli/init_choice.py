@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +13,8 @@ from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import DType, TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.fitting import fitting_recipe
-from roundpipe_cli.planning.question import PlanRequest, hardware_of
+from roundpipe_cli.planning.question import PlanRequest, choose_tier, hardware_of
+from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text, resolve_path
 from roundpipe_cli.units import counted, format_bytes, format_count
@@ -24,7 +24,7 @@ SEQUENCES = (2048, 1024, 512, 256)
 MAX_FULL_PARAMETERS = 500_000_000
 """Up to this size all weights are trained if they fit: such models are small enough to be changed as a whole."""
 BUSY_TOKENS = 4096
-"""Tokens of a microbatch that keep a device busy with products rather than with starting them (rule of thumb)."""
+"""A worker gets `MICROBATCHES_PER_WORKER` times as many tokens of a step, where the rows are full (rule of thumb)."""
 ROWS_PER_STEP = 16
 MICROBATCHES_PER_WORKER = 4
 
@@ -36,8 +36,9 @@ class Choice:
     model: str
     method: str
     max_seq_length: int
-    micro_batch_size: int
-    num_microbatches: int
+    rows_per_step: int
+    tokens_per_microbatch: int
+    """What `micro_batch_tokens: auto` is on that machine."""
     learning_rate: str
     dtype: DType
     hardware: str | None
@@ -79,8 +80,8 @@ def choose_settings(model: str, hardware: str | None, path: Path) -> Choice:
         model=model,
         method=method,
         max_seq_length=settings.max_seq_length,
-        micro_batch_size=int(settings.micro_batch_size),
-        num_microbatches=settings.num_microbatches,
+        rows_per_step=int(settings.micro_batch_size * settings.num_microbatches),
+        tokens_per_microbatch=int(settings.tokens_per_microbatch),
         learning_rate=rate,
         dtype=dtype,
         hardware=hardware,
@@ -134,22 +135,20 @@ def _sequence(
 
 
 def _rows(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> tuple[TrainingSettings, str]:
-    """Rows of a microbatch and microbatches of a step."""
+    """Rows of a step, and the microbatches that `micro_batch_tokens: auto` makes of them."""
     workers = len(machine.devices)
-    rows = 1
-    while rows < ROWS_PER_STEP and 2 * rows * settings.max_seq_length <= BUSY_TOKENS:
-        rows *= 2
-    wanted = rows
-    while True:
-        count = max(math.ceil(ROWS_PER_STEP / rows), MICROBATCHES_PER_WORKER * workers)
-        tried = replace(settings, micro_batch_size=rows, num_microbatches=count)
-        if judge_coarsest(architecture, tried, machine).fits or rows == 1:
-            break
-        rows //= 2
-    why = f"{rows * settings.max_seq_length:,} tokens in a microbatch keep a device busy"
-    if rows < wanted:
-        why = f"{wanted} rows of {settings.max_seq_length} tokens would not fit"
-    return tried, (
-        f"micro_batch_size {rows}: {why}. gradient_accumulation_steps {count}: {rows * count} rows a step, "
-        f"{count / workers:g} microbatches for each of {counted(workers, 'worker')}."
+    rows = max(1, min(ROWS_PER_STEP, BUSY_TOKENS // settings.max_seq_length))
+    per_step = max(ROWS_PER_STEP, MICROBATCHES_PER_WORKER * workers * rows)
+    recipe = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml").recipe
+    by_row = replace(settings, num_microbatches=per_step)
+    smallest = with_smallest_card(machine)
+    by_row = choose_tier(architecture, by_row, smallest)
+    may_hold = settings.method == "lora" and recipe.may_hold_all_weights
+    tokens = choose_token_budget(architecture, by_row, smallest, may_hold=may_hold)
+    rows = tokens // settings.max_seq_length
+    count = per_step // rows
+    return replace(settings, micro_batch_size=rows, num_microbatches=count), (
+        f"micro_batch_tokens auto: {tokens:,}, what the smallest device has room for and what keeps it busy. "
+        f"gradient_accumulation_steps {per_step}: {per_step} rows a step, {count} full microbatches, "
+        f"{count / workers:g} for each of {counted(workers, 'worker')}."
     )

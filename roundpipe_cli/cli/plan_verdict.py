@@ -65,15 +65,17 @@ def _memory(answer: Plan) -> list[str]:
 
 
 def _time_to_finish(answer: Plan) -> str:
-    from roundpipe_cli.planning.run_length import steps_of
+    from roundpipe_cli.planning.run_length import length_of
     from roundpipe_cli.units import counted, format_seconds
 
-    steps, how_known = steps_of(answer.question.loaded)
+    length = length_of(answer.question.loaded, packs=answer.question.packs)
+    steps, how_known = length.steps, length.why
     if steps is None:
         recipe = answer.question.loaded.recipe
         each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
         return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
-    return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}), if every row is full"
+    full = "" if length.is_packed else ", if every row is full"
+    return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}){full}"
 
 
 def _hints(answer: Plan) -> list[str]:

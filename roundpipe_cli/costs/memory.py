@@ -1,7 +1,8 @@
 """Needs of a run in each memory: device, host, disk. Every figure is split into parts that add up to it.
 
 device   slots x (weights and gradient accumulators of the largest stage), activations of one microbatch of one
-         stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context
+         stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context; with
+         packed weights those of one block, unpacked for its call
 host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 24 at staleness 1
          (two weights, two gradients), 16 and 24 in float32; frozen weights; boundary activations; page-locked rings
 disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
@@ -181,6 +182,9 @@ def fixed_device_need(
         NeedPart("boundary tensors", 4 * boundary),
         NeedPart("workspace of backward", workspace),
     ]
+    if settings.packed_bytes_per_param:
+        matrices = max((block.params for block in architecture.blocks), default=0)
+        parts.append(NeedPart("weights of a block, unpacked", matrices * settings.dtype_bytes))
     if settings.recompute == "layer":
         parts.append(NeedPart("activations of the layer at work", one_layer_bytes(architecture, settings)))
     if any(not device.is_cpu for device in hardware.devices):

@@ -23,7 +23,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, makespan_s
+from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, chained_step_s, makespan_s
 
 PROFILE_STEPS = 2
 """The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
@@ -167,11 +167,9 @@ class AdaptivePlanner:
                 costs=costs,
             )
 
-        half_s, whole_s = (
-            makespan_s(simulate(build(num_steps), costs, staleness=1))
-            for num_steps in (PREDICTED_STEPS // 2, PREDICTED_STEPS)
-        )
-        step_s = (whole_s - half_s) / (PREDICTED_STEPS - PREDICTED_STEPS // 2)
+        half = PREDICTED_STEPS // 2
+        first, to_half, to_end = (simulate(build(count), costs, staleness=1) for count in (1, half, 2 * half))
+        step_s = chained_step_s(first, (makespan_s(to_half), makespan_s(to_end)), half, (1.0,) * self._num_workers)
         return (StepChain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:

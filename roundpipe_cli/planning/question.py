@@ -13,7 +13,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
-from roundpipe_cli.planning.admission import check_model, packing_note
+from roundpipe_cli.planning.admission import check_model, packing_note, packing_obstacle
 from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -39,6 +39,9 @@ class PlanRequest:
     """Who named the machine, for the reader."""
     choices: tuple[str, ...] = ()
     """What `auto` is for some keys, a line each."""
+
+    packs: bool = False
+    """Rows will be packed, by the recipe or as far as `auto` can be told before they are read."""
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
@@ -121,6 +124,7 @@ def ask(
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
     choices = [packing_note(found, recipe)]
+    packs = recipe.packs or (recipe.packing == "auto" and packing_obstacle(found, recipe) is None)
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
         loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
@@ -139,7 +143,7 @@ def ask(
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
     reads_disk = analytic is not in_memory
     made = tuple(filter(None, choices))
-    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, made)
+    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, made, packs)
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:

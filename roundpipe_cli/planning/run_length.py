@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
 
+from roundpipe_cli.planning.row_counts import RowCount, cached_hub_rows, count_rows
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
+from roundpipe_cli.recipe.sections import DatasetConfig
 
-MAX_COUNTED_BYTES = 256 * 1024**2
-"""Lines of a larger file are counted up to here and scaled."""
+BYTES_PER_TOKEN = 4
+"""Of text: usual for English and code (assumed); other languages have fewer bytes a token, so longer runs."""
+SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>\d*):(?P<stop>\d*)\])?")
 
 
-def steps_of(loaded: LoadedRecipe) -> tuple[int | None, str]:
-    """Optimizer steps of the whole run and how that is known; None where the rows cannot be counted here."""
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """Optimizer steps of a whole run."""
+
+    steps: int | None
+    """None: the rows cannot be counted here."""
+    why: str
+    """How that is known, or why not."""
+    is_packed: bool = False
+    """Rows are packed, so that sequences are full and there are fewer than rows."""
+
+
+def length_of(loaded: LoadedRecipe, *, packs: bool = False) -> RunLength:
+    """The length of a recipe's run.
+
+    Args:
+        packs: rows will be packed, by the recipe or by what `auto` is for the model.
+    """
     recipe = loaded.recipe
     if recipe.max_steps is not None:
-        return recipe.max_steps, "max_steps"
-    rows = 0
+        return RunLength(recipe.max_steps, "max_steps", packs)
+    counts = []
     for dataset in recipe.datasets:
-        path = resolve_path(dataset.path, loaded.folder)
-        if path is None or not path.is_file() or path.suffix != ".jsonl" or "[" in dataset.split:
-            return None, f"{dataset.path} is no local .jsonl file to count"
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            head = stream.read(MAX_COUNTED_BYTES)
-        lines = head.count(b"\n") + (len(head) == size and not head.endswith(b"\n"))
-        rows += round(lines * size / len(head)) if head else 0
-    return math.ceil(rows / recipe.rows_per_step) * recipe.num_train_epochs, f"{rows} rows"
+        found = _rows_of(dataset, loaded.folder)
+        if found is None:
+            return RunLength(None, f"the rows of {dataset.path} cannot be counted here", packs)
+        counts.append(found)
+    rows = sum(count.num_rows for count in counts)
+    held_out = recipe.val_set_size if recipe.val_set_size >= 1 else recipe.val_set_size * rows
+    trained = max(0, rows - int(held_out))
+    about = "" if all(count.is_exact for count in counts) else "about "
+    if packs and rows and all(count.num_bytes for count in counts):
+        tokens = sum(count.num_bytes for count in counts) / BYTES_PER_TOKEN * trained / rows
+        each = min(recipe.max_seq_length, tokens / max(1, trained))
+        sequences = math.ceil(trained * each / recipe.max_seq_length)
+        why = f"{about}{rows} rows of about {max(1, round(each))} tokens, packed"
+        return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed=True)
+    steps = math.ceil(trained / recipe.rows_per_step) * recipe.num_train_epochs
+    return RunLength(steps, f"{about}{rows} rows")
+
+
+def _rows_of(dataset: DatasetConfig, folder: Path) -> RowCount | None:
+    """Rows of a source, as far as its split is one that can be told before they are read."""
+    match = SLICE.fullmatch(dataset.split.strip())
+    if match is None:
+        return None
+    path = resolve_path(dataset.path, folder)
+    if path is None:
+        found = cached_hub_rows(dataset.path, dataset.name, match["name"])
+    else:
+        found = count_rows(path, dataset.txt_rows) if path.is_file() else None
+    if found is None or not (match["start"] or match["stop"]):
+        return found
+    stop = min(found.num_rows, int(match["stop"] or found.num_rows))
+    kept = max(0, stop - int(match["start"] or 0))
+    return RowCount(kept, round(found.num_bytes * kept / max(1, found.num_rows)), found.is_exact)

@@ -17,7 +17,7 @@ from roundpipe_cli.schedule.dealing import Rounds, options_of
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.simulate import simulate_program
-from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, makespan_s
+from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, chained_step_s, makespan_s
 
 MAX_SIMULATED_MICROBATCHES = 64
 
@@ -88,7 +88,7 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     step_s = alone_s
     if overlaps_steps(question):
         ends_s = [makespan_s(_simulated(question, cut, full, num_steps=n).timeline) for n in (2, 4)]
-        step_s = (ends_s[1] - ends_s[0]) / 2
+        step_s = chained_step_s(one.timeline, (ends_s[0], ends_s[1]), 2, (1.0,) * question.num_workers)
     if full < wanted:
         fewer = _simulated(question, cut, full - 2 * rounds, num_steps=1)
         growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)

@@ -185,6 +185,8 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
     boundary = form.tokens * setup.split.boundary_columns * size
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
+    packed = (sum(one.num_elements for one in layout.places if one.packed_bits) for layout in setup.store.layouts)
+    shared += size * max(packed)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
     options = WorkerOptions(None, setup.fused, setup.attends_in_rows)

@@ -41,10 +41,12 @@ def test_init_by_flags(tmp_path: Path) -> None:
     recipe = loaded.recipe
     assert (recipe.model, recipe.method, recipe.datasets[0].path) == (words[1], "lora", "my rows.jsonl")
     assert recipe.hardware == "2x3090,host_memory_gib=64" and loaded.notices == ()
+    assert recipe.micro_batch_tokens == "auto" and recipe.rows_per_step == 16  # as in the shipped recipes
     plan = make_plan(loaded)
+    assert plan.question.settings.tokens_per_microbatch == 4096, "the header says what `auto` is there"
     assert plan.verdict.fits and plan.question.num_workers == 2
     header = (tmp_path / "mine.yaml").read_text().split("\n\n")[0]
-    for reason in ("method lora: ", "max_seq_length 2048: ", "micro_batch_size 2: ", "It fits: "):
+    for reason in ("method lora: ", "max_seq_length 2048: ", "micro_batch_tokens auto: 4,096", "It fits: "):
         assert f"# {reason}" in header
     before = (tmp_path / "mine.yaml").read_bytes()
     again = run(tmp_path, "init", *words, environment=NO_GPU).expect(2)
@@ -87,10 +89,10 @@ def test_init_fits_the_machine_or_says_why_not() -> None:
         choose_settings("Qwen/Qwen3-32B", "2x3090,host_memory_gib=64", path)
     assert "recipes/qwen3/14b_lora_2x24gb.yaml" in str(refused.value)
     small = choose_settings("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
-    assert small.dtype == "float16" and small.max_seq_length * small.micro_batch_size < 4096
+    assert small.dtype == "float16" and small.tokens_per_microbatch < 8192
     assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
     eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
-    assert eight.num_microbatches == 32 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+    assert eight.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,14 @@ from roundpipe_cli.costs.analytic import analytic_costs, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
-from roundpipe_cli.costs.memory import device_need, disk_need, host_need, rounds_kept, usable_device_bytes
+from roundpipe_cli.costs.memory import (
+    device_need,
+    disk_need,
+    fixed_device_need,
+    host_need,
+    rounds_kept,
+    usable_device_bytes,
+)
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
@@ -74,6 +81,18 @@ def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:
     assert part(need, "masters") == 4 * 16 * rank_sums
     in_4bit = replace(settings, packed_bits=4)
     assert part(host_need(costs, architecture, in_4bit, hardware, (65, 65), 8), "frozen") < 0.32 * part(need, "frozen")
+
+
+def test_a_block_of_packed_weights_lies_whole_on_the_device_for_its_call() -> None:
+    """They were not counted: 1 GB of a card's memory for Qwen3-32B."""
+    architecture, settings, hardware = ask(QWEN, "1x4090")
+    in_4bit = replace(settings, packed_bits=4)
+    costs = analytic_costs(architecture, in_4bit, hardware).costs
+    unpacked = part(fixed_device_need(costs, architecture, in_4bit, hardware), "unpacked")
+    assert unpacked == 2 * max(block.params for block in architecture.blocks) > 9.7e8
+    assert part(fixed_device_need(costs, architecture, settings, hardware), "unpacked") == 0
+    full = replace(in_4bit, method="full")  # trained weights are never packed
+    assert part(fixed_device_need(costs, architecture, full, hardware), "unpacked") == 0
 
 
 def test_boundaries_on_the_host_grow_with_stages_and_rounds() -> None:

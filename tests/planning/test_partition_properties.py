@@ -10,7 +10,7 @@ import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.search.run import SearchEffort
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition
@@ -73,6 +73,27 @@ def test_more_workers_are_never_slower() -> None:
                 for num_workers in range(1, 7)
             ]
             assert all(more <= fewer * (1 + 1e-9) for fewer, more in zip(times, times[1:], strict=False)), times
+
+
+def test_no_step_is_faster_than_all_workers_at_work() -> None:
+    """One microbatch a step on four workers took no time at all: each step ends on another worker, and the second and
+    fourth of four ended at the same time."""
+    rng = random.Random(7)
+    cases = [(model(2, head=0.6, hop=0.0), 4, 1, 4)]
+    cases += [
+        (model(rng.randint(1, 5), head=rng.uniform(0.2, 5), hop=0.01), rng.randint(2, 4), rng.randint(1, 5), 2)
+        for _ in range(12)
+    ]
+    for costs, num_workers, num_microbatches, num_steps in cases:
+        case = SimulationCase(costs, num_workers, num_microbatches, staleness=1, num_steps=num_steps)
+        plan = plan_partition(case, SMALL)
+        again = plan.backward_stages[0][0]  # layers that are recomputed
+        once = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
+        once += sum(layer.forward_s for layer in costs.layers[:again] if layer.recompute)
+        least = num_microbatches * once / num_workers * (1 - 1e-9)
+        assert plan.step_s >= least
+        cut = StageCut(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
+        assert run("roundpipe", cut, case).step_s >= least
 
 
 def test_a_slow_worker_is_left_idle() -> None:

@@ -16,7 +16,7 @@ from roundpipe_cli.cli.wrap import wrapped
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.predict import check_fits, make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.run_length import steps_of
+from roundpipe_cli.planning.run_length import RunLength, length_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,10 +193,21 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
 
 
 def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
-    assert steps_of(load(recipe, "max_steps=7")) == (7, "max_steps")
-    assert steps_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2"))[0] == 4
-    steps, why = steps_of(load(recipe, "datasets[0].path=org/rows"))
-    assert steps is None and "org/rows" in why
+    assert length_of(load(recipe, "max_steps=7")) == RunLength(7, "max_steps")
+    assert length_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2")).steps == 4
+    assert length_of(load(recipe, "num_train_epochs=2", "val_set_size=6")).steps == 2
+    assert length_of(load(recipe, "datasets[0].split=train[2:5]")).why == "3 rows"
+    hub = length_of(load(recipe, "datasets[0].path=org/rows"))
+    assert hub.steps is None and "org/rows" in hub.why
+
+
+def test_time_to_finish_of_packed_rows(recipe: Path, tmp_path: Path) -> None:
+    """Ten rows of a few tokens fill one sequence, so that a run is one step and not three."""
+    packed = length_of(load(recipe), packs=True)
+    assert packed.steps == 1 and packed.is_packed and packed.why.startswith("10 rows of about ")
+    text = plan_text(make_plan(load(recipe, "packing=true"), "2x4090"), None)
+    line = next(line for line in text if " for 1 step " in line)
+    assert line.endswith("tokens, packed)")
 
 
 def test_picture_of_a_step(recipe: Path, tmp_path: Path) -> None:

@@ -168,7 +168,11 @@ class BatchScorer:
         works, _ = self.works(Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)])))
         first = RoundChain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
         makespan_s, step_s = (float(_Walk(self, works, plain=True).run(part)[0]) for part in (first, chain))
-        return makespan_s, step_s
+        if not chain.from_round:
+            return makespan_s, step_s
+        once_s = float(numpy.where(works.is_head, works.whole_s, works.lead_s + works.whole_s).sum())
+        work_s = once_s * sum(first.round_sizes)
+        return makespan_s, max(step_s, work_s / float(self.speeds.sum()))  # few steps may end early by chance
 
 
 class _Walk:
