@@ -12,13 +12,14 @@ import argparse
 import hashlib
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from roundpipe_cli.cli.libraries import quiet_libraries
+from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 
 ANSWERS_NAME = "answers.json"
@@ -27,7 +28,6 @@ ADAPTER_NAME = "adapter_model.safetensors"
 
 def main() -> int:
     arguments = parse_arguments()
-    notices = Console(stderr=True)
     try:
         adapter = find_adapter(arguments.adapter or arguments.output_dir)
         prompts = read_prompts(arguments.prompts)
@@ -40,11 +40,10 @@ def main() -> int:
         cache = arguments.output_dir / ANSWERS_NAME
         answers = read_cache(cache, key)
         if answers is None:
-            notices.print(f"Answering {len(prompts)} prompts before and after training ...")
             answers = answer_all(key["model"], adapter, prompts, arguments.max_new_tokens)
             cache.write_text(json.dumps({"key": key, "answers": answers}, indent=1, ensure_ascii=False) + "\n")
     except RoundpipeError as error:
-        notices.print(str(error), markup=False, highlight=False)
+        say(str(error))
         return error.exit_code
     show(answers, Console())
     return 0
@@ -120,41 +119,28 @@ def read_cache(path: Path, key: dict[str, Any]) -> list[dict[str, str]] | None:
 
 def answer_all(model_name: str, adapter: Path, prompts: list[str], max_new_tokens: int) -> list[dict[str, str]]:
     """Each prompt with the base model's answer and the fine-tuned one's."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
+    say("loading torch and transformers ...")
+    quiet_libraries()
     from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.train.result.generate import Prompt, answer, load_result, move_to_gpu
 
-    warnings.simplefilter("ignore", FutureWarning)  # transformers about its own names
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    def answer_text(asked: Prompt) -> str:
+        """Answer, with ` ...` behind one that was cut off at `max_new_tokens`."""
+        found = answer(model, tokenizer, asked, is_shown=False)
+        return found.text.strip() + ("" if found.is_ended else " ...")
+
     source = resolve_model(model_name, revision=None, recipe_folder=Path.cwd(), offline=False)
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.load_arguments)
-    base = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.bfloat16, **source.load_arguments)
-    if torch.cuda.is_available():
-        base = base.to("cuda")
-    model = PeftModel.from_pretrained(base, str(adapter)).eval()
+    say("loading the model with its adapter ...")
+    model, tokenizer = load_result(adapter, source, "bfloat16", is_adapter=True)
+    model = move_to_gpu(model, lambda text: say(f"note: {text}"))
     answers = []
-    for prompt in prompts:
+    for number, text in enumerate(prompts, 1):
+        say(f"answering prompt {number} of {len(prompts)}, before and after training ...")
+        asked = Prompt(text, max_new_tokens=max_new_tokens)
         with model.disable_adapter():
-            before = answer(model, tokenizer, prompt, max_new_tokens)
-        answers.append({"prompt": prompt, "before": before, "after": answer(model, tokenizer, prompt, max_new_tokens)})
+            before = answer_text(asked)
+        answers.append({"prompt": text, "before": before, "after": answer_text(asked)})
     return answers
-
-
-def answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
-    """The greedy answer to one prompt; ` ...` marks one that was cut off at `max_new_tokens`."""
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).to(model.device)
-    output = model.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
-    )
-    tokens = output[0, inputs["input_ids"].shape[1] :]
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-    return text if tokenizer.eos_token_id in tokens.tolist() else f"{text} ..."
 
 
 def show(answers: list[dict[str, str]], console: Console) -> None:

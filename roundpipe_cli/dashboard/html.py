@@ -224,8 +224,8 @@ def _waiting(state: DashboardState) -> str:
     found = longest_waiting(state)
     if found is None:
         return ""
-    meanings = "; ".join(f"{cause}: {CAUSES[cause]}" for cause in found.by_cause_s)
-    return f'<p class="sub">{escape(found.text())}. {escape(meanings)}</p>'
+    meanings = (f"{cause}: {CAUSES[cause]}" for cause in found.by_cause_s)
+    return f'<p class="sub">{"<br>".join(map(escape, (found.text(), *meanings)))}</p>'
 
 
 def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
@@ -259,7 +259,9 @@ def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
         if limits:
             values["device in all"].append((since_s, min(limits) / GIB))
     shown = [Series(name, values[name], css) for name, (css, _) in lines.items() if values[name]]
-    legend = _legend(*((lines[series.name][1], series.name) for series in shown)) if shown else ""
+    names = ((lines[series.name], series.name) for series in shown)
+    entries = [(colour, f"{name} (dashed)" if "limit" in css else name) for (css, colour), name in names]
+    legend = _legend(*entries) if entries else ""
     picture = curves(
         shown,
         title="Memory over time",

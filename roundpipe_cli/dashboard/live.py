@@ -150,7 +150,7 @@ class LiveDashboard:
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: leave the screen, stop as the shell expects, and go on when it says so."""
         self._suspended = True
-        if self._lock.acquire(timeout=1.0):
+        if self._lock.acquire(timeout=JOIN_S):
             try:
                 self._terminal.leave()
             finally:

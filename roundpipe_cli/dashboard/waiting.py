@@ -18,11 +18,11 @@ from roundpipe_cli.events import Span, StepTimeline
 from roundpipe_cli.units import format_seconds
 
 CAUSES = {
-    "upload": "its weights were not there yet",
-    "boundary": "results of other workers were not there yet",
-    "launch": "all was there, but its next work was not launched yet",
+    "upload": "the weights of its next stage had not arrived yet",
+    "boundary": "another worker's result, which it needed next, had not arrived yet",
+    "launch": "nothing was missing, but this program had not started its next work yet",
     "host": "the host was updating weights",
-    "tail": "no work was left for it in the step",
+    "tail": "the step had no work left for it",
 }
 """Cause of a wait -> what it means."""
 MIN_SHARE = 0.001
@@ -56,7 +56,7 @@ class Waiting:
         after = ""
         if self.host_part_s > MIN_SHARE * self.step_s:
             host_s = format_seconds(self.host_part_s)
-            after = f"; {host_s} more were the host's, which made microbatches and updated weights"
+            after = f"; besides, all workers waited {host_s} while the host prepared microbatches and updated weights"
         if not self.by_cause_s:
             return f"worker {self.worker} did not wait in step {self.step}{after}"
         causes = sorted(self.by_cause_s.items(), key=lambda item: -item[1])

@@ -24,7 +24,11 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux
 
 
 class Screen:
-    """A terminal with a shell."""
+    """A terminal with a shell.
+
+    The prompt has the number of the next command, so that an old prompt is never taken for a new one: on a busy machine
+    a shell shows what was typed after some time, and the test typed into the program that it took for finished.
+    """
 
     def __init__(self, folder: Path, columns: int = 80, lines: int = 24) -> None:
         self._socket = f"roundpipe-{os.getpid()}-{time.monotonic_ns()}"
@@ -36,8 +40,9 @@ class Screen:
             environment=environment,
         )
         self._run("set-option", "-g", "status", "off")
-        self.type("PS1='ready> '; stty -a | md5sum > before; clear")
-        self.wait_for("ready>")
+        self._num_typed = 0
+        self.type(r"PS1='ready \#> '; stty -a | md5sum > before; clear")
+        self.wait_for(self.prompt)
 
     def _run(self, *words: str, cwd: Path | None = None, environment: dict[str, str] | None = None) -> str:
         command = ["tmux", "-L", self._socket, *words]
@@ -47,6 +52,12 @@ class Screen:
     def type(self, text: str) -> None:
         self._run("send-keys", "-l", text)
         self._run("send-keys", "Enter")
+        self._num_typed += 1
+
+    @property
+    def prompt(self) -> str:
+        """The prompt after all that was typed."""
+        return f"ready {self._num_typed + 1}>"
 
     def key(self, name: str) -> None:
         self._run("send-keys", name)
@@ -74,9 +85,9 @@ class Screen:
     def expect_clean(self, code: int) -> str:
         """The shell is back: main screen, cursor, terminal settings as before, and the exit code."""
         if code == 137:  # the shell may have written its prompt before the terminal was put back: Enter has it again
-            self.wait(lambda text: "p pause" not in text)
+            self.wait(lambda _: not self.is_alternate())
             self.key("Enter")
-        text = self.wait(lambda text: text.rstrip().endswith("ready>"))
+        text = self.wait(lambda text: text.rstrip().endswith(self.prompt))
         assert self._run("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
         self.type('echo "code=$?" $(stty -a | md5sum | cmp - before && echo same)')
         self.wait_for(f"code={code} same")
@@ -144,7 +155,7 @@ def test_ctrl_c_twice_and_ctrl_z(screen: Screen) -> None:
     screen.type(f"{SLOW} {FINETUNE}")
     screen.wait_for("p pause")
     screen.key("C-z")
-    screen.wait_for("Stopped", "ready>")
+    screen.wait_for("Stopped", screen.prompt)
     assert not screen.is_alternate()
     screen.type("fg")
     screen.wait_for("● training", "p pause")

@@ -107,7 +107,9 @@ def test_what_the_host_does_beside_the_pipeline_is_said() -> None:
     row = _row(step_s=10.0)
     found = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, row)]))
     assert found is not None and found.host_part_s == 2.0
-    assert found.text().endswith("; 2 s more were the host's, which made microbatches and updated weights")
+    assert found.text().endswith(
+        "; besides, all workers waited 2 s while the host prepared microbatches and updated weights"
+    )
     pairs = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, replace(row, preference={"rewards": 0.0}))]))
     assert pairs is not None and pairs.host_part_s == 0.0, "workers may have computed the base model's part"
 
