@@ -19,6 +19,9 @@ MAX_WIDTH = 1 << 27
 MAX_NUMBER = 1 << 48
 """Any other whole number."""
 
+_ROWS_AS_EXPERTS = {"doge"}
+"""Types whose experts are rows of a table; doge's own default is 16,384 in each of 32 layers."""
+
 _LIMITS = (
     (re.compile(r"(^|_)(layers?|attention_types)$"), MAX_LAYERS),
     (re.compile(r"(experts?(_|$)|(^|_)labels$)"), MAX_EXPERTS),
@@ -33,12 +36,13 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
         RefusedError: naming key, value and limit.
     """
     layers, experts = 1, 1
+    has_modules = config.get("model_type") not in _ROWS_AS_EXPERTS
     for key, value in _whole_numbers(config):
         limit = next((limit for pattern, limit in _LIMITS if pattern.search(key)), MAX_NUMBER)
         if abs(value) > limit:
             raise _too_large(where, f"{key}: {_short(value)}", f"at most {limit:,}")
         layers = max(layers, value if limit == MAX_LAYERS else 1)
-        experts = max(experts, value if re.search(r"experts$", key) else 1)
+        experts = max(experts, value if re.search(r"experts$", key) and has_modules else 1)
     if layers * experts > MAX_MODULES:
         raise _too_large(where, f"{layers:,} layers with {experts:,} experts", f"at most {MAX_MODULES:,} in all layers")
 

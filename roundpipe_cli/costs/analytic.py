@@ -180,7 +180,8 @@ class _Timer:
     @property
     def _boundary_bytes(self) -> int:
         tokens = self.settings.tokens_per_microbatch
-        return int(tokens * self.architecture.hidden_size * self.settings.dtype_bytes)
+        columns = self.architecture.boundary_columns or self.architecture.hidden_size
+        return int(tokens * columns * self.settings.dtype_bytes)
 
     def embed(self) -> LayerCost:
         """Rows are gathered on the host and sent as a boundary: no time on a worker, no upload of the table."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from roundpipe_cli.costs.models import Architecture, Block, parse_config
 
-_COUNTS = ("parameters", "unreached", "tail", "shared", "blocks")
+_COUNTS = ("parameters", "unreached", "boundary", "tail", "shared", "blocks")
 
 
 def built_architecture(counts: Mapping[str, Any], *, name: str, source: str) -> Architecture:
@@ -16,9 +16,10 @@ def built_architecture(counts: Mapping[str, Any], *, name: str, source: str) -> 
 
     Args:
         counts: the figures of a configuration under the names of `parse_config`; `parameters`, of the whole model;
-            `unreached`, by text; `tail`, of the head layer beside the LM head's matrix; `shared`, of this matrix with
-            the embedding; `blocks`: (such blocks in a row, weights of attention's matrices, of all other matrices, of
-            those that one token passes through, of all the rest, number of experts).
+            `unreached`, by text; `boundary`, values per token between two blocks; `tail`, of the head layer beside the
+            LM head's matrix; `shared`, of this matrix with the embedding; `blocks`: (such blocks in a row, weights of
+            attention's matrices, of all other matrices, of those that one token passes through, of all the rest, number
+            of experts).
 
     Raises:
         RefusedError: a figure is missing or impossible.
@@ -30,7 +31,8 @@ def built_architecture(counts: Mapping[str, Any], *, name: str, source: str) -> 
     blocks = tuple(_block(*row, window=one.window) for row, one in zip(rows, shape.blocks, strict=True))
     found = replace(shape, blocks=blocks, tail_params=counts["tail"], is_guess=False)
     embed_params = found.embed_params + counts["parameters"] - found.parameters
-    return replace(found, embed_params=embed_params, unreached_params=counts["unreached"])
+    unreached, columns = counts["unreached"], counts["boundary"]
+    return replace(found, embed_params=embed_params, unreached_params=unreached, boundary_columns=columns)
 
 
 def _block(attention: int, mlp: int, active: int, rest: int, num_experts: int, *, window: int | None) -> Block:

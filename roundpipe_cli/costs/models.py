@@ -131,6 +131,8 @@ class Architecture:
     """What the head layer has beside the LM head's matrix; None: a norm of one weight a channel."""
     unreached_params: int = 0
     """Of `embed_params`: towers for pictures and sound, which stay on the host and are not trained."""
+    boundary_columns: int = 0
+    """Values per token between two blocks: hidden states and what travels beside them; 0: hidden states alone."""
 
     @property
     def four_norms(self) -> bool:

@@ -28,7 +28,7 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
-from roundpipe_cli.model.architectures import packing_refusal
+from roundpipe_cli.model.architectures import chunk_refusal, packing_refusal
 from roundpipe_cli.model.dropout import switch_off_dropout
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
@@ -43,8 +43,8 @@ TOLERANCE = 1e-5
 """Relative, of a loss, and of a gradient in the 2-norm."""
 MAX_OWN = 1e-3
 """A model whose own float32 is further from its float64 draws random numbers, and allows nothing."""
-MAX_PACKED_ERROR = 1e-3
-"""Relative, of a loss or gradient of packed rows: what they do to each other is far more, rounding far less."""
+MAX_OTHER_ERROR = 1e-3
+"""Relative, of packed rows and of chunks: what rows do to each other is far more, rounding far less."""
 FLOOR = 1e-8
 """As a share of the largest gradient's norm: a gradient below it is rounding."""
 MAX_PARAMETERS = 12_000_000
@@ -56,6 +56,8 @@ STEP = -1
 """None of a run's, which begin at 0."""
 SHORT, LONG = 9, 14
 """Tokens of a microbatch."""
+NUM_CHUNKS = 3
+"""Of a sequence, where chunks are tried."""
 TRIES = 3
 """In 16 bit."""
 MAX_THREADS = 4
@@ -84,12 +86,15 @@ class ParityRefusedError(RefusedError):
     """The engine would train something else than the model. Exit code 2."""
 
 
-def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False, fused: bool = False) -> Proof:
+def prove(
+    model: nn.Module, split: ModelSplit, *, packing: bool = False, chunks: bool = False, fused: bool = False
+) -> Proof:
     """Compare the engine with the model itself.
 
     Args:
         model: parameters on the meta device, adapters included; is left as it is.
         packing: several rows to a sequence; they are compared with the model's own results for each row alone.
+        chunks: sequences in chunks; they are compared with the model's own results for whole ones.
         fused: the engine computes by fused operators, as far as they are known to suit the model.
 
     Raises:
@@ -104,9 +109,12 @@ def prove(model: nn.Module, split: ModelSplit, *, packing: bool = False, fused: 
         reduced = replace(reduced, fused=find_fused_ops(reduced.model, split))
     try:
         proof = _prove(reduced, split, weights)
-        if packing and not _prove_packing(reduced, split, weights) and not proof.unproven:
-            drawn = "that packed rows do not see each other was not compared: the model draws random numbers"
-            return replace(proof, unproven=drawn)
+        ways = [("packed rows do not see each other", _packed_piece(reduced.vocab_size), 1)] if packing else []
+        if chunks:
+            ways.append(("chunks compute what whole sequences do", _piece(reduced.vocab_size, 2, LONG, 5), NUM_CHUNKS))
+        for what, piece, num_chunks in ways:
+            if not _prove_other_way(reduced, split, weights, piece, num_chunks) and not proof.unproven:
+                return replace(proof, unproven=f"that {what} was not compared: the model draws random numbers")
         return proof
     except _PlainFailed as error:
         return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
@@ -143,14 +151,17 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
     return Proof(errors[""], max(gradients, default=0.0), unproven, last_position=limit)
 
 
-def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> bool:
-    """Compare a packed sequence with its rows one by one, in float32 and without dropout.
+def _prove_other_way(
+    reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor], piece: Piece, num_chunks: int = 1
+) -> bool:
+    """Compare a packed sequence with its rows one by one, or one in chunks with the whole, in float32 and without
+    dropout.
 
     Returns:
         Whether they were compared; a model that still draws random numbers is not, for other shapes draw others.
 
     Raises:
-        RefusedError: rows change each other's results.
+        RefusedError: rows change each other's results, or chunks compute something else.
     """
     exact = copy.deepcopy(reduced.model).float()
     switch_off_dropout(exact)
@@ -158,13 +169,14 @@ def _prove_packing(reduced: Reduced, split: ModelSplit, weights: Mapping[str, to
     plain.run(usual_pieces(reduced.vocab_size)[:1], SEED, STEP)
     if plain.has_drawn:
         return False
-    piece = _packed_piece(reduced.vocab_size)
-    alone = _run_plain(exact, split, weights, torch.float32, [piece])
-    errors = differences(_run_engine(exact, split, weights, [piece], reduced), alone)
+    expected = _run_plain(exact, split, weights, torch.float32, [piece])
+    errors = differences(_run_engine(exact, split, weights, [piece], reduced, num_chunks=num_chunks), expected)
     worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] <= MAX_PACKED_ERROR:
-        what = f"gradient of {worst}" if worst else "loss"
-        raise packing_refusal("model", f"the {what} is {errors[worst]:.1e} off that of the rows one by one")
+    if not errors[worst] <= MAX_OTHER_ERROR:
+        what = f"the {f'gradient of {worst}' if worst else 'loss'} is {errors[worst]:.1e} off that of the"
+        if num_chunks > 1:
+            raise chunk_refusal("model", f"{what} whole sequence")
+        raise packing_refusal("model", f"{what} rows one by one")
     return True
 
 
@@ -320,6 +332,7 @@ def _run_engine(
     reduced: Reduced,
     *,
     num_workers: int = 1,
+    num_chunks: int = 1,
 ) -> Outcome:
     """The step by the engine, every kept block a stage of its own. `model`: the reduced one, perhaps in float32."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -331,7 +344,7 @@ def _run_engine(
     for name, values in weights.items():
         store.set_parameter(name, values)
     microbatches = [Microbatch(piece.input_ids, piece.labels, piece.position_ids) for piece in pieces]
-    schedule = _schedule(len(layouts), reduced.kept, num_workers, len(pieces))
+    schedule = _schedule(len(layouts), reduced.kept, num_workers, len(pieces), num_chunks)
     num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
     backends = [CpuBackend(num_threads) for _ in range(num_workers)]
     options = EngineOptions(seed=SEED, head_chunk_tokens=SHORT, fused=reduced.fused)
@@ -342,6 +355,11 @@ def _run_engine(
         raise
     except Exception as error:
         cause = error.__cause__ or error
+        if isinstance(cause, RefusedError):
+            raise cause from error
+        if num_chunks > 1:
+            found = f"{type(cause).__name__}: {str(cause).split(chr(10))[0][:200]}"
+            raise chunk_refusal("model", f"a chunk fails where the whole sequence does not: {found}") from error
         raise _refusal(
             "the engine's forward and backward, which fail where the model's own do not",
             f"{type(cause).__name__}: {str(cause).split(chr(10))[0][:200]}",
@@ -350,7 +368,9 @@ def _run_engine(
     return Outcome(result.loss, {name: store.gradient(name) for name in store.trainable_names})
 
 
-def _schedule(num_layers: int, kept: Sequence[int], num_workers: int, num_microbatches: int) -> Schedule:
+def _schedule(
+    num_layers: int, kept: Sequence[int], num_workers: int, num_microbatches: int, num_chunks: int
+) -> Schedule:
     head = num_layers - 1
     starts = sorted({0, *(index + 1 for index in kept)})
     stages = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
@@ -359,5 +379,5 @@ def _schedule(num_layers: int, kept: Sequence[int], num_workers: int, num_microb
         forward_stages=stages,
         backward_stages=[(head, head), *reversed(stages)],
         num_workers=num_workers,
-        rounds=Rounds(num_microbatches),
+        rounds=Rounds(num_microbatches * num_chunks, sequence_chunks=num_chunks),
     )

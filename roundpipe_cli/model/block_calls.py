@@ -40,6 +40,14 @@ CACHE = CacheMark()
 
 
 @dataclass(frozen=True)
+class ResultMark:
+    """Stands for what the block before returned beside the hidden states."""
+
+    place: int
+    """In its result."""
+
+
+@dataclass(frozen=True)
 class SharedMark:
     """Stands for a mapping that is empty before the first block, and that blocks share."""
 
@@ -59,7 +67,7 @@ class BlockCall:
         """Something that this block could be given where the first one is given `hidden`."""
         if self.carry is None:
             return hidden
-        return torch.randn(*hidden.shape[:2], self.carry.num_columns, device=hidden.device).to(hidden.dtype)
+        return self.carry.sample(hidden)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BlockCall:
         """This call with `function` applied to every tensor among its arguments."""
@@ -93,6 +101,8 @@ class BlockCall:
         output: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
         if self.carry is None:
             return output
+        if isinstance(result, (tuple, list)):
+            parts.update({("result", place): one for place, one in enumerate(result) if place})
         for mapping in shared:
             parts.update({(key, place): one for key, value in mapping.items() for place, one in enumerate(value)})
         return self.carry.pack(output, parts)
@@ -100,7 +110,7 @@ class BlockCall:
 
 def _filled(mapping: MutableMapping[Any, Any], parts: dict[Any, torch.Tensor]) -> MutableMapping[Any, Any]:
     """`mapping` with the carried tensors that earlier blocks put into it."""
-    keys = dict.fromkeys(key for key, _ in parts if key != "argument")
+    keys = dict.fromkeys(key for key, _ in parts if key not in ("argument", "result"))
     for key in keys:
         mapping[key] = tuple(tensor for (other, _), tensor in parts.items() if other == key)
     return mapping
@@ -131,6 +141,8 @@ class CallRecorder:
 
     num_blocks: int
     result_length: int
+    hands_on: bool = False
+    """Where blocks return more than hidden states, the model is given marks for it, else None."""
     calls: list[BlockCall] = field(default_factory=list)
     first_hidden: torch.Tensor | None = None
     replaces_last: bool = False
@@ -186,7 +198,9 @@ class CallRecorder:
         if index == self.num_blocks - 1 and self.replaces_last:
             hidden = self.last_hidden = torch.randn(hidden.shape).to(hidden.dtype)
         self._expected = hidden
-        return hidden if self.result_length == 0 else (hidden, *([None] * (self.result_length - 1)))
+        if self.result_length == 0:
+            return hidden
+        return (hidden, *(ResultMark(place) if self.hands_on else None for place in range(1, self.result_length)))
 
     def _is_input(self, hidden: torch.Tensor) -> bool:
         return self.num_tokens is None or tuple(hidden.shape[:2]) == self.num_tokens

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.architectures import chunk_refusal
-from roundpipe_cli.model.block_calls import CACHE, BlockCall, CallRecorder, install_stubs
+from roundpipe_cli.model.block_calls import CACHE, BlockCall, install_stubs
 from roundpipe_cli.model.packing import scaled_positions, stateful_modules
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
@@ -93,6 +93,8 @@ def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length
     """
     if split.shared:
         raise chunk_refusal(split.blocks_path, "blocks that read keys and values of other blocks")
+    if split.handed:
+        raise chunk_refusal(split.blocks_path, "blocks that read results of the block before")
     for where, kind in stateful_modules(model, split):
         raise chunk_refusal(where, f"{kind}, which carries state from token to token", "blocks of attention")
     for where, found in scaled_positions(model, max_seq_length):
@@ -101,7 +103,7 @@ def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length
     backbone = probe.get_submodule(split.backbone_path)
     if "past_key_values" not in inspect.signature(backbone.forward).parameters:
         raise chunk_refusal(split.backbone_path, f"{type(backbone).__name__} takes no past_key_values", "a cache")
-    recorder = CallRecorder(split.num_blocks, split.result_length)
+    recorder = split.recorder()
     install_stubs(probe, split.blocks_path, recorder)
     ids = torch.ones(2, PROBE_TOKENS, dtype=torch.long)
     with torch.no_grad():

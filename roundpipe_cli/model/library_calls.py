@@ -37,5 +37,5 @@ def refusing(what: str, where: str, hint: str | None = None) -> Iterator[None]:
 
 
 def _refusal(what: str, where: str, hint: str | None, error: BaseException) -> RefusedError:
-    text = (str(error).splitlines() or [""])[0][:300]
+    text = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
     return RefusedError(what, where=where, found=f"{type(error).__name__}: {text}", hint=hint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 import warnings
 from typing import Any
 
@@ -18,9 +20,12 @@ from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
+from roundpipe_cli.model.without_weights import build_without_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Files that a tokenizer is loaded from; a folder needs at least one of them."""
+_SIZE = re.compile(r"^(n|num)_|_(size|dim|rank)$")
+"""Keys of a configuration with the size of something."""
 
 
 def load_config(source: ModelSource) -> Any:
@@ -102,20 +107,26 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     Raises:
         RefusedError: transformers cannot build it.
     """
-    from accelerate import init_empty_weights
-
     switch_off(config)
     attention = {}
     if config.model_type in sink_attention.MODEL_TYPES:
         sink_attention.register()
         config, attention = copy.deepcopy(config), {"attn_implementation": sink_attention.NAME}
     where = str(getattr(config, "model_type", "model"))
-    with refusing("transformers cannot build this model", where), warnings.catch_warnings():
+    with refusing("transformers cannot build this model", where, _null_sizes(config)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with init_empty_weights(include_buffers=False):
-            model: nn.Module = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **attention)
+        from_config = auto_class(config).from_config
+        make = functools.partial(from_config, config, dtype=dtype, trust_remote_code=False, **attention)
+        model = build_without_weights(make)
         model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def _null_sizes(config: Any) -> str | None:
+    """A hint for a configuration that leaves sizes to a class which has no default for them."""
+    values = config.get_text_config().to_dict()
+    names = [key for key, value in values.items() if value is None and _SIZE.search(key)]
+    return f"its configuration gives no value for {', '.join(names)}" if names else None
 
 
 def load_tokenizer(source: ModelSource) -> Any:

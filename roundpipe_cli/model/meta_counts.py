@@ -24,7 +24,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.plain_files import read_regular
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when a document means something else than before."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
@@ -59,8 +59,9 @@ def count_on_meta(config: Mapping[str, Any], name: str, folder: Path | None = No
     Returns:
         `blocks`: a list of (count of such blocks in a row, weights of attention's matrices, of the others, of those
         that one token passes through, of all the rest, number of experts); `parameters`: of the whole model;
-        `unreached`: of what text never reaches; `tail`: of the head layer beside the LM head's matrix; `shared`: of
-        this matrix, if it is the embedding's too; and figures of the configuration under the names of `_FIGURES`.
+        `unreached`: of what text never reaches; `boundary`: values per token between two blocks; `tail`: of the head
+        layer beside the LM head's matrix; `shared`: of this matrix, if it is the embedding's too; and figures of the
+        configuration under the names of `_FIGURES`.
 
     Raises:
         RefusedError: `finetune` would refuse the model with these words.
@@ -143,6 +144,7 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
         **figures,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "unreached": unreached,
+        "boundary": split.boundary_columns,
         "tail": sum(parameter.numel() for _, parameter in head if parameter is not last),
         "shared": last.numel() if last is not None and last is first else 0,
         "blocks": _runs(_kinds(block, figures, f"{split.blocks_path}.{i}.") for i, block in enumerate(blocks)),

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.architectures import check_mask_bytes, packing_refusal, scaled_by_length
-from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
+from roundpipe_cli.model.block_calls import BlockCall, install_stubs
 from roundpipe_cli.model.packed_attention import in_rows
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
@@ -73,7 +73,7 @@ def _probe_calls(model: nn.Module, split: ModelSplit, *, as_masks: bool = False)
     backbone = probe.get_submodule(split.backbone_path)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         raise packing_refusal(split.backbone_path, f"{type(backbone).__name__} takes no position ids")
-    recorder = CallRecorder(split.num_blocks, split.result_length)
+    recorder = split.recorder()
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
     with torch.no_grad(), in_rows(positions, as_masks=as_masks):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model import sink_attention
-from roundpipe_cli.model.block_calls import BlockCall, CallRecorder, install_stubs
+from roundpipe_cli.model.block_calls import BlockCall, ResultMark, install_stubs
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
@@ -50,13 +50,17 @@ CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 class SkippedBlock(nn.Module):
     """Passes the hidden states on as a block returns them; other attributes are those of the block."""
 
-    def __init__(self, block: nn.Module, result_length: int) -> None:
+    def __init__(self, block: nn.Module, result_length: int, handed: Mapping[int, int | str]) -> None:
+        """
+        Args:
+            handed: place in the result -> argument with what the block before returned there.
+        """
         super().__init__()
         self.__dict__["_stands_for"] = block
-        self._result_length = result_length
+        self._result_length, self._handed = result_length, handed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkippedBlock:
-        return SkippedBlock(self.__dict__["_stands_for"], self._result_length)
+        return SkippedBlock(self.__dict__["_stands_for"], self._result_length, self._handed)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,7 +70,11 @@ class SkippedBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        return hidden if self._result_length == 0 else (hidden, *([None] * (self._result_length - 1)))
+        if self._result_length == 0:
+            return hidden
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]
+        keys = (self._handed.get(place) for place in range(1, self._result_length))
+        return (hidden, *(None if key is None else given.get(key) for key in keys))
 
 
 @dataclass(frozen=True)
@@ -89,15 +97,25 @@ def reduce_model(model: nn.Module, split: ModelSplit) -> Reduced:
     """Cut `model` (parameters on the meta device), which is left as it is."""
     blocks = list(model.get_submodule(split.blocks_path).children())
     kept = list(range(len(blocks)))
+    memo: dict[int, Any] = {}
     if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL_PARAMETERS:
-        kept = _one_of_each_kind(blocks, _calls(model, split))
-    memo: dict[int, Any] = {
-        id(block): SkippedBlock(block, split.result_length) for i, block in enumerate(blocks) if i not in kept
-    }
+        calls = _calls(model, split)
+        kept = _one_of_each_kind(blocks, calls)
+        memo = {
+            id(block): SkippedBlock(block, split.result_length, _handed(call))
+            for index, (block, call) in enumerate(zip(blocks, calls, strict=True))
+            if index not in kept
+        }
     cut = copy.deepcopy(model, memo)
     noisy: Any = cut.get_input_embeddings()  # type: ignore[operator]
     setattr(noisy, NOISE_ATTRIBUTE, 0.0)  # which is not the model's own
     return Reduced(cut, tuple(kept), _cut_vocabulary(cut, split.blocks_path))
+
+
+def _handed(call: BlockCall) -> dict[int, int | str]:
+    """Place in the result of the block before -> argument that it is."""
+    arguments: dict[int | str, Any] = {**dict(enumerate(call.args)), **call.kwargs}  # type: ignore[dict-item]
+    return {value.place: key for key, value in arguments.items() if isinstance(value, ResultMark)}
 
 
 def shrunk_configs(config: Any) -> Iterator[Any]:
@@ -140,7 +158,7 @@ def _narrow_feed_forward(config: Any) -> Any:
 
 def _calls(model: nn.Module, split: ModelSplit) -> list[BlockCall]:
     probe = materialised_copy(model, split.blocks_path)
-    recorder = CallRecorder(split.num_blocks, split.result_length)
+    recorder = split.recorder()
     install_stubs(probe, split.blocks_path, recorder)
     with torch.no_grad():
         probe.train(False)(input_ids=torch.arange(1, 6)[None], use_cache=False)

@@ -28,16 +28,19 @@ from roundpipe_cli.model.block_calls import (
     BlockCall,
     CallRecorder,
     HiddenMark,
+    ResultMark,
     SharedMark,
     SplitRefusedError,
     WrongResultShapeError,
     install_stubs,
 )
-from roundpipe_cli.model.carried import SharedStates, carry_along, find_shared
+from roundpipe_cli.model.carried import HandedOn, SharedStates, carry_along, find_states, weights_dtype
 from roundpipe_cli.model.module_copy import copy_modules
 
 ROWS, TOKENS = 3, 11
 """Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
+RESULTS = ((0, False), (1, False), (2, True), (2, False), (3, True), (3, False), (4, True), (4, False))
+"""What blocks may return: the length of a tuple (0: hidden states alone), and whether the next block is given it."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,23 @@ class ModelSplit:
     """Class of the backbone's output."""
     shared: tuple[SharedStates, ...] = ()
     """What each block does with a mapping that blocks share; empty where they share nothing."""
+    handed: tuple[HandedOn, ...] = ()
+    """What each block returns for the next one beside hidden states; empty where that reads nothing."""
+    casts_tail: bool = False
+    """Whether the model casts the last hidden states to the dtype of the tail's weights."""
     unreached: frozenset[str] = frozenset()
     """Names of parameters that text never reaches: towers for pictures and sound."""
     caller_path: str = ""
     """The module that calls the backbone and has the LM head, as far as a forward shows; "": the model itself."""
     boundary_columns: int = 0
-    """Values per token of the widest boundary tensor: the hidden states and what travels beside them."""
+    """Of the widest boundary tensor, values per token of the weights' size: hidden states and what travels along."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
+
+    def recorder(self) -> CallRecorder:
+        """For a forward with stubs in the place of this model's blocks."""
+        return CallRecorder(self.num_blocks, self.result_length, hands_on=bool(self.handed))
 
 
 class NotCalledError(SplitRefusedError):
@@ -115,8 +126,8 @@ def _split_at(model: nn.Module, blocks_path: str) -> ModelSplit:
     num_blocks = len(list(model.get_submodule(blocks_path).children()))
     _refuse_shared_parameters(model, blocks_path)
     first_error: Exception | None = None
-    for result_length in (0, 1, 2, 3, 4):
-        recorder = CallRecorder(num_blocks, result_length)
+    for result_length, hands_on in RESULTS:
+        recorder = CallRecorder(num_blocks, result_length, hands_on)
         try:
             return _probe(model, blocks_path, recorder)
         except (WrongResultShapeError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -195,13 +206,12 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     for index, call in enumerate(recorder.calls):
         _refuse_arguments(index, call)
     assert recorder.first_hidden is not None and recorder.last_hidden is not None
-    shared = find_shared(
-        list(model.get_submodule(blocks_path).children()),
-        recorder.calls,
-        recorder.first_hidden,
-    )
-    boundary, calls = carry_along(recorder.first_hidden, recorder.calls, shared)  # refuses what cannot travel
-    columns = [boundary.shape[2:].numel(), *(call.carry.num_columns for call in calls if call.carry is not None)]
+    blocks = list(model.get_submodule(blocks_path).children())
+    shared, handed = find_states(blocks, recorder.calls, recorder.first_hidden)
+    dtype = weights_dtype(blocks)
+    boundary, calls = carry_along(recorder.first_hidden, recorder.calls, shared, handed, dtype)  # or refuses
+    limit = getattr(config.get_text_config(), "index_topk", None) or TOKENS
+    columns = [boundary.shape[2:].numel(), *(call.carry.most_columns(limit) for call in calls if call.carry)]
     outermost = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
     with_hidden = [path for path, output in trace.around_blocks.items() if hasattr(output, "last_hidden_state")]
     backbone_path = min(with_hidden, key=len, default=outermost)  # llama4's outermost has the LM head in it
@@ -210,7 +220,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     if not backbone_path:
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
-    _check_tail(probe, tail_paths, recorder.last_hidden, trace)
+    casts_tail = _check_tail(probe, tail_paths, recorder.last_hidden, trace)
     _refuse_weights_at_both_ends(probe, tail_paths, trace)
     embedding = probe.get_input_embeddings()  # type: ignore[operator]
     embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
@@ -223,9 +233,11 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         recorder.result_length,
         type(trace.backbone_output),
         shared,
+        handed,
+        casts_tail,
         _unreached(probe, blocks_path, [recorder.first_hidden, logits, *_tensors_of(recorder.calls)]),
         caller_path=max(callers, key=len, default=""),
-        boundary_columns=max(columns),
+        boundary_columns=max(columns) * boundary.dtype.itemsize // dtype.itemsize,
     )
 
 
@@ -309,16 +321,26 @@ def _install_trace(
             yield module.register_forward_hook(leave(path))
 
 
-def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> None:
+def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> bool:
+    """Whether the model casts the hidden states before its tail.
+
+    Raises:
+        SplitRefusedError: it does something else with them.
+    """
     expected = trace.backbone_output[0]
-    with torch.no_grad(), suppress(TypeError, RuntimeError):  # one that takes more than hidden states, or other ones
-        for path in tail_paths:
-            hidden = probe.get_submodule(path)(hidden)
-    if hidden.shape != expected.shape or not torch.equal(hidden, expected):
-        raise SplitRefusedError(
-            "what the model does between its last block and its head is more than its modules",
-            where=", ".join(tail_paths) or "after the last block",
-        )
+    tail = [probe.get_submodule(path) for path in tail_paths]
+    dtypes = [parameter.dtype for module in tail for parameter in module.parameters()]
+    for casts, dtype in [(False, hidden.dtype), *((True, dtype) for dtype in dtypes[:1] if dtype != hidden.dtype)]:
+        found = hidden.to(dtype)
+        with torch.no_grad(), suppress(TypeError, RuntimeError):  # one that takes more, or other hidden states
+            for module in tail:
+                found = module(found)
+        if found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(found, expected):
+            return casts
+    raise SplitRefusedError(
+        "what the model does between its last block and its head is more than its modules",
+        where=", ".join(tail_paths) or "after the last block",
+    )
 
 
 def _refuse_weights_at_both_ends(probe: nn.Module, tail_paths: tuple[str, ...], trace: _Trace) -> None:
@@ -350,5 +372,5 @@ def _carries(value: Any) -> bool:
         return all(_carries(item) for item in value)
     if type(value) is dict:
         return all(_carries(item) for item in value.values())
-    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark, SharedMark)
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark, SharedMark, ResultMark)
     return value is None or isinstance(value, plain)

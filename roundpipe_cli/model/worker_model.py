@@ -17,11 +17,10 @@ from roundpipe_cli.model.block_calls import (
     BackboneStub,
     BeforeBlocks,
     BlockCall,
-    CallRecorder,
     install_stubs,
     replace_module,
 )
-from roundpipe_cli.model.carried import carry_along
+from roundpipe_cli.model.carried import carry_along, weights_dtype
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
@@ -72,11 +71,12 @@ class WorkerModel:
         causal.train()
         isolate_expert_adapters(causal)
         fuse(causal, options.fused or FusedOps())
-        self._recorder = CallRecorder(split.num_blocks, split.result_length)
+        self._recorder = split.recorder()
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
         for path in split.tail_paths:
             replace_module(causal, path, BeforeBlocks(causal.get_submodule(path), self._recorder))
         self.blocks = install_stubs(causal, split.blocks_path, self._recorder)
+        self._dtype = weights_dtype(self.blocks)
         self._backbone = causal.get_submodule(split.backbone_path)
         self._backbone_stub = BackboneStub(split.output_type, self._backbone)
         replace_module(causal, split.backbone_path, self._backbone_stub)
@@ -236,7 +236,7 @@ class WorkerModel:
         if self._embedding._trainable:
             assert self._embedding.rows is not None
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
-        boundary, calls = carry_along(hidden, self._recorder.calls, self.split.shared)
+        boundary, calls = carry_along(hidden, self._recorder.calls, self.split.shared, self.split.handed, self._dtype)
         return Prologue(boundary, calls, tuple(leaves))
 
     def probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
@@ -356,6 +356,8 @@ class WorkerModel:
             first: how many rows came before; chunks draw their own random numbers.
         """
         rows = hidden[None]
+        if self.split.casts_tail:
+            rows = rows.to(next(weight.dtype for module in self._tail for weight in module.parameters()))
         with seeded(None if dropout_seed is None else layer_seed(dropout_seed, first, -3, -3)):
             for module in self._tail:
                 rows = module(rows)

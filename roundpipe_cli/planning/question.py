@@ -169,7 +169,8 @@ def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSetting
     of the host's memory. Otherwise only the last layer of each stage skips its own, which is too little to count."""
     skip = recipe.pipeline.skip_last_projection
     tokens = settings.num_microbatches * settings.tokens_per_microbatch
-    inputs_bytes = (len(architecture.blocks) + 2) * tokens * architecture.hidden_size * settings.dtype_bytes
+    columns = architecture.boundary_columns or architecture.hidden_size
+    inputs_bytes = (len(architecture.blocks) + 2) * tokens * columns * settings.dtype_bytes
     left = usable_host_bytes(machine) - (0 if settings.weights_on_disk else frozen_bytes(architecture, settings))
     return inputs_bytes <= INPUTS_SHARE * left if skip == "auto" else skip
 

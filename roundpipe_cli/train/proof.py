@@ -27,7 +27,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
-FORMAT = 4
+FORMAT = 5
 """Goes up when a proof means something else than before."""
 LIBRARIES = ("torch", "transformers", "peft")
 
@@ -79,14 +79,15 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
 
 def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build) -> Proof:
     """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
+    ways = {"packing": recipe.packs, "chunks": recipe.pipeline.num_chunks > 1}
     if recipe.kernels == "auto":
         try:
-            return _prove(model, split, build, packing=recipe.packs, fused=True)
+            return _prove(model, split, build, **ways, fused=True)
         except ParityRefusedError as error:
             problem = error.problems[0]
-        proof = _prove(model, split, build, packing=recipe.packs, fused=False)
+        proof = _prove(model, split, build, **ways, fused=False)
         return replace(proof, not_fused=f"{problem.where}: {problem.found}")
-    return _prove(model, split, build, packing=recipe.packs, fused=False)
+    return _prove(model, split, build, **ways, fused=False)
 
 
 def _prove(model: nn.Module, split: ModelSplit, build: Build, **how: bool) -> Proof:
@@ -118,6 +119,7 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
         "config": {key: value for key, value in config.to_dict().items() if key != "_name_or_path"},
         "parameters": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()],
         "packing": recipe.packs,
+        "chunks": recipe.pipeline.num_chunks > 1,
         "kernels": recipe.kernels,
         "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
     }

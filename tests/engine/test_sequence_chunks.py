@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.chunks import check_sequence_chunks
@@ -30,6 +31,7 @@ from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.schedule.validate import InvalidScheduleError, validate_schedule
 from roundpipe_cli.train.rows import describe_padded_to_chunks
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
 
 TOLERANCE = 1e-5
@@ -69,6 +71,25 @@ def assert_gradients_equal(rig: Rig) -> None:
             assert error < TOLERANCE, f"{name}: {error}"
             compared += 1
     assert compared
+
+
+@pytest.mark.parametrize(
+    ("model_type", "found"),
+    [("deepseek_v32", "update_indexer"), ("gemma4_text", "hands keys and values to its cache 0 times")],
+)
+def test_models_whose_chunks_fail_are_refused_before_a_run(model_type: str, found: str) -> None:
+    """Story: their masks were right, so they were accepted, and the first step ended in an error."""
+    model = build_skeleton(tiny_config_of(model_type), torch.float32)
+    split = split_model(model)
+    check_sequence_chunks(model, split, max_seq_length=64)
+    with pytest.raises(RefusedError, match="cannot train on sequences in chunks") as refused:
+        prove(model, split, chunks=True)
+    assert found in str(refused.value.problems[0].found)
+
+
+def test_chunks_are_part_of_the_proof() -> None:
+    rig = make_rig("llama")
+    assert prove(rig.skeleton, rig.split, chunks=True, fused=True).gradient_error < TOLERANCE
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli.engine.parity import ParityRefusedError, prove
+from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.all_linear import describe_left_out
+from roundpipe_cli.model.boundary_layout import Carried, Carry
+from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.packed_weights import quantizable_names
+from roundpipe_cli.model.reduced import reduce_model
 from roundpipe_cli.model.split import split_model
 from tests.support.every_type import tiny_config_of
 
@@ -79,10 +83,55 @@ def test_it_is_told_that_packed_rows_were_not_compared() -> None:
     )
 
 
-def test_a_result_that_only_the_next_block_reads_is_refused() -> None:
-    """zaya hands its router's states on; without float64 kernels it was accepted, with gradients off by a quarter."""
-    with pytest.raises(ParityRefusedError, match="would be trained wrong"):
-        errors("zaya")
+SHARED_KEYS = {"num_hidden_layers": 6, "indexer_types": ["full", "shared", "shared"] * 2, "index_topk": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model_type", "changes"), [("hy_v4", SHARED_KEYS), ("hy_v4", {}), ("zaya", {})])
+def test_results_that_the_next_block_reads_travel_along(
+    model_type: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Story: zaya hands its router's states on, hy_v4 the numbers of the keys that it chose; both were refused.
+
+    zaya's hidden states are float32 in a model in bfloat16, and are cast before its last norm.
+    """
+    model = build_skeleton(tiny_config_of(model_type, **changes), dtype)
+    split = split_model(model)
+    assert split.handed and split.casts_tail == (model_type == "zaya" and dtype == torch.bfloat16)
+    proof = prove(model, split)
+    assert proof.unproven == "" and max(proof.loss_error, proof.gradient_error) < 1e-5
+    with pytest.raises(RefusedError, match="sequences in chunks"):
+        check_sequence_chunks(model, split, max_seq_length=64)
+
+
+def test_blocks_left_out_of_the_proof_pass_on_what_they_are_given() -> None:
+    """Only the first blocks of a large model are tried; a later one reads what came through those left out."""
+    kinds = ["full", "shared", "shared", "full"]
+    model = build_skeleton(
+        tiny_config_of("hy_v4", num_hidden_layers=4, indexer_types=kinds, vocab_size=5000), torch.float32
+    )
+    split = split_model(model)
+    assert len(reduce_model(model, split).kept) < 4
+    proof = prove(model, split)
+    assert proof.unproven == "" and proof.gradient_error < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_whole_numbers_keep_their_bits_beside_hidden_states(dtype: torch.dtype) -> None:
+    """Numbers of tokens beyond 256 are none of bfloat16, and some of their bits are a NaN's."""
+    hidden = torch.randn(2, 3, 4).to(dtype)
+    numbers = torch.tensor([0, 255, 32_640, 65_535, 2_139_095_041, -1]).repeat(6).reshape(2, 3, 6)
+    form = Carried((2, 3, 6), torch.int64)
+    carry = Carry((2, 3, 4), dtype, {("result", 1): form}, (("result", 1),))
+    boundary = carry.pack(hidden, {("result", 1): numbers})
+    assert boundary.shape[-1] == carry.num_columns and boundary.dtype == dtype
+    found, parts = carry.unpack(boundary.clone().requires_grad_())
+    assert torch.equal(found, hidden) and torch.equal(parts["result", 1], numbers)
+    fewer = carry.pack(hidden, {("result", 1): numbers[..., :2]})
+    opened = replace(carry, tensors={("result", 1): replace(form, is_open=True)})
+    assert torch.equal(opened.unpack(fewer)[1]["result", 1], numbers[..., :2])
+    _, sample = carry.unpack(carry.sample(hidden))
+    assert not sample["result", 1].any(), "no number that a block could not use as an index"
 
 
 # -- linear layers that are none -------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from tests.support.e2e import make_model, make_workspace
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for, tiny_config
 
-AUTO: Any = SimpleNamespace(method="full", packing=False, packs=False, kernels="auto")
+WHOLE = SimpleNamespace(num_chunks=1)
+AUTO: Any = SimpleNamespace(method="full", packing=False, packs=False, kernels="auto", pipeline=WHOLE)
 """What a proof asks of a recipe."""
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
 

@@ -11,9 +11,12 @@ import torch
 
 from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.plan import plan_text
+from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.built_counts import built_architecture
 from roundpipe_cli.costs.counted_types import EXACT_TYPES, TIED_BY_DEFAULT, is_counted_exactly
 from roundpipe_cli.costs.find_model import find_config
+from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
 from roundpipe_cli.model.load import build_skeleton
@@ -57,6 +60,19 @@ def test_a_built_model_is_counted_to_the_last_parameter(tmp_path: Path, model_ty
     assert (max(experts) > 0) == (model_type in ("ernie4_5_moe", "gpt_oss"))
     for block in architecture.blocks:
         assert (block.active_mlp_params < block.mlp_params) == (block.num_experts > 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "columns"),
+    [("llama", 64), ("gemma4_text", 64 + 4 * 8), ("deepseek_v4", 4 * 64), ("hy_v4", 4 * 64 + 2 * 8)],
+)
+def test_what_travels_beside_hidden_states_is_planned(tmp_path: Path, model_type: str, columns: int) -> None:
+    """Inputs of each layer, streams of hidden states, the numbers of chosen keys: `plan` left all of them out."""
+    folder, _ = put_model(tmp_path, model_type, **({"index_topk": 8} if model_type == "hy_v4" else {}))
+    architecture = built_architecture(counts_of(folder, "here"), name="here", source="a test")
+    settings = TrainingSettings(dtype="bfloat16", max_seq_length=100, micro_batch_size=1)
+    layers = analytic_costs(architecture, settings, parse_hardware("1x4090")).costs.layers
+    assert {layer.boundary_bytes for layer in layers[:-1]} == {100 * columns * 2}
 
 
 def test_the_tables_are_taken_only_where_they_are_exact() -> None:
