@@ -60,3 +60,26 @@ def test_a_turn_ends_with_its_error_and_may_be_taken_within_itself() -> None:
     taken.start()
     taken.join(60)
     assert not taken.is_alive()
+
+
+def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of others that are each short enough, or one whose beginning nobody knows."""
+    monkeypatch.setattr(module, "MOST_STUCK_TURNS", 2)
+    turns, go, passed = IssueTurns(stuck_s=0.01), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns.turn():
+            with turns.turn():
+                pass
+            passed.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert passed.wait(60)
+    start_s = time.perf_counter()
+    with turns.turn():
+        assert turns.num_stuck == 0
+    assert time.perf_counter() - start_s >= 0.02
+    go.set()
+    thread.join()

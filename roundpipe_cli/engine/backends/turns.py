@@ -17,6 +17,9 @@ STUCK_S = 0.05
 MAX_STUCK = 8
 """Passes that wait for their device, after which nobody takes turns any more: the others would wait with it."""
 
+MOST_STUCK_TURNS = 20
+"""Nobody waits for a turn for longer than so many stuck ones would take."""
+
 
 class IssueTurns:
     """One for all GPUs of a process. Says nothing about results, which do not depend on who issues when."""
@@ -43,9 +46,13 @@ class IssueTurns:
     def _take(self) -> bool:
         if self.num_stuck >= MAX_STUCK:
             return False
+        asked_s = time.perf_counter()
         while not self._lock.acquire(timeout=self._stuck_s):
-            if time.perf_counter() - self._since_s > self._stuck_s:
+            now_s = time.perf_counter()
+            if now_s - self._since_s > self._stuck_s:
                 self.num_stuck += 1
+                return False
+            if now_s - asked_s > MOST_STUCK_TURNS * self._stuck_s:  # many others were faster
                 return False
         self._since_s = time.perf_counter()
         return True
