@@ -84,6 +84,10 @@ def no_decoder(name: str, model_type: str, architectures: object) -> RefusedErro
 # --- packed rows, and sequences in chunks ---------------------------------------------------------------------------
 
 
+NO_MASK = "a block that is given no mask for packed rows"
+MASK_OF_ONE = "a mask that lets a row see the row before it"
+
+
 def packing_refusal(where: str, found: str) -> RefusedError:
     return RefusedError(
         "this model cannot train on packed rows: they would see each other",

@@ -176,7 +176,20 @@ def test_packed_rows_and_scaled_positions(folder: Path) -> None:
 
 # --- what is known of types -----------------------------------------------------------------------------------------
 
-BUILT = ("qwen3_next", "minimax", "bloom", "mpt", "xlnet", "cpmant")
+BUILT = (
+    "qwen3_next",
+    "minimax",
+    "bloom",
+    "mpt",
+    "xlnet",
+    "cpmant",
+    "opt",
+    "roberta",
+    "bart",
+    "falcon",
+    "xglm",
+    "lfm2_moe",
+)
 """Types of the tables that are small to build; all of the tables were tried in the same way."""
 
 
