@@ -33,6 +33,7 @@ SPLIT: dict[str, tuple[str, str, str]] = {
 STATEFUL: dict[str, tuple[str, str]] = {
     "bailing_hybrid": ("self_attn.conv1d", "Conv1d"),
     "bamba": ("mamba.conv1d", "Conv1d"),
+    "deepseek_v4": ("self_attn.compressor", "DeepseekV4CSACompressor"),
     "falcon_h1": ("mamba.conv1d", "Conv1d"),
     "falcon_mamba": ("", "FalconMambaBlock"),
     "granitemoehybrid": ("mamba", "GraniteMoeHybridMambaLayer"),
@@ -93,7 +94,7 @@ PROVEN = frozenset(
     }
 )
 """Types whose loss and gradients are compared with plain PyTorch's by the project's own tests."""
-_STATEFUL_KIND = re.compile(r"mamba|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
+_STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
 """In the kinds of blocks that a configuration lists."""
 
 

@@ -188,7 +188,6 @@ BUILT = (
     "bart",
     "falcon",
     "xglm",
-    "lfm2_moe",
 )
 """Types of the tables that are small to build; all of the tables were tried in the same way."""
 
