@@ -85,6 +85,14 @@ UNMASKED = frozenset(
 """Types that make no mask from position ids, so that packed rows would see each other."""
 MASKED_AS_ONE = frozenset({"afmoe", "falcon", "megatron-bert", "rembert", "xglm"})
 """Types whose mask takes packed rows for one."""
+FUSED_EXPERTS = frozenset(
+    {
+        *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
+        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum"),
+        *("minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+    }
+)
+"""Types whose fused experts get adapters from `all-linear`."""
 PROVEN = frozenset(
     {
         *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen2_moe", "mistral", "mixtral", "gemma", "gemma2"),
