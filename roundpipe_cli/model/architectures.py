@@ -84,6 +84,21 @@ def no_decoder(name: str, model_type: str, architectures: object) -> RefusedErro
 # --- packed rows, and sequences in chunks ---------------------------------------------------------------------------
 
 
+def dropout_refusal(dropout: float) -> RefusedError:
+    """The refusal of LoRA with dropout on experts whose weights are fused: PEFT has none there."""
+    return RefusedError(
+        "adapters on fused experts have no dropout",
+        where="lora.dropout",
+        found=f"{dropout:g}",
+        expected="0",
+        hint="lora.dropout=0, or leave the experts out with lora.target_modules",
+    )
+
+
+NO_MASK = "a block that is given no mask for packed rows"
+MASK_OF_ONE = "a mask that lets a row see the row before it"
+
+
 def packing_refusal(where: str, found: str) -> RefusedError:
     return RefusedError(
         "this model cannot train on packed rows: they would see each other",

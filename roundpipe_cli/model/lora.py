@@ -17,6 +17,7 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
 from roundpipe_cli.model.all_linear import left_out_pattern
+from roundpipe_cli.model.architectures import dropout_refusal
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 
 ADAPTER = "default"
@@ -89,6 +90,8 @@ def add_lora(
             raise RefusedError(
                 "DoRA cannot adapt this model", where="lora.use_dora", found=reason, hint=hint
             ) from error
+        if settings.dropout and "lora_dropout" in reason:
+            raise dropout_refusal(settings.dropout) from error
         raise RefusedError(
             "LoRA finds nothing to adapt",
             where="lora.target_modules",

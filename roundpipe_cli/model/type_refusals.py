@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.architectures import chunk_refusal, packing_refusal, scaled_by_length
+from roundpipe_cli.model.architectures import MASK_OF_ONE, NO_MASK, chunk_refusal, packing_refusal, scaled_by_length
 
 _UNSUPPORTED = "this architecture is not supported; choose another model"
 _SHAPE = "a block is not given hidden states of the usual shape"
@@ -33,6 +33,7 @@ SPLIT: dict[str, tuple[str, str, str]] = {
 STATEFUL: dict[str, tuple[str, str]] = {
     "bailing_hybrid": ("self_attn.conv1d", "Conv1d"),
     "bamba": ("mamba.conv1d", "Conv1d"),
+    "deepseek_v4": ("self_attn.compressor", "DeepseekV4CSACompressor"),
     "falcon_h1": ("mamba.conv1d", "Conv1d"),
     "falcon_mamba": ("", "FalconMambaBlock"),
     "granitemoehybrid": ("mamba", "GraniteMoeHybridMambaLayer"),
@@ -42,6 +43,7 @@ STATEFUL: dict[str, tuple[str, str]] = {
     "lfm3": ("conv", "Lfm3ShortConv"),
     "mamba": ("", "MambaBlock"),
     "mamba2": ("", "Mamba2Block"),
+    "lfm2_moe": ("conv", "Lfm2MoeShortConv"),
     "minimax": ("self_attn", "MiniMaxLightningAttention"),
     "nemotron_h": ("mixer", "NemotronHMamba2Mixer"),
     "olmo_hybrid": ("", "OlmoHybridLinearAttentionDecoderLayer"),
@@ -50,16 +52,47 @@ STATEFUL: dict[str, tuple[str, str]] = {
     "qwen3_5_moe_text": ("linear_attn", "Qwen3_5MoeGatedDeltaNet"),
     "qwen3_5_text": ("linear_attn", "Qwen3_5GatedDeltaNet"),
     "qwen3_next": ("linear_attn", "Qwen3NextGatedDeltaNet"),
+    "qwen4_exp": ("linear_attn", "Qwen4ExpTextGatedDeltaNet"),
+    "qwen4_exp_text": ("linear_attn", "Qwen4ExpTextGatedDeltaNet"),
     "recurrent_gemma": ("", "RecurrentGemmaDecoderLayer"),
     "rwkv": ("", "RwkvBlock"),
     "xlstm": ("", "xLSTMBlock"),
+    "zaya": ("self_attn.qkv_proj.conv_qk_depthwise", "Conv1d"),
 }
 """Module of a block, and its class, that carries state from token to token."""
 NO_POSITION_IDS = {
+    "bart": ("model.decoder", "BartDecoder"),
+    "bigbird_pegasus": ("model.decoder", "BigBirdPegasusDecoder"),
+    "blenderbot": ("model.decoder", "BlenderbotDecoder"),
+    "blenderbot-small": ("model.decoder", "BlenderbotSmallDecoder"),
     "bloom": ("transformer", "BloomModel"),
+    "marian": ("model.decoder", "MarianDecoder"),
+    "mbart": ("model.decoder", "MBartDecoder"),
+    "moss_transcribe_diarize": ("model", "MossTranscribeDiarizeModel"),
     "mpt": ("transformer", "MptModel"),
+    "mvp": ("model.decoder", "MvpDecoder"),
+    "pegasus": ("model.decoder", "PegasusDecoder"),
+    "plbart": ("model.decoder", "PLBartDecoder"),
+    "roformer": ("roformer", "RoFormerModel"),
     "trocr": ("model.decoder", "TrOCRDecoder"),
 }
+UNMASKED = frozenset(
+    {
+        *("bert", "bert-generation", "biogpt", "camembert", "data2vec-text", "electra", "ernie", "openai-gpt", "opt"),
+        *("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl"),
+    }
+)
+"""Types that make no mask from position ids, so that packed rows would see each other."""
+MASKED_AS_ONE = frozenset({"afmoe", "falcon", "megatron-bert", "rembert", "xglm"})
+"""Types whose mask takes packed rows for one."""
+FUSED_EXPERTS = frozenset(
+    {
+        *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
+        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum"),
+        *("minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+    }
+)
+"""Types whose fused experts get adapters from `all-linear`."""
 PROVEN = frozenset(
     {
         *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen2_moe", "mistral", "mixtral", "gemma", "gemma2"),
@@ -69,7 +102,7 @@ PROVEN = frozenset(
     }
 )
 """Types whose loss and gradients are compared with plain PyTorch's by the project's own tests."""
-_STATEFUL_KIND = re.compile(r"mamba|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
+_STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
 """In the kinds of blocks that a configuration lists."""
 
 
@@ -100,6 +133,10 @@ def check_type(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_se
     if packing and model_type in NO_POSITION_IDS:
         where, kind = NO_POSITION_IDS[model_type]
         raise packing_refusal(where, f"{kind} takes no position ids")
+    if packing and model_type in UNMASKED:
+        raise packing_refusal("block.0", NO_MASK)
+    if packing and model_type in MASKED_AS_ONE:
+        raise packing_refusal("block.0", MASK_OF_ONE)
 
 
 def stateful_block(config: Mapping[str, Any], model_type: str) -> tuple[str, str] | None:

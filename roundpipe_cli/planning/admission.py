@@ -11,9 +11,9 @@ from pathlib import Path
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.architectures import check_architecture
+from roundpipe_cli.model.architectures import check_architecture, dropout_refusal
 from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
-from roundpipe_cli.model.type_refusals import PROVEN, check_type
+from roundpipe_cli.model.type_refusals import FUSED_EXPERTS, PROVEN, check_type
 from roundpipe_cli.model.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.recipe.schema import Recipe
 
@@ -38,6 +38,18 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
         chunks=recipe.pipeline.num_chunks > 1,
         max_seq_length=recipe.max_seq_length,
     )
+
+
+def check_adapters(architecture: Architecture, recipe: Recipe) -> None:
+    """Refuse adapters that `finetune` would refuse.
+
+    Raises:
+        RefusedError: as there.
+    """
+    lora, has_experts = recipe.lora, any(block.num_experts for block in architecture.blocks)
+    adapts_all = recipe.method == "lora" and lora.target_modules == "all-linear" and lora.start_from is None
+    if lora.dropout and adapts_all and has_experts and architecture.model_type in FUSED_EXPERTS:
+        raise dropout_refusal(lora.dropout)
 
 
 def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:

@@ -19,6 +19,7 @@ from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, parse_con
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.architectures import model_types
 from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import split_model
@@ -174,9 +175,39 @@ def test_packed_rows_and_scaled_positions(folder: Path) -> None:
     ask(load_recipe(folder / "recipe.yaml", ["packing=true", "max_seq_length=128"]), "1x4090")
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_dropout_on_fused_experts_is_refused_alike(tmp_path: Path, model_type: str) -> None:
+    """`plan` planned it, and `finetune` said that LoRA finds nothing to adapt."""
+    config = tiny_config(model_type)
+    (tmp_path / "model").mkdir()
+    config.save_pretrained(str(tmp_path / "model"))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: model\nmethod: lora\nlora: {dropout: 0.1}\ndatasets: [{path: rows.jsonl}]\n")
+    with pytest.raises(RefusedError) as planned:
+        make_plan(load_recipe(recipe))
+    with pytest.raises(RefusedError) as tuned:
+        add_lora(
+            build_skeleton(config, torch.float32), LoraSettings(4, 8, dropout=0.1), dtype=torch.float32, base_name="m"
+        )
+    assert planned.value.problems == tuned.value.problems and "have no dropout" in planned.value.problems[0].what
+    make_plan(load_recipe(recipe, ["lora.target_modules=[q_proj]"]))
+
+
 # --- what is known of types -----------------------------------------------------------------------------------------
 
-BUILT = ("qwen3_next", "minimax", "bloom", "mpt", "xlnet", "cpmant")
+BUILT = (
+    "qwen3_next",
+    "minimax",
+    "bloom",
+    "mpt",
+    "xlnet",
+    "cpmant",
+    "opt",
+    "roberta",
+    "bart",
+    "falcon",
+    "xglm",
+)
 """Types of the tables that are small to build; all of the tables were tried in the same way."""
 
 
