@@ -95,8 +95,9 @@ def table(files: list[Path]) -> str:
         "",
         f"Made by `scripts/sweep_models.py` on {date.today()} with {versions}, each type at tiny size in float32.",
         "`full`, `lora`, `packing` and `chunks` (sequences in chunks): largest relative error of loss and gradients "
-        "against the model's own code, with `kernels: reference` and `auto`. `not fused`: a run leaves `auto` there, and "
-        "says so. `UNPROVEN`: a run says what could not be compared. `count`: `plan`'s count of parameters is the model's.",
+        "against the model's own code, with `kernels: reference` and `auto`. `not fused`: a run leaves `auto` there, "
+        "and says so. `UNPROVEN`: a run says what could not be compared. `count`: `plan`'s count of parameters is that "
+        "of the model.",
         "",
         _totals(list(found.values())),
         "",
