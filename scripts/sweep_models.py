@@ -29,6 +29,9 @@ from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 from tests.support.try_type import COLUMNS, try_type
 
+LONGEST = 220
+"""Characters of an answer in the table."""
+
 
 def try_one(model_type: str) -> dict[str, str]:
     """The answers for one type."""
@@ -91,17 +94,45 @@ def table(files: list[Path]) -> str:
         "# Model types",
         "",
         f"Made by `scripts/sweep_models.py` on {date.today()} with {versions}, each type at tiny size in float32.",
-        "`full` and `lora`: largest relative error of loss and gradients against the model's own code.",
+        "`full`, `lora`, `packing` and `chunks` (sequences in chunks): largest relative error of loss and gradients "
+        "against the model's own code, with `kernels: reference` and `auto`. `not fused`: a run leaves `auto` there, "
+        "and says so. `UNPROVEN`: a run says what could not be compared. `count`: `plan`'s count of parameters is that "
+        "of the model.",
+        "",
+        _totals(list(found.values())),
         "",
         f"| type | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",
     ]
     for name in sorted(found):
-        cells = [str(found[name].get(column, "not tried")).replace("|", "/")[:140] for column in COLUMNS]
-        if "full" not in found[name]:
-            cells[0] = "not tried: " + str(next(iter(found[name].values())))[:100].replace("|", "/").replace("\n", " ")
+        cells = _cells(found[name])
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _totals(answers: list[dict[str, Any]]) -> str:
+    """How many types do what, in one line."""
+    tried = [answer for answer in answers if "full" in answer]
+    both = sum(all(answer[way].startswith("yes") for way in ("full", "lora")) for answer in tried)
+    crashes = sum("CRASH" in str(answer) for answer in tried) + sum("died" in answer for answer in answers)
+    parts = [f"{len(answers)} types: {both} train by LoRA and fully"]
+    parts += [f"{sum(answer[way].startswith('yes') for answer in tried)} {way}" for way in COLUMNS[2:5]]
+    parts.append(f"{sum(answer['count'] == 'yes' for answer in tried)} counted to the last parameter")
+    return ", ".join([*parts, f"{len(answers) - len(tried)} not tried, {crashes} crashes"]) + "."
+
+
+def _cells(answers: dict[str, Any]) -> list[str]:
+    """A row of the table; a reason that holds for all columns stands once."""
+    if "full" not in answers:
+        return ["not tried: " + _short(next(iter(answers.values()))), *["not tried"] * (len(COLUMNS) - 1)]
+    same = not answers["full"].startswith("yes")
+    cells = [_short(answers[column]) for column in COLUMNS]
+    return [cells[0], *("refused" if same and not cell.startswith("yes") else cell for cell in cells[1:])]
+
+
+def _short(answer: object) -> str:
+    text = " ".join(str(answer).replace("|", "/").split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def warm_up() -> None:

@@ -7,6 +7,7 @@ takes no connection within `CONNECT_S` is not reachable, and whoever asked falls
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -49,6 +50,33 @@ class Repository:
     def where(self) -> str:
         """The recipe's key, for errors."""
         return "model" if self.kind == "model" else f"datasets: {self.name}"
+
+
+_NOT_OF_A_HUB = {"FileMetadataError", "JSONDecodeError", "TooManyRedirects", "AttributeError", "KeyError", "TypeError"}
+"""Names of exceptions of the library that could not read an answer."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+def no_hub(repository: Repository, found: str) -> RefusedError:
+    """The refusal of an answer that no hub gives."""
+    return RefusedError(
+        "what answers in the hub's place is no hub",
+        where=repository.where,
+        found=found,
+        expected="the answers of a hub",
+        hint="check HF_ENDPOINT and the proxy",
+    )
+
+
+def check_name(repository: Repository, what: str, name: object) -> str:
+    """A name that the hub sent, from which a path in the cache is made.
+
+    Raises:
+        RefusedError: it could lead elsewhere.
+    """
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+        raise no_hub(repository, f"{what} {str(name)[:100]!r}")
+    return name
 
 
 class UnreachableError(Exception):
@@ -177,14 +205,8 @@ def _translated(repository: Repository, error: BaseException, attempts: int) -> 
         return UnreachableError(_short(error))
     if status is not None:
         return _refusal(repository, names, status, error, attempts)
-    if names & {"FileMetadataError", "JSONDecodeError"}:
-        return RefusedError(
-            "what answers in the hub's place is no hub",
-            where=repository.where,
-            found=_short(error),
-            expected="the answers of a hub",
-            hint="check HF_ENDPOINT and the proxy",
-        )
+    if names & _NOT_OF_A_HUB:
+        return no_hub(repository, _short(error))
     if "HFValidationError" in names:
         return RefusedError("not a hub id", where=repository.where, found=repository.name, expected=_short(error))
     return error

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from roundpipe_cli.durable import disk_error, free_bytes
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Fetching, Notice, Say, Tell
-from roundpipe_cli.hub.ask import READ_S, TIMEOUT, UnreachableError, ask
+from roundpipe_cli.hub.ask import READ_S, TIMEOUT, UnreachableError, ask, check_name
 from roundpipe_cli.hub.listing import Listing, repository_folder, snapshot_folder
 from roundpipe_cli.hub.quiet import library_messages
 from roundpipe_cli.hub.sink import Sink, StoppedFetchError, hashes
@@ -238,6 +238,7 @@ class _Fetch:
         try:
             found = ask(repository, question, self._notice)
             if found.etag is not None:
+                check_name(repository, "ETag", found.etag)
                 if found.xet_file_data is not None and _has_xet():
                     with self._watched(found.etag):
                         _link(self._listing, name, commit, self._notice)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundpipe_cli.events import Say
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask, is_offline
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask, check_name, is_offline, no_hub
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,12 @@ def _ask_listing(api: object, repository: Repository, revision: str | None, tell
     for entry in getattr(info, "siblings", None) or ():
         lfs = entry.lfs
         sha256 = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
+        texts = (entry.rfilename, entry.blob_id or "", sha256 or "")
+        if not all(isinstance(text, str) for text in texts) or not isinstance(entry.size, (int, type(None))):
+            raise no_hub(repository, f"a file {entry.rfilename!r} of {entry.size!r} bytes"[:200])
         files[entry.rfilename] = RemoteFile(entry.rfilename, entry.size, entry.blob_id, sha256)
-    return Listing(repository, revision, str(getattr(info, "sha", "") or revision), files)
+    commit = check_name(repository, "commit", getattr(info, "sha", None) or revision)
+    return Listing(repository, revision, commit, files)
 
 
 def repository_folder(name: str) -> Path:

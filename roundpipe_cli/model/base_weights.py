@@ -16,9 +16,9 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, find_conversions
 from roundpipe_cli.model.stored.gguf import gguf_weights
-from roundpipe_cli.model.stored.names import base_name, is_adapter, own_shapes, tied_names
+from roundpipe_cli.model.stored.names import base_name, conv1d_names, is_adapter, own_shapes, tied_names
 from roundpipe_cli.model.stored.quantized import find_stored
-from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, turned
 
 MOST_TENSORS_PER_WEIGHT = 2048
 """A fused weight of experts may come as a tensor per expert and projection; more is no model's."""
@@ -66,6 +66,9 @@ class BaseWeights(Mapping[str, torch.Tensor]):
                 for targets, read in found
             ]
         self.stored = find_stored(source.folder, dtype)
+        for name in conv1d_names(self._model) & self.stored.keys():
+            if self.stored[name].is_quantized:
+                self.stored[name] = turned(self.stored[name])
         own = own_shapes(self._model)
         if len(self.stored) > MOST_TENSORS_PER_WEIGHT * len(own):
             raise RefusedError(

@@ -24,7 +24,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.plain_files import read_regular
 
-FORMAT = 2
+FORMAT = 3
 """Goes up when a document means something else than before."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
@@ -40,7 +40,14 @@ _FIGURES = {
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k"),
+    "num_experts_per_tok": (
+        "num_experts_per_tok",
+        "moe_k",
+        "moe_topk",
+        "num_experts_per_token",
+        "top_k_experts",
+        "top_k",
+    ),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
     "sliding_window": ("sliding_window",),
 }

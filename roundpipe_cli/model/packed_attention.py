@@ -50,6 +50,16 @@ class PackedRows:
     def __repr__(self) -> str:
         return f"PackedRows(window={self.window})"  # equal for all blocks that compute the same
 
+    def __getitem__(self, places: Any) -> PackedRows:
+        """The same, for slices of everything: gemma4 with shared keys cuts masks to the tokens that have logits.
+
+        Raises:
+            TypeError: less than everything.
+        """
+        if all(one in (slice(None), slice(0, None)) for one in places):
+            return self
+        raise TypeError(f"a part of a mask of packed rows: {places}")
+
     def map_tensors(self, function: Callable[[Any], Any]) -> PackedRows:
         """The same with `function` applied to `ends`, e.g. to move it to a device."""
         return replace(self, ends=function(self.ends))

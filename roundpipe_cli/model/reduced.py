@@ -19,6 +19,7 @@ from torch import nn
 
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.block_calls import BlockCall, ResultMark, install_stubs
+from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
@@ -70,6 +71,10 @@ class SkippedBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, ChunkCache):  # it wants keys and values of every block
+                column = hidden.flatten(2)[:, None, :, :1]
+                value.update(column, column, 0)
         if self._result_length == 0:
             return hidden
         given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]

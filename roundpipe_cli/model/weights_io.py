@@ -73,7 +73,8 @@ def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
     """
     if not any(is_nf4(weight) for weight in group.stored.values()):
         return None
-    if group.conversion is not None and group.conversion.rule is not None:
+    is_turned = any(weight.is_turned for weight in group.stored.values())
+    if is_turned or (group.conversion is not None and group.conversion.rule is not None):
         raise RefusedError(
             "the files hold this architecture's weights in another arrangement, which cannot be read in 4 bit",
             where=source.name,

@@ -358,6 +358,32 @@ def test_a_hub_that_is_gone(hub: ModelHub, tmp_path: Path) -> None:
     assert f"a file of the weights is missing\n  found: no {SHARDS[0]}" in done.err
 
 
+@pytest.mark.parametrize(
+    "listing",
+    [
+        b"<html>sign in</html>",
+        b"[1, 2]",
+        b'{"id": "me/tiny", "sha": "../../../x", "siblings": []}',
+        b'{"id": "me/tiny", "sha": "aaaa", "siblings": [{"rfilename": 7}]}',
+        b'{"id": "me/tiny", "sha": "aaaa", "siblings": [{"rfilename": "config.json", "size": "many"}]}',
+    ],
+)
+def test_what_is_no_listing_is_refused(hub: ModelHub, tmp_path: Path, listing: bytes) -> None:
+    """Story: a proxy's page of another form was "a bug of roundpipe"."""
+    hub.listing = listing
+    done = download(hub, tmp_path).expect(2)
+    assert done.err.count("error: ") == 1 and "what answers in the hub's place is no hub" in done.err
+    assert "check HF_ENDPOINT" in done.err and hub.gets() == []
+
+
+def test_a_name_that_leads_out_of_the_cache_is_refused(hub: ModelHub, tmp_path: Path) -> None:
+    """Story: the bytes came to lie where a file's ETag led, anywhere on the disk."""
+    hub.etag = f"../../../../..{tmp_path}/outside"
+    done = download(hub, tmp_path).expect(2)
+    assert "what answers in the hub's place is no hub" in done.err and "found: ETag" in done.err
+    assert not (tmp_path / "outside").exists() and not list(tmp_path.glob("outside*"))
+
+
 def test_an_older_whole_commit_stands_in_for_a_newer_part(hub: ModelHub, tmp_path: Path) -> None:
     """`plan` fetches the newest config.json only, and then the network goes."""
     download(hub, tmp_path).expect(0)

@@ -205,8 +205,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
 }
 
 
-def save_quantized(folder: Path, model_type: str, name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A tiny checkpoint in a format; the model with the reference's weights, and those by name in the files."""
+def save_quantized(
+    folder: Path, model_type: str, name: str, matrices: str = "_proj."
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A tiny checkpoint in a format; the model with the reference's weights, and those by name in the files.
+
+    Args:
+        matrices: part of the names of what is quantised.
+    """
     from transformers import AutoModelForCausalLM
 
     settings, make = FORMATS[name]
@@ -216,8 +222,10 @@ def save_quantized(folder: Path, model_type: str, name: str) -> tuple[torch.nn.M
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
     plain, files, references = load_file(path), {}, {}
     for key, tensor in plain.items():
-        if tensor.ndim == 2 and "_proj." in key:
-            made, weight = make(tensor.shape, generator)
+        if tensor.ndim == 2 and matrices in key:
+            is_turned = model_type == "gpt2"  # Conv1D has its inputs first, files have outputs first
+            made, weight = make(torch.Size(reversed(tensor.shape)) if is_turned else tensor.shape, generator)
+            weight = weight.T if is_turned else weight
             files |= {f"{key.removesuffix('weight')}{end}": part.contiguous() for end, part in made.items()}
             references[key] = weight
         else:
@@ -264,6 +272,30 @@ def test_dequantised_weights_are_those_of_the_published_layout(tmp_path: Path, n
             check_one_rounding(store.views[key], references[key])
         else:
             assert torch.equal(store.views[key], parameter), key
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq"])
+def test_quantised_conv1d_is_turned(tmp_path: Path, name: str) -> None:
+    """Story: files hold gpt2's matrices with outputs first; square ones were taken as they are, others refused."""
+    model, references = save_quantized(tmp_path, "gpt2", name, matrices="c_")
+    store, _ = load(tmp_path)
+    kinds = {key.rsplit(".", 2)[1]: tuple(weight.shape) for key, weight in references.items()}
+    assert kinds["c_proj"] != kinds["c_attn"]
+    for key, weight in references.items():
+        assert tuple(store.views[key].shape) == tuple(model.get_parameter(key).shape)
+        check_one_rounding(store.views[key], weight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_first_loss_is_that_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+    model, _ = save_quantized(tmp_path, "llama", name)
+    store, _ = load(tmp_path)
+    ids = torch.arange(24).reshape(2, 12) % 128
+    with torch.no_grad():
+        expected = float(model(input_ids=ids, labels=ids).loss)
+        for key, parameter in model.named_parameters():
+            parameter.copy_(store.views[key])
+        assert float(model(input_ids=ids, labels=ids).loss) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "pack-4", "gptq-4", "modelopt-nvfp4"])

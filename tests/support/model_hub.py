@@ -44,6 +44,10 @@ class ModelHub:
     """Bytes after which the connection breaks, once for each file."""
     has_ranges: bool = True
     is_cut: set[str] = field(default_factory=set)
+    listing: bytes | None = None
+    """Answered in place of a listing."""
+    etag: str | None = None
+    """Answered in place of each file's."""
 
     def gets(self) -> list[str]:
         """Files that were asked for, in their order."""
@@ -114,6 +118,8 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
             return self._file(file, content, hub.commit if revision == "main" else revision)
 
         def _listing(self, model: str, revision: str) -> None:
+            if hub.listing is not None:
+                return self._answer(200, hub.listing, {"Content-Type": "application/json"})
             if model not in hub.models:
                 return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
             if revision not in ("main", hub.commit, COMMIT):
@@ -130,7 +136,7 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
             return self._answer(200, body, {"Content-Type": "application/json"})
 
         def _file(self, file: str, content: bytes, commit: str) -> None:
-            etag = _sha256(file, content) or _git(content)
+            etag = hub.etag or _sha256(file, content) or _git(content)
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             if self.command == "HEAD":
                 self.send_response(200)

@@ -26,6 +26,14 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: [n for n in group if n != name] for group in groups.values() for name in group if len(group) > 1}
 
 
+def conv1d_names(model: nn.Module) -> set[str]:
+    """Weights of transformers' Conv1D, [inputs, outputs], with and without the backbone's prefix."""
+    kinds = ((path, type(module).__name__) for path, module in model.named_modules())
+    names = {base_name(f"{path}.weight") for path, kind in kinds if kind == "Conv1D"}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return names | {name.removeprefix(prefix) for name in names}
+
+
 def own_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Base weights under all their names, and buffers that a checkpoint holds."""
     state = model.state_dict(keep_vars=True)

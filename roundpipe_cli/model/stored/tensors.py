@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class StoredTensor:
     dtype: torch.dtype
     """In which it is read."""
     unpack: Unpack | None = None
+    is_turned: bool = False
+    """What `unpack` returns is transposed: quantised files hold a Conv1D as a Linear, outputs first."""
 
     @property
     def is_quantized(self) -> bool:
@@ -92,6 +94,8 @@ class StoredTensor:
                 where=f"{where.path}: {where.key}",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
             ) from error
+        if self.is_turned:
+            weight = weight.T.contiguous()
         if weight.shape != self.shape:
             raise RefusedError(
                 "a quantised weight is not whole",
@@ -100,6 +104,11 @@ class StoredTensor:
                 expected=f"shape {list(self.shape)}",
             )
         return weight
+
+
+def turned(weight: StoredTensor) -> StoredTensor:
+    """The transpose of a quantised matrix."""
+    return replace(weight, shape=torch.Size(reversed(weight.shape)), is_turned=not weight.is_turned)
 
 
 def plain(piece: FileTensor) -> StoredTensor:

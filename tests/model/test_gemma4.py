@@ -1,0 +1,81 @@
+"""Gemma 4's text model in every combination of what it may have: bits, 4 bit, plan's count, a merged model's names."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from roundpipe_cli.costs.built_counts import built_architecture
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.meta_counts import counts_of
+from tests.model.test_carried import EXPERTS, FOUR
+from tests.support.e2e import finetune, make_tokenizer, make_workspace, metrics
+from tests.support.every_type import tiny_config_of
+from tests.train.test_export_names import adapter, layout, logits_of, merge
+
+PARTS: dict[str, dict[str, Any]] = {
+    "shared keys": {"num_kv_shared_layers": 2},
+    "no inputs of each layer": {"hidden_size_per_layer_input": 0},
+    "experts": EXPERTS,
+}
+VOCABULARY = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
+COMBINATIONS = [names for count in range(len(PARTS) + 1) for names in itertools.combinations(PARTS, count)]
+
+
+def save(folder: Path, names: tuple[str, ...], dtype: torch.dtype = torch.float32) -> Any:
+    changes = {key: value for name in names for key, value in PARTS[name].items()}
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = tiny_config_of("gemma4_text", **FOUR, **changes, **VOCABULARY)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return model
+
+
+BROKEN = {"shared keys", "no inputs of each layer"}
+"""transformers 5.23 itself fails with these two together."""
+
+
+@pytest.mark.parametrize("names", [names for names in COMBINATIONS if set(names) >= BROKEN], ids=", ".join)
+def test_what_transformers_cannot_compute_is_refused_with_its_words(tmp_path: Path, names: tuple[str, ...]) -> None:
+    model = save(tmp_path / "base", names)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        model(input_ids=torch.arange(10)[None], use_cache=False)
+    with pytest.raises(RefusedError) as refused:
+        counts_of(tmp_path / "base", "here")
+    assert "not subscriptable" in str(refused.value.problems[0].found)
+
+
+@pytest.mark.parametrize("names", [names for names in COMBINATIONS if not set(names) >= BROKEN], ids=", ".join)
+def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> None:
+    model = save(tmp_path / "base", names)
+    counted = built_architecture(counts_of(tmp_path / "base", "here"), name="here", source="a test")
+    assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
+    adapted = adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    assert merge(tmp_path).has_base_names
+    assert layout(tmp_path / "merged") == layout(tmp_path / "base")
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected = logits_of(adapted)
+    assert torch.allclose(logits_of(merged), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("names", [(), ("shared keys", "experts")], ids=", ".join)
+def test_runs_in_4_bit_have_equal_bits_on_one_and_two_workers(tmp_path: Path, names: tuple[str, ...]) -> None:
+    save(tmp_path / "made", names, torch.bfloat16)
+    work = make_workspace(tmp_path / "w", tmp_path / "made")
+    losses = []
+    for count in (1, 2):
+        out = f"out{count}"
+        words = [f"model={work}/model", "load_in_4bit=true", f"pipeline.devices=[{', '.join(['cpu'] * count)}]"]
+        finetune(work, *words, "max_steps=3", f"output_dir={out}").expect(0)
+        losses.append([row["loss"] for row in metrics(work / out)])
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
