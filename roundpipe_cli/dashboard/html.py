@@ -174,7 +174,12 @@ def _legend(*entries: tuple[str, str]) -> str:
 
 
 _WORK_LEGEND = _legend(
-    ("f", "forward"), ("r", "recompute"), ("b", "backward"), ("idle", "idle"), ("wait", "upload"), ("faint", "download")
+    ("f", "forward"),
+    ("r", "recompute"),
+    ("b", "backward, with its forward in the stage of the loss"),
+    ("idle", "idle"),
+    ("wait", "upload"),
+    ("faint", "download"),
 )
 
 
