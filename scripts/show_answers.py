@@ -121,6 +121,8 @@ def answer_all(model_name: str, adapter: Path, prompts: list[str], max_new_token
     """Each prompt with the base model's answer and the fine-tuned one's."""
     say("loading torch and transformers ...")
     quiet_libraries()
+    import torch
+
     from roundpipe_cli.model.source import resolve_model
     from roundpipe_cli.train.result.generate import Prompt, answer, load_result, move_to_gpu
 
@@ -133,6 +135,8 @@ def answer_all(model_name: str, adapter: Path, prompts: list[str], max_new_token
     say("loading the model with its adapter ...")
     model, tokenizer = load_result(adapter, source, "bfloat16", is_adapter=True)
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # a token of so small a model is too little work to share: threads mostly wait
     answers = []
     for number, text in enumerate(prompts, 1):
         say(f"answering prompt {number} of {len(prompts)}, before and after training ...")

@@ -13,6 +13,8 @@ from roundpipe_cli.cli.output import say
 from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from roundpipe_cli.choices import ScheduleName
     from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags
     from roundpipe_cli.planning.answers import Answers
@@ -299,13 +301,35 @@ def _write_svg(path: Path, question: SimulationCase, results: list[Result]) -> N
         ) from error
 
 
+def _print_whole(table: Table) -> None:
+    """Print a table with whole figures: without its last column where the terminal is too narrow for all."""
+    from rich.console import Console
+
+    console = Console()
+    if not _fits(table, console.width):
+        table.columns.pop()
+        say("note: the terminal is too narrow for the parts of a bubble; --json has them")
+    if not _fits(table, console.width):
+        console = Console(width=_MOST_COLUMNS)  # lines that wrap are better than figures that are cut
+        table.title = None
+    console.print(table)
+
+
+_MOST_COLUMNS = 1000
+
+
+def _fits(table: Table, width: int) -> bool:
+    from rich.console import Console
+
+    return Console(width=_MOST_COLUMNS).measure(table).maximum <= width
+
+
 def _case_words(question: SimulationCase) -> str:
     workers, microbatches = counted(question.num_workers, "worker"), counted(question.num_microbatches, "microbatch")
     return f"{question.costs.name}: {workers}, {microbatches}"
 
 
 def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from roundpipe_cli.units import format_seconds
@@ -334,7 +358,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
             f"{100 * parts.ratio:.1f} %",
             " ".join(f"{100 * share:5.1f}" for share in shares),
         )
-    Console().print(table)
+    _print_whole(table)
     for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
         names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
         say(

@@ -56,9 +56,10 @@ def finetune(
         if offline:
             go_offline()
         if is_first:
-            from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held
+            from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
+            refuse_wrong_start(loaded.recipe, resume=resume)  # again in `check_names`, which takes longer to import
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.cli.publish import make_repository, push_result

@@ -125,6 +125,9 @@ def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEven
         time.sleep(POLL_S)
 
 
+_NO_STEP = "no step of this run is finished"
+
+
 def _as_json(files: RunFiles, follow: bool) -> None:
     from roundpipe_cli.cli.lines import step_json
     from roundpipe_cli.events import StepFinished
@@ -137,18 +140,23 @@ def _as_json(files: RunFiles, follow: bool) -> None:
             if isinstance(event, StepFinished) and event.step > last:
                 last = event.step
                 say_data(step_json(event))
+    if not last:
+        say(f"{files.folder}: {_NO_STEP}")
 
 
 def _as_lines(files: RunFiles, follow: bool) -> None:
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.events import RunStopped
+    from roundpipe_cli.events import RunStopped, StepFinished
 
-    show = LinePrinter(1)
+    show, has_step = LinePrinter(1), False
     for _, events in _polls(files, follow):
         for _, event in events:
             show(event)
+            has_step = has_step or isinstance(event, StepFinished)
             if isinstance(event, RunStopped):
                 say(event.text)
+    if not has_step:
+        say(f"{files.folder}: {_NO_STEP}")
 
 
 def _on_screen(files: RunFiles, follow: bool) -> None:

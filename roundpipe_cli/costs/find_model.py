@@ -183,6 +183,5 @@ def _unreachable(model: str, why: str) -> RefusedError:
         found=model,
         expected="a local folder with config.json, or one of " + ", ".join(list(shipped_figures())[:6]) + ", ...",
         hint=(f"did you mean {near}? " if near else "")
-        + "These need no network: "
-        + "`roundpipe plan` ships their figures",
+        + "the models named here need no network: their figures come with roundpipe",
     )

@@ -116,7 +116,7 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
         _cards(state, report),
         _comparison(report),
         _section("Loss", _loss(state), _loss_legend(state)),
-        _section("Workers", _workers(events, state), f"{_waiting(state)}{_WORK_LEGEND}"),
+        _section("Workers", _workers(events, state), f"{_waiting(state)}{_HEAD_NOTE}{_WORK_LEGEND}"),
         _section("Memory in GiB", *_memory(events)),
         f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
         _messages(state),
@@ -173,8 +173,14 @@ def _legend(*entries: tuple[str, str]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
+_HEAD_NOTE = '<p class="sub">In the stage that ends with the loss, backward includes forward.</p>'
 _WORK_LEGEND = _legend(
-    ("f", "forward"), ("r", "recompute"), ("b", "backward"), ("idle", "idle"), ("wait", "upload"), ("faint", "download")
+    ("f", "forward"),
+    ("r", "recompute"),
+    ("b", "backward"),
+    ("idle", "idle"),
+    ("wait", "upload"),
+    ("faint", "download"),
 )
 
 

@@ -18,10 +18,15 @@ class _Handler(logging.Handler):
     def __init__(self, tell: Say) -> None:
         super().__init__(logging.WARNING)
         self._tell_user = tell
+        self._told: set[str] = set()
+        """What is not told again: each of five tries to reach a hub that is not there told the same."""
 
     def emit(self, record: logging.LogRecord) -> None:
         lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]
-        self._tell_user(_SIGNED.sub("", f"the hub's client: {' '.join(lines)}")[:300])
+        text = _SIGNED.sub("", f"the hub's client: {' '.join(lines)}")[:300]
+        if text not in self._told:
+            self._told.add(text)
+            self._tell_user(text)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from roundpipe_cli.planning.admission import check_model
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
-from roundpipe_cli.train.checkpoint.output_dir import check_start, is_of_other_run, named_checkpoint
+from roundpipe_cli.train.checkpoint.output_dir import named_checkpoint, refuse_wrong_start
 from roundpipe_cli.train.checkpoint.resolved import begun_with
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.floors import check_floors
@@ -36,9 +36,7 @@ def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
         NoCheckpointError: nothing to resume from.
     """
     recipe = loaded.recipe
-    output_dir = named_path(recipe.output_dir)
-    resume = start.resume or recipe.resume_from_checkpoint is not None
-    check_start(output_dir, resume and not is_of_other_run(recipe, output_dir))
+    refuse_wrong_start(recipe, resume=start.resume)
     require_trackers(recipe.report_to)
     check_sources(loaded, start, tell)
 

@@ -232,3 +232,14 @@ def test_even_and_balanced_stages(tmp_path: Path) -> None:
     assert even_stages(6, 3) == ((0, 0), (1, 2), (3, 5))
     assert balanced_stages(costs, 3) == ((0, 1), (2, 3), (4, 5))
     assert balanced_stages(costs, 8)[-1] == (6, 5)
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80])
+def test_the_table_keeps_its_figures_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """At 60 columns all figures were cut: `2.…  3.9…`."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    output = invoke(write(tmp_path, costs_of())).output
+    assert "roundpipe" in output and "bubble" in output and "…" not in output
+    assert ("drain" in output) == (columns >= 80)

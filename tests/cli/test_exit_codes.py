@@ -77,3 +77,15 @@ def test_a_second_run_is_refused_before_torch_is_imported(tmp_path: Path) -> Non
             command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=60
         )
     assert done.stdout == "3 []\n", done.stdout + done.stderr
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_planner_is_imported(tmp_path: Path) -> None:
+    """It took 3.4 times the processor time of `--help`, most of it for imports that only later checks need."""
+    (tmp_path / "recipe.yaml").write_text("model: m\ndatasets: [{path: rows.jsonl}]\noutput_dir: out\n")
+    (tmp_path / "out").mkdir()
+    for name, text in ((".roundpipe", ""), ("report.json", "{}")):
+        (tmp_path / "out" / name).write_text(text)
+    command = [sys.executable, "-X", "importtime", "-m", "roundpipe_cli", "finetune", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "the output directory already holds a run" in done.stderr
+    assert "roundpipe_cli.recipe.load" in done.stderr and "roundpipe_cli.planning" not in done.stderr

@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -100,6 +101,15 @@ def test_watch_prints_one_line_per_step(finished: Path) -> None:
     ]
     plain = run(finished.parent, "watch", "out").expect(0)
     assert [line.split()[1] for line in plain.out.splitlines()] == ["1/3", "2/3", "3/3"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_watch_of_a_run_without_a_step_says_so(tmp_path: Path, options: list[str]) -> None:
+    """It printed nothing at all."""
+    (tmp_path / "report.json").write_text("{}")
+    command = [sys.executable, "-m", "roundpipe_cli", "watch", str(tmp_path), "--no-follow", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "" and "no step of this run is finished" in done.stderr
 
 
 def test_watch_needs_a_run(tmp_path: Path) -> None:

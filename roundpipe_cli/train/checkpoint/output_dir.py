@@ -94,6 +94,13 @@ def is_of_other_run(recipe: Recipe, folder: Path) -> bool:
     return True
 
 
+def refuse_wrong_start(recipe: Recipe, *, resume: bool) -> None:
+    """Refuse to begin where a run is, and to resume where none is; see `check_start` and `is_of_other_run`."""
+    folder = named_path(recipe.output_dir)
+    resume = resume or recipe.resume_from_checkpoint is not None
+    check_start(folder, resume and not is_of_other_run(recipe, folder))
+
+
 def check_start(folder: Path, resume: bool) -> RunState:
     """Whether a run may start here; called before the model loads and again under the lock. Changes nothing.
 
