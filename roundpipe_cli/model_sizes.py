@@ -36,7 +36,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
         RefusedError: naming key, value and limit.
     """
     layers, experts = 1, 1
-    has_modules = config.get("model_type") not in _ROWS_AS_EXPERTS
+    has_modules = str(config.get("model_type")) not in _ROWS_AS_EXPERTS
     for key, value in _whole_numbers(config):
         limit = next((limit for pattern, limit in _LIMITS if pattern.search(key)), MAX_NUMBER)
         if abs(value) > limit:
