@@ -112,6 +112,7 @@ class Engine:
             slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
             runner = StageRunner(layers)
             self._workers.append(Worker(runner, store, slots, split.layer_names(), transfers.chunk_bytes))
+            self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """What the first result tells of the kernels; None: nothing."""
         self._programs = ProgramStore(store, self._trained, options, copies=not backends[0].aliases_host)

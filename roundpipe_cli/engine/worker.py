@@ -18,7 +18,7 @@ from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.context import StepContext
 from roundpipe_cli.engine.copies import chunks_of
 from roundpipe_cli.engine.dispatch.work import TransferChunk
-from roundpipe_cli.engine.program import describe_op, stage_layers
+from roundpipe_cli.engine.program import describe_op, layer_range, stage_layers
 from roundpipe_cli.engine.slots import StageSlots
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.sums import DeviceSums
@@ -94,6 +94,10 @@ class Worker:
         self._sums = DeviceSums(backend, store, slots, runner.layers.collector)
         self._layer_names = layer_names
         self._chunk_bytes = chunk_bytes
+        self.whole_per_visit = False
+        """Packed weights are dequantised once in a visit."""
+        self._whole_visit = -1
+        """The visit whose packed weights stay whole; interleaved visits take turns, so one stage's are held."""
         self._last_ops: frozenset[int] = frozenset()
         """Each microbatch's last operation here."""
         self._now: _Now | None = None
@@ -149,6 +153,9 @@ class Worker:
                 self.slots.bind(context.program, op.visit)
                 self._sums.bind(context, op.visit)
             self._sums.start(context, op)
+        if self.whole_per_visit and self._whole_visit != op.visit:
+            self.runner.layers.model.hold_whole(layer_range(visit.layers))
+            self._whole_visit = op.visit
         self._carrier.op = op
         start = backend.mark()
         self.runner.started = None
@@ -158,8 +165,10 @@ class Worker:
         self._pass_work(context, op)
         started = start if self.runner.started is None else self.runner.started
         self._step.intervals.append(ComputeInterval(op, started, backend.mark(), time.perf_counter()))
-        if visit.ops[-1] == op.id and not backend.aliases_host:
-            self._sums.finish(context, op.visit)
+        if visit.ops[-1] == op.id:
+            self._drop_whole()
+            if not backend.aliases_host:
+                self._sums.finish(context, op.visit)
         state = context.microbatches[op.microbatch]
         # Masks and position embeddings of other microbatches take their place; those of chunks are large.
         if op.id in self._last_ops or state.chunk is not None:
@@ -174,6 +183,11 @@ class Worker:
         for _ in range((last + 1 - max(1, first)) * (2 if fused else 1)):
             fault("work", step=context.step, worker=self.index)
 
+    def _drop_whole(self) -> None:
+        if self._whole_visit >= 0:
+            self.runner.layers.model.drop_whole()
+            self._whole_visit = -1
+
     def drain(self) -> None:
         self.backend.synchronize()
         if self._context is not None and not self._context.progress.aborted:
@@ -187,6 +201,7 @@ class Worker:
     def reset(self) -> None:
         """Drop what belongs to the step, done or failed."""
         self._sums.reset()
+        self._drop_whole()
         self._now, self._context, self._carrier, self.runner.carrier = None, None, None, None
         self.runner.reset()
 

@@ -7,7 +7,8 @@ float32 scale for each 64 weights: 4.5 or 8.5 bits a weight.
     | codes, 4 or 8 bit each | pad to 64 bytes | scales, float32 |
 
 A block's weights are dequantised for its call and dropped after it. What autograd would keep of them for the backward
-is kept packed and dequantised again when asked for, so a graph costs no memory for weights.
+is kept packed and dequantised again when asked for, so a graph costs no memory for weights. Where there is memory for a
+stage's whole weights they are held for a visit (`PackedParameter.stays_whole`): the same bits, dequantised once.
 """
 
 from __future__ import annotations
@@ -184,6 +185,9 @@ class PackedParameter(nn.Parameter):
     whole_shape: torch.Size
     whole_dtype: torch.dtype
     bits: int
+    stays_whole: bool = False
+    """What is dequantised is held until `let_go`."""
+    _whole: torch.Tensor | None = None
 
     @staticmethod
     def of(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int) -> PackedParameter:
@@ -199,8 +203,17 @@ class PackedParameter(nn.Parameter):
         return parameter
 
     def dequantized(self) -> torch.Tensor:
-        """The weight, a new tensor."""
-        return dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.bits)
+        """The weight: a new tensor, or what is held; nobody writes to it."""
+        if self._whole is not None:
+            return self._whole
+        whole = dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.bits)
+        if self.stays_whole:
+            self._whole = whole
+        return whole
+
+    def let_go(self) -> None:
+        """Drop the held weight and hold none from now on."""
+        self.stays_whole, self._whole = False, None
 
 
 PackedPlace = tuple[nn.Module, str, PackedParameter]

@@ -6,7 +6,7 @@ Shapes: B sequences in a microbatch, T tokens each, H hidden size, V vocabulary,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -84,7 +84,9 @@ class WorkerModel:
         self._above_backbone = causal.get_submodule(split.caller_path)
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
         self._packed: dict[int, list[PackedPlace]] = {}
-        """Per layer, what of it is bound in 4 bit now."""
+        """Per layer, what of it is bound packed now."""
+        self._held: list[PackedParameter] = []
+        """Weights that stay whole once they were dequantised, until `drop_whole`."""
         self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
         self._roots = [root for modules in roots for root in modules]
         self._mode = (True, True)
@@ -153,8 +155,22 @@ class WorkerModel:
                 packed.append((module, attribute, parameter))
         self._packed[layer] = packed
 
+    def hold_whole(self, layers: Iterable[int]) -> None:
+        """Dequantise the packed weights of `layers`, as bound now, at most once until `drop_whole`; of no others."""
+        self.drop_whole()
+        self._held = [parameter for layer in layers for _, _, parameter in self._packed.get(layer, ())]
+        for parameter in self._held:
+            parameter.stays_whole = True
+
+    def drop_whole(self) -> None:
+        """Let go of all weights that `hold_whole` made stay."""
+        for parameter in self._held:
+            parameter.let_go()
+        self._held = []
+
     def unbind(self) -> None:
         """Forget the parameters of all layers but the embed layer: their memory is to be free."""
+        self.drop_whole()
         for bindings in self._bindings[1:]:
             for module, attribute, _ in bindings:
                 module._parameters[attribute] = None

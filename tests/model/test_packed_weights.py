@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import packed_weights
 from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize, require_bitsandbytes
+from roundpipe_cli.schedule.builders import build_schedule
+from roundpipe_cli.schedule.dealing import Rounds
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import REPOSITORY, finetune, fresh, make_model, make_workspace, metrics
 from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for
@@ -90,6 +93,61 @@ def test_the_cut_and_the_workers_change_no_bit() -> None:
             result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(SIZES)), step=0)
         seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize(("model_type", "bits"), [("llama", 4), ("llama", 8), ("qwen3_moe", 4)])
+def test_weights_are_unpacked_once_in_a_visit(
+    model_type: str, bits: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits as once for each microbatch and pass, which is the fallback."""
+    counts = dict[bool, int]()
+    once, seen = packed_weights.dequantize, set()
+    lock = threading.Lock()
+    for whole, num_workers, copy in ((False, 1, True), (True, 1, True), (True, 2, True), (True, 3, False)):
+        rig = make_rig(model_type, "lora", bits=bits)
+        done: list[torch.Size] = []
+
+        def counted(packed: torch.Tensor, shape: torch.Size, *args: Any, done: list[torch.Size] = done) -> torch.Tensor:
+            with lock:
+                done.append(shape)
+            return once(packed, shape, *args)
+
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=[(0, 1), (2, 2)],
+            backward_stages=[(3, 4), (1, 2), (0, 0)],
+            num_workers=num_workers,
+            rounds=Rounds(len(SIZES), per_round=len(SIZES)),
+        )
+        with rig.engine(num_workers, copy=copy, recompute=recompute, whole_per_visit=whole) as engine:
+            monkeypatch.setattr(packed_weights, "dequantize", counted)
+            result = engine.run_step(random_microbatches(SIZES), schedule, step=0)
+            monkeypatch.setattr(packed_weights, "dequantize", once)
+        seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
+        if num_workers == 1:
+            counts[whole] = len(done)
+            stages = [*schedule.forward_stages, *schedule.backward_stages]
+            visited = [layer for first, last in stages for layer in range(first, last + 1)]
+            packed = sum(bool(p.packed_bits) for layer in visited for p in rig.store.layouts[layer].places)
+    assert len(seen) == 1
+    assert counts[True] == packed
+    assert counts[False] >= len(SIZES) * counts[True]
+
+
+def test_whole_weights_are_held_for_a_visit_and_no_longer() -> None:
+    """They cost the device a stage's weights, whatever the number of stages and microbatches."""
+    changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 2048}
+    peaks = {}
+    for held in (False, True):
+        rig = make_rig("llama", "lora", bits=4, **changes)
+        schedule = schedule_for(rig, 1, 2, forward=[(0, 1), (2, 3), (4, 6)], backward=[(7, 7), (5, 6), (3, 4), (0, 2)])
+        with rig.engine(1, copy=True, count_bytes=True, whole_per_visit=held) as engine:
+            microbatches = random_microbatches([(1, 8), (1, 8)])
+            peaks[held] = engine.run_step(microbatches, schedule, step=0).device_peak_bytes[0]
+            assert not engine._workers[0].runner.layers.model._held
+    whole = 4 * sum(place.num_elements for place in rig.store.layouts[1].places if place.packed_bits)
+    assert whole < peaks[True] - peaks[False] < 3.1 * whole, "the largest stage has three blocks"
 
 
 def test_a_graph_keeps_no_unpacked_weights() -> None:
