@@ -64,8 +64,11 @@ def _bad_value(error: Any, program: str, words: Sequence[str]) -> RefusedError:
     following = dict(zip(words, words[1:], strict=False))
     found = next((word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")), following.get(option))
     descriptor = getattr(error.param, "type_descriptor", None)
-    expected = {"int": "an integer", "float": "a number"}.get(getattr(descriptor, "annotation", str).__name__)
-    limits = getattr(descriptor, "parameter_info", None)
+    kind, limits = getattr(descriptor, "annotation", str).__name__, getattr(descriptor, "parameter_info", None)
+    if descriptor is None:  # typer before it had these: click's own types, such as `integer range`
+        limits = error.param.type if hasattr(error.param.type, "min") else None
+        kind = {"integer": "int", "float": "float"}.get(str(error.param.type.name).split()[0], "str")
+    expected = {"int": "an integer", "float": "a number"}.get(kind)
     if expected and limits is not None and limits.min is not None:
         expected += f" of at least {limits.min:g}" if limits.max is None else f" from {limits.min:g} to {limits.max:g}"
     if expected is None:

@@ -6,11 +6,13 @@ import copy
 import functools
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe_cli.costs.gguf_header import read_gguf_end_token
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.architectures import check_architecture, no_decoder, unknown_architecture
@@ -164,4 +166,14 @@ def _load_tokenizer(source: ModelSource) -> Any:
         )
     with refusing("the model's tokenizer cannot be loaded", source.name), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
+        tokenizer = AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
+    if source.gguf_file is not None:
+        end_as_the_file_says(tokenizer, source.folder / source.gguf_file)
+    return tokenizer
+
+
+def end_as_the_file_says(tokenizer: Any, path: Path) -> None:
+    """transformers 5.17 takes the token that begins a text for the one that ends it."""
+    end = read_gguf_end_token(path)
+    if end is not None and end != tokenizer.eos_token_id and end < len(tokenizer):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)

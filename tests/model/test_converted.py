@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
+from roundpipe_cli.costs.gguf_header import read_gguf_end_token
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.converted import FOLDER, convert_once
-from roundpipe_cli.model.load import _tokenizer_values, load_config, load_tokenizer
+from roundpipe_cli.model.load import _tokenizer_values, end_as_the_file_says, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource, resolve_model
-from tests.support.e2e import make_tokenizer
+from tests.support.e2e import make_tokenizer, smollm2_folder
 
 TEXTS = [
     "",
@@ -192,3 +193,17 @@ def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)
+
+
+def test_the_files_own_token_ends_a_text() -> None:
+    """transformers 5.17 takes the first special token of a GGUF for both ends: rows of text ended with a beginning."""
+    from transformers import AutoTokenizer
+
+    source = ModelSource("smollm2", smollm2_folder(), next(smollm2_folder().glob("*.gguf")).name)
+    path = source.folder / str(source.gguf_file)
+    assert read_gguf_end_token(path) == 2
+    tokenizer = AutoTokenizer.from_pretrained(str(source.folder), **source.load_arguments)
+    tokenizer.eos_token = "<|im_start|>"
+    end_as_the_file_says(tokenizer, path)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert load_tokenizer(source).eos_token_id == 2

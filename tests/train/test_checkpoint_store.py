@@ -22,6 +22,7 @@ from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest, verify_checkpoint
 from roundpipe_cli.train.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, TensorStream
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
+from tests.support.os_calls import replace_os_call
 
 
 def _group(step: int) -> dict[str, torch.Tensor]:
@@ -384,14 +385,14 @@ def _save_with_failing_call(
             raise OSError(code, os.strerror(code))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(os, call, failing)
+    replace_os_call(call, failing, monkeypatch.setattr)
     try:
         _save(folder, 30)
         return count, None
     except ResourceError as error:
         return count, error
     finally:
-        monkeypatch.setattr(os, call, real)
+        replace_os_call(call, real, monkeypatch.setattr)
 
 
 def test_durability_order(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +411,8 @@ def test_durability_order(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for call in ("write", "fsync"):
         monkeypatch.setattr(os, call, recorded(call, lambda fd, *_: Path(f"/proc/self/fd/{fd}").readlink().name))
-    monkeypatch.setattr(os, "rename", recorded("rename", lambda source, target: f"{source.name} {target.name}"))
+    rename = recorded("rename", lambda source, target: f"{Path(source).name} {Path(target).name}")
+    replace_os_call("rename", rename, monkeypatch.setattr)
     _save(two, 30)
     monkeypatch.undo()
 

@@ -32,6 +32,7 @@ from roundpipe_cli.train.checkpoint.resume import (
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.step_folders import list_best
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
+from tests.support.os_calls import replace_os_call
 
 CALLS = ("rename", "replace", "fsync", "mkdir", "write", "open", "unlink")
 
@@ -97,7 +98,7 @@ def killed_at(nth: int, folder: Path, step: int, num_steps: int) -> bool:
             return wrapper
 
         for call in CALLS:
-            setattr(os, call, dying(call))
+            replace_os_call(call, dying(call))
         try:
             rewind(folder, step, num_steps=num_steps, say=lambda text: None)
         except BaseException:
@@ -186,7 +187,7 @@ def test_a_failing_disk_cuts_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def failing(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "rename", failing)
+    replace_os_call("rename", failing, monkeypatch.setattr)
     with pytest.raises(ResourceError, match="came after the checkpoint"):
         rewind(folder, 4, num_steps=12, say=lambda text: None)
     assert steps_in(folder / "metrics.jsonl") == list(range(1, 13))
