@@ -30,19 +30,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     Raises:
         RefusedError: the file cannot be read, is damaged, or is not a GGUF file.
     """
-    return _as_config(_metadata_of(path))
-
-
-def read_gguf_end_token(path: Path) -> int | None:
-    """Number of the token that ends a text, if the file says so. Errors as of `read_gguf_config`."""
-    found = _metadata_of(path).get("tokenizer.ggml.eos_token_id")
-    return found if type(found) is int else None
-
-
-def _metadata_of(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as stream:
-            return _Header(stream, path.stat().st_size).metadata()
+            metadata = _Header(stream, path.stat().st_size).metadata()
     except OSError as error:
         raise RefusedError(f"the model file cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, struct.error) as error:
@@ -51,6 +41,7 @@ def _metadata_of(path: Path) -> dict[str, Any]:
             where=str(path),
             expected="a complete .gguf file of version 2 or 3",
         ) from None
+    return _as_config(metadata)
 
 
 class _Header:

@@ -6,13 +6,11 @@ import copy
 import functools
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.costs.gguf_header import read_gguf_end_token
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.architectures import check_architecture, no_decoder, unknown_architecture
@@ -141,6 +139,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         return _load_tokenizer(source)
     tokenizer = convert_once(source, "tokenizer", _load_tokenizer, _tokenizer_values)
     tokenizer.name_or_path = str(source.folder)
+    end_as_the_model_does(tokenizer, load_config(source))
     return tokenizer
 
 
@@ -166,14 +165,11 @@ def _load_tokenizer(source: ModelSource) -> Any:
         )
     with refusing("the model's tokenizer cannot be loaded", source.name), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
-    if source.gguf_file is not None:
-        end_as_the_file_says(tokenizer, source.folder / source.gguf_file)
-    return tokenizer
+        return AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
 
 
-def end_as_the_file_says(tokenizer: Any, path: Path) -> None:
-    """transformers 5.17 takes the token that begins a text for the one that ends it."""
-    end = read_gguf_end_token(path)
-    if end is not None and end != tokenizer.eos_token_id and end < len(tokenizer):
+def end_as_the_model_does(tokenizer: Any, config: Any) -> None:
+    """Of a GGUF's tokenizer, transformers 5.17 takes the token that begins a text for the one that ends it."""
+    end = config.get_text_config().eos_token_id
+    if isinstance(end, int) and end != tokenizer.eos_token_id and 0 <= end < len(tokenizer):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)

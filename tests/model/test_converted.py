@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
-from roundpipe_cli.costs.gguf_header import read_gguf_end_token
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.converted import FOLDER, convert_once
-from roundpipe_cli.model.load import _tokenizer_values, end_as_the_file_says, load_config, load_tokenizer
+from roundpipe_cli.model.load import _tokenizer_values, end_as_the_model_does, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource, resolve_model
 from tests.support.e2e import make_tokenizer, smollm2_folder
 
@@ -200,10 +199,10 @@ def test_the_files_own_token_ends_a_text() -> None:
     from transformers import AutoTokenizer
 
     source = ModelSource("smollm2", smollm2_folder(), next(smollm2_folder().glob("*.gguf")).name)
-    path = source.folder / str(source.gguf_file)
-    assert read_gguf_end_token(path) == 2
+    config = load_config(source)
+    assert config.eos_token_id == 2
     tokenizer = AutoTokenizer.from_pretrained(str(source.folder), **source.load_arguments)
     tokenizer.eos_token = "<|im_start|>"
-    end_as_the_file_says(tokenizer, path)
+    end_as_the_model_does(tokenizer, config)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
     assert load_tokenizer(source).eos_token_id == 2
