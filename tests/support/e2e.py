@@ -6,6 +6,7 @@ about start-up, pipes or the environment at start runs `python -m roundpipe_cli`
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -162,8 +163,10 @@ class Running:
     started_s: float
 
     def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal. The command may end by itself just before it: `finish` tells how it ended."""
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     @property
     def out(self) -> str:
