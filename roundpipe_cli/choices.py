@@ -98,14 +98,23 @@ OPTIMIZER_KEYS = tuple(dict.fromkeys(key for kind in OPTIMIZERS.values() for key
 """Recipe keys that not every optimizer reads."""
 
 
+PackedName = Literal["4bit", "8bit"]
+
+
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
     """A form in which frozen weights stay on the host and in slots, whole only in use."""
 
-    key: str
-    """Recipe key that asks for it."""
+    name: PackedName
+    label: str
+    """For readers."""
     bits: int
     """Of each weight's code."""
+
+    @property
+    def key(self) -> str:
+        """Recipe key that asks for it."""
+        return f"load_in_{self.name}"
 
     @property
     def bytes_per_param(self) -> float:
@@ -116,5 +125,7 @@ class PackedFormat:
 WEIGHTS_PER_SCALE = 64
 SCALE_BYTES = 4
 
-PACKED_FORMATS = {kind.bits: kind for kind in (PackedFormat("load_in_4bit", 4), PackedFormat("load_in_8bit", 8))}
-"""By bits: NF4 (arXiv 2305.14314, without its second quantization), and bitsandbytes' blockwise dynamic code."""
+PACKED_FORMATS: Mapping[PackedName, PackedFormat] = {
+    kind.name: kind for kind in (PackedFormat("4bit", "4 bit", 4), PackedFormat("8bit", "8 bit", 8))
+}
+"""NF4 (arXiv 2305.14314, without its second quantization), and bitsandbytes' blockwise dynamic code."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.recipe.keys import as_markdown, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
@@ -35,7 +36,7 @@ def shipped_row(shipped: ShippedRecipe) -> str:
     assert verdict is not None and verdict.fits, f"{shipped.name} needs a header that says it fits"
     machine = MACHINE.fullmatch(verdict.hardware)
     assert machine is not None, verdict.hardware
-    method = recipe.method + (f", {recipe.packed_bits} bit" if recipe.packed_bits else "")
+    method = recipe.method + (f", {PACKED_FORMATS[recipe.packed_as].label}" if recipe.packed_as else "")
     cells = [
         f"[`{shipped.name}`]({shipped.name}.yaml)",
         f"`{shipped.short_name}`" if shipped.short_name else "",

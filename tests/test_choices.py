@@ -54,7 +54,7 @@ def test_no_rule_and_no_name_is_without_entry() -> None:
     assert get_type_hints(Recipe)["optim"] == OptimizerName
 
 
-@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: str(kind.bits))
+@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: kind.name)
 def test_packed_weights_take_what_the_table_says(kind: PackedFormat) -> None:
     assert kind.key in KEYS and torch.finfo(torch.float32).bits // 8 == SCALE_BYTES
-    assert packed_bytes(2**20, kind.bits) == 2**20 * kind.bytes_per_param
+    assert packed_bytes(torch.Size([1024, 1024]), kind.name) == 2**20 * kind.bytes_per_param

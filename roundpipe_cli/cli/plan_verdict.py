@@ -15,6 +15,7 @@ EXAMPLE_ROWS = 10_000
 
 def verdict_lines(answer: Plan) -> list[str]:
     """The word and its reason, the model, the machine; then a figure a line."""
+    from roundpipe_cli.choices import PACKED_FORMATS
     from roundpipe_cli.planning.summary import summary_of
     from roundpipe_cli.units import format_count, format_seconds
 
@@ -23,7 +24,7 @@ def verdict_lines(answer: Plan) -> list[str]:
     count = f"{format_count(question.architecture.parameters)} parameters"
     if question.architecture.is_guess:
         count = f"a guess: {count}"
-    packed = f" in {settings.packed_bits} bit" if settings.packed_bits else ""
+    packed = f" in {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
     what = f"{question.loaded.recipe.model} ({count}), {settings.method}{packed}, {settings.dtype}"
     lines = [f"{summary.word}: {what}", *(f"  {reason}" for reason in summary.reasons)]
     lines.append(f"  on {question.hardware.description}: {question.machine_source}")

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.plain_files import named_path
 
@@ -93,7 +94,7 @@ def simulated_run(answer: Plan) -> SimulatedRun:
         notes.append(f"lanes show {format_seconds(shown_s)}, a part of the {settings.num_microbatches} microbatches")
     elif answer.host_s > 0.01 * answer.step_s:
         notes.append(f"lanes leave out {format_seconds(answer.host_s)} in which the interpreter launches operators")
-    packed = f" {settings.packed_bits} bit" if settings.packed_bits else ""
+    packed = f" {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
     return SimulatedRun(
         title=question.architecture.name.rpartition("/")[2],
         settings=f"{settings.method}{packed}",

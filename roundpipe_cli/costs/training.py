@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from roundpipe_cli.choices import PACKED_FORMATS, OptimizerName
+from roundpipe_cli.choices import PACKED_FORMATS, OptimizerName, PackedName
 
 DType = Literal["bfloat16", "float16", "float32"]
 
@@ -30,8 +30,8 @@ class TrainingSettings:
     dtype: DType = "bfloat16"
     float16_accumulation: bool = False
     """Matrix products of float16 add up in float16."""
-    packed_bits: int = 0
-    """Bits of a frozen weight's code, see `PACKED_FORMATS`; 0 where the weights lie whole."""
+    packed_as: PackedName | None = None
+    """Format of the blocks' frozen weights; None: they lie whole."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
     optimizer: OptimizerName = "adamw"
@@ -81,6 +81,6 @@ class TrainingSettings:
     @property
     def packed_bytes_per_param(self) -> float:
         """The same where it is packed, else 0."""
-        if self.method == "full" or not self.packed_bits:
+        if self.method == "full" or self.packed_as is None:
             return 0.0
-        return PACKED_FORMATS[self.packed_bits].bytes_per_param
+        return PACKED_FORMATS[self.packed_as].bytes_per_param

@@ -42,7 +42,7 @@ def recomputation_of(options: EngineOptions, store: WeightStore) -> Recomputatio
     if options.keep_inputs and options.unread:
         read_layers |= {index + 2 for index, names in options.unread.items() if names}
     last_blocks = range(max(1, num_layers - 1 - options.keep_blocks), num_layers - 1)
-    packed = {layer for layer in last_blocks if any(place.packed_bits for place in store.layouts[layer].places)}
+    packed = {layer for layer in last_blocks if any(place.packed_as for place in store.layouts[layer].places)}
     return Recomputation(each_layer, read_layers, frozenset(last_blocks) - packed)
 
 

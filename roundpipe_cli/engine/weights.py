@@ -232,7 +232,7 @@ class WeightStore:
     def set_packed(self, name: str, weight: PackedWeight) -> None:
         """Write a weight that is packed already; unpacked where this parameter lies whole."""
         place, view = self._places[name][1], self._views[0][name]
-        if place.packed_bits == 4:
+        if place.packed_as == "4bit":
             weight.write(view)
         else:
             self.set_parameter(name, weight.dequantized())
@@ -246,7 +246,7 @@ class WeightStore:
         """The whole weight of a parameter; a new tensor where it lies packed."""
         _, place = self._places[name]
         view = self._views[0][name]
-        return dequantize(view, place.shape, place.dtype, place.packed_bits) if place.packed_bits else view
+        return dequantize(view, place.shape, place.dtype, place.packed_as) if place.packed_as else view
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.choices import PackedName
 from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize
 
 ALIGNMENT_BYTES = 64
@@ -39,8 +40,8 @@ class ParameterPlace:
     trainable: bool
     element_offset: int = 0
     """Trainable parameters: first element in the layer's flat trainable tensor."""
-    packed_bits: int = 0
-    """4 or 8: it lies here packed (`model/packed_weights.py`) and `dtype` is that in which it is used. 0: whole."""
+    packed_as: PackedName | None = None
+    """It lies here packed (`model/packed_weights.py`) and `dtype` is that in which it is used. None: whole."""
 
     @property
     def num_elements(self) -> int:
@@ -48,24 +49,20 @@ class ParameterPlace:
 
     @property
     def num_bytes(self) -> int:
-        return (
-            packed_bytes(self.num_elements, self.packed_bits)
-            if self.packed_bits
-            else self.num_elements * self.dtype.itemsize
-        )
+        return packed_bytes(self.shape, self.packed_as) if self.packed_as else self.num_elements * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """This parameter as a view of `buffer`, the layer's bytes as a uint8 tensor of shape [num_bytes].
 
-        In 4 or 8 bit: its packed bytes.
+        Packed: its bytes as they are.
         """
         raw = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes]
-        return raw if self.packed_bits else raw.view(self.dtype).view(self.shape)
+        return raw if self.packed_as else raw.view(self.dtype).view(self.shape)
 
     def write(self, view: torch.Tensor, values: torch.Tensor) -> None:
         """Write `values` into this parameter's `view`."""
-        if self.packed_bits:
-            quantize(values.to(self.dtype), view, self.packed_bits)
+        if self.packed_as:
+            quantize(values.to(self.dtype), view, self.packed_as)
         else:
             view.copy_(values)
 
@@ -75,8 +72,8 @@ class ParameterPlace:
         An ordinary view shares its counter with all other views of the buffer, and PEFT's wrapper of fused experts
         writes to its parameter in place (the same bytes), which autograd would then take for a change of all of them.
         """
-        if self.packed_bits:
-            return PackedParameter.of(self.view(buffer), self.shape, self.dtype, self.packed_bits)
+        if self.packed_as:
+            return PackedParameter.of(self.view(buffer), self.shape, self.dtype, self.packed_as)
         start_bytes = buffer.storage_offset() * buffer.element_size() + self.offset_bytes
         own = torch.empty(0, dtype=self.dtype, device=buffer.device)
         own.set_(buffer.untyped_storage(), start_bytes // self.dtype.itemsize, self.shape)  # type: ignore[call-overload]
@@ -124,13 +121,13 @@ def make_layout(
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
     dtype: torch.dtype,
     packed: Collection[str] = (),
-    bits: int = 4,
+    packed_as: PackedName | None = "4bit",
 ) -> LayerLayout:
     """Lay out the parameters of one layer; a parameter is trainable if it requires grad.
 
     Args:
         packed: names of the frozen ones to keep packed.
-        bits: in which, 4 or 8.
+        packed_as: in which format.
 
     Raises:
         ValueError: a trainable parameter is not of `dtype`.
@@ -141,9 +138,9 @@ def make_layout(
     for parameter_name, parameter in listed:
         if not parameter.requires_grad:
             offset = round_up(offset, ALIGNMENT_BYTES)
-            kept = bits if parameter_name in packed else 0
+            kept = packed_as if parameter_name in packed else None
             places.append(
-                ParameterPlace(parameter_name, parameter.shape, parameter.dtype, offset, False, packed_bits=kept)
+                ParameterPlace(parameter_name, parameter.shape, parameter.dtype, offset, False, packed_as=kept)
             )
             offset += places[-1].num_bytes
     trainable_offset = round_up(offset, ALIGNMENT_BYTES * 2)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
+from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, WEIGHTS_PER_SCALE, PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.linear_modules import is_linear
 
@@ -39,18 +39,18 @@ PACKED_AT_ONCE = 1 << 22
 """Weights that are packed at once, whole scales' worth."""
 
 
-def packed_bytes(num_elements: int, bits: int = 4) -> int:
+def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
     """Size of a packed weight."""
-    return _codes_bytes(num_elements, bits) + SCALE_BYTES * _num_scales(num_elements)
+    return _codes_bytes(shape.numel(), kind) + SCALE_BYTES * _num_scales(shape.numel())
 
 
-def _codes_bytes(num_elements: int, bits: int) -> int:
-    return -(-_num_codes(num_elements, bits) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _codes_bytes(num_elements: int, kind: PackedName) -> int:
+    return -(-_num_codes(num_elements, kind) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _num_codes(num_elements: int, bits: int) -> int:
+def _num_codes(num_elements: int, kind: PackedName) -> int:
     """In bytes."""
-    return (num_elements * bits + 7) // 8
+    return (num_elements * PACKED_FORMATS[kind].bits + 7) // 8
 
 
 def _num_scales(num_elements: int) -> int:
@@ -98,39 +98,40 @@ def require_bitsandbytes(where: str = "load_in_4bit: true") -> None:
         )
 
 
-def quantize(values: torch.Tensor, packed: torch.Tensor, bits: int = 4) -> None:
-    """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.numel(), bits)].
+def quantize(values: torch.Tensor, packed: torch.Tensor, kind: PackedName) -> None:
+    """Write `values`, of any shape, into `packed`, uint8 [packed_bytes(values.shape, kind)].
 
     Some scales' worth at a time: bitsandbytes needs several times the memory of what it packs at once.
     """
     flat = values.contiguous().view(-1)
-    codes, scales = packed[: _num_codes(len(flat), bits)], packed[_codes_bytes(len(flat), bits) :].view(torch.float32)
+    codes, scales = packed[: _num_codes(len(flat), kind)], packed[_codes_bytes(len(flat), kind) :].view(torch.float32)
     for start in range(0, len(flat), PACKED_AT_ONCE):
         part = flat[start : start + PACKED_AT_ONCE]
-        own_codes, own_scales = _quantize(part, bits)
-        codes[start * bits // 8 :][: own_codes.numel()].copy_(own_codes.flatten())
+        own_codes, own_scales = _quantize(part, kind)
+        codes[_num_codes(start, kind) :][: own_codes.numel()].copy_(own_codes.flatten())
         scales[start // WEIGHTS_PER_SCALE :][: own_scales.numel()].copy_(own_scales.flatten())
 
 
-def _quantize(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(values: torch.Tensor, kind: PackedName) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) of some weights."""
     functional = import_bitsandbytes().functional
-    if bits == 8:
+    if kind == "8bit":
         codes, state = functional.quantize_blockwise(values, _dynamic_map(values.device), blocksize=WEIGHTS_PER_SCALE)
     else:
         codes, state = functional.quantize_4bit(values, blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
     return codes, state.absmax
 
 
-def put_packed(codes: torch.Tensor, scales: torch.Tensor, count: int, packed: torch.Tensor, bits: int = 4) -> None:
-    """Write what bitsandbytes made of `count` weights into `packed`.
+def put_packed(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, packed: torch.Tensor) -> None:
+    """Write a weight that bitsandbytes packed in 4 bit into `packed`.
 
     Args:
         codes: uint8, of any shape.
         scales: float32, of any shape.
+        shape: of the weight.
     """
     packed[: codes.numel()].copy_(codes.flatten())
-    packed[_codes_bytes(count, bits) :].view(torch.float32).copy_(scales.flatten())
+    packed[_codes_bytes(shape.numel(), "4bit") :].view(torch.float32).copy_(scales.flatten())
 
 
 @cache
@@ -140,23 +141,23 @@ def _dynamic_map(device: torch.device) -> torch.Tensor:
     return code
 
 
-def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int = 4) -> torch.Tensor:
+def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName) -> torch.Tensor:
     """The weights of `packed` as a new tensor."""
     count = shape.numel()
-    codes, scales = packed[: _num_codes(count, bits)], packed[_codes_bytes(count, bits) :].view(torch.float32)
+    codes, scales = packed[: _num_codes(count, kind)], packed[_codes_bytes(count, kind) :].view(torch.float32)
     if count <= MAX_WEIGHTS:
-        return _dequantize(codes, scales, shape, dtype, bits)
+        return _dequantize(codes, scales, shape, dtype, kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
     for start in range(0, count, MAX_WEIGHTS):
         part = whole.view(-1)[start : start + MAX_WEIGHTS]
-        own_codes = codes[start * bits // 8 :][: _num_codes(len(part), bits)]
+        own_codes = codes[_num_codes(start, kind) :][: _num_codes(len(part), kind)]
         own_scales = scales[start // WEIGHTS_PER_SCALE :][: _num_scales(len(part))]
-        part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, bits).view(-1))
+        part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, kind).view(-1))
     return whole
 
 
 def _dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int
+    codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName
 ) -> torch.Tensor:
     """The weights of at most `MAX_WEIGHTS` codes."""
     functional = import_bitsandbytes().functional
@@ -165,14 +166,14 @@ def _dequantize(
     own_shape = shape if not shape or shape[-1] % 2 == 0 else torch.Size([count + count % 2])
     state = functional.QuantState(  # type: ignore[no-untyped-call]
         absmax=scales,
-        shape=shape if bits == 8 else own_shape,
-        code=_dynamic_map(codes.device) if bits == 8 else None,
+        shape=shape if kind == "8bit" else own_shape,
+        code=_dynamic_map(codes.device) if kind == "8bit" else None,
         blocksize=WEIGHTS_PER_SCALE,
-        quant_type=None if bits == 8 else "nf4",
+        quant_type=None if kind == "8bit" else "nf4",
         dtype=dtype,
     )
     whole: torch.Tensor
-    if bits == 8:
+    if kind == "8bit":
         whole = functional.dequantize_blockwise(codes, state).view(shape)
     else:
         whole = functional.dequantize_4bit(codes.unsqueeze(1), state).view(-1)[:count].view(shape)
@@ -184,29 +185,29 @@ class PackedParameter(nn.Parameter):
 
     whole_shape: torch.Size
     whole_dtype: torch.dtype
-    bits: int
+    kind: PackedName
     stays_whole: bool = False
     """What is dequantised is held until `let_go`."""
     _whole: torch.Tensor | None = None
 
     @staticmethod
-    def of(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, bits: int) -> PackedParameter:
+    def of(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName) -> PackedParameter:
         """
         Args:
             packed: uint8 [packed_bytes].
             shape: of the weight.
             dtype: in which the weight is used.
-            bits: of a weight, 4 or 8.
+            kind: its format.
         """
         parameter = PackedParameter(packed, requires_grad=False)
-        parameter.whole_shape, parameter.whole_dtype, parameter.bits = shape, dtype, bits
+        parameter.whole_shape, parameter.whole_dtype, parameter.kind = shape, dtype, kind
         return parameter
 
     def dequantized(self) -> torch.Tensor:
         """The weight: a new tensor, or what is held; nobody writes to it."""
         if self._whole is not None:
             return self._whole
-        whole = dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.bits)
+        whole = dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.kind)
         if self.stays_whole:
             self._whole = whole
         return whole
@@ -261,7 +262,7 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
-    """Names of the frozen weights that are kept in 4 or 8 bit: of linear layers and of fused experts, in blocks.
+    """Names of the frozen weights that are kept packed: of linear layers and of fused experts, in blocks.
 
     Embedding, LM head, norms, routers and adapters stay as they are, as with transformers' own 4-bit loading.
     """
@@ -281,14 +282,14 @@ MIN_PACKED_SHARE = 0.95
 """Share of the blocks' frozen matrices; with less the user is told. Routers stay whole in every mixture of experts."""
 
 
-def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], bits: int) -> str | None:
+def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], kind: PackedName) -> str | None:
     """A notice about the blocks' frozen matrices that stay whole; None: too little to speak of.
 
     Raises:
         RefusedError: nothing is packed.
     """
     whole: dict[str, int] = {}
-    num_packed = 0
+    num_packed, label, key = 0, PACKED_FORMATS[kind].label, PACKED_FORMATS[kind].key
     for path, module in model.get_submodule(blocks_path).named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or parameter.ndim < 2:
@@ -296,18 +297,18 @@ def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], bi
             if f"{blocks_path}.{path}.{attribute}" in packed:
                 num_packed += parameter.numel()
             else:
-                kind = type(module).__name__
-                whole[kind] = whole.get(kind, 0) + parameter.numel()
-    kinds = ", ".join(sorted(whole, key=lambda kind: -whole[kind])[:3])
+                of = type(module).__name__
+                whole[of] = whole.get(of, 0) + parameter.numel()
+    kinds = ", ".join(sorted(whole, key=lambda of: -whole[of])[:3])
     if not num_packed:
         raise RefusedError(
-            f"none of this model's weights can be kept in {bits} bit",
-            where=f"load_in_{bits}bit: true",
+            f"none of this model's weights can be kept in {label}",
+            where=f"{key}: true",
             found=f"blocks of {kinds or 'no matrices'}",
             expected="blocks with linear layers, or fused experts",
-            hint=f"load_in_{bits}bit=false",
+            hint=f"{key}=false",
         )
     share = num_packed / (num_packed + sum(whole.values()))
     if share >= MIN_PACKED_SHARE:
         return None
-    return f"{share:.0%} of the blocks' frozen weights are kept in {bits} bit; whole stay those of {kinds}"
+    return f"{share:.0%} of the blocks' frozen weights are kept in {label}; whole stay those of {kinds}"

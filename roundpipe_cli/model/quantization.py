@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.errors import RefusedError
 
 COMPRESSED = "compressed-tensors"
@@ -132,19 +133,19 @@ def is_stored_in_4bit(config: Mapping[str, Any], where: str) -> bool:
     return stored_form(config, where) == "bitsandbytes"
 
 
-def check_stored_in_4bit(name: str, *, method: str, load_in_8bit: bool) -> None:
+def check_stored_in_4bit(name: str, *, method: str, packed_as: PackedName | None) -> None:
     """Refuse to train a model whose files are in 4 bit, and which stays so, in another way.
 
     Raises:
         RefusedError: the recipe wants it otherwise.
     """
-    wrong = {"method: full": method == "full", "load_in_8bit: true": load_in_8bit}
-    for found, asked in wrong.items():
-        if asked:
-            raise RefusedError(
-                "the model's files hold its weights in 4 bit, in which they stay",
-                where=name,
-                found=found,
-                expected="method: lora, with or without load_in_4bit: true",
-                hint="for anything else name the unquantised model",
-            )
+    wrong = ["method: full"] if method == "full" else []
+    wrong += [f"{PACKED_FORMATS[packed_as].key}: true"] if packed_as not in (None, "4bit") else []
+    for found in wrong:
+        raise RefusedError(
+            "the model's files hold its weights in 4 bit, in which they stay",
+            where=name,
+            found=found,
+            expected="method: lora, with or without load_in_4bit: true",
+            hint="for anything else name the unquantised model",
+        )

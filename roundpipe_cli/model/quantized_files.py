@@ -63,13 +63,13 @@ class PackedWeight:
 
     def write(self, packed: torch.Tensor) -> None:
         """Into uint8 [packed_bytes], as `packed_weights.quantize` lays it out."""
-        put_packed(self.codes, self.scales, self.shape.numel(), packed)
+        put_packed(self.codes, self.scales, self.shape, packed)
 
     def dequantized(self) -> torch.Tensor:
         """The weight, a new tensor."""
-        packed = torch.zeros(packed_bytes(self.shape.numel()), dtype=torch.uint8)
+        packed = torch.zeros(packed_bytes(self.shape, "4bit"), dtype=torch.uint8)
         self.write(packed)
-        return dequantize(packed, self.shape, self.dtype)
+        return dequantize(packed, self.shape, self.dtype, "4bit")
 
 
 def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:

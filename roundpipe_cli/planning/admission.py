@@ -31,7 +31,7 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
     if found.is_config:
         check_architecture(found.config, name=found.name, where=where)
         if is_stored_in_4bit(found.config, where):
-            check_stored_in_4bit(found.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
+            check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as)
     check_type(
         found.config,
         packing=recipe.packs,
@@ -81,7 +81,7 @@ def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
             f"not known: whether `finetune` takes models of the type {architecture.model_type}; it tries the model "
             "itself before it trains, and refuses it where the split would change its numbers"
         )
-    if recipe.packed_bits and importlib.util.find_spec("bitsandbytes") is None:
+    if recipe.packed_as and importlib.util.find_spec("bitsandbytes") is None:
         lines.append("note: weights in 4 or 8 bit need the package bitsandbytes, which is not installed here")
     return lines
 

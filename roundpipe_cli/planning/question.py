@@ -78,7 +78,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
         float16_accumulation=recipe.float16_accumulation,
-        packed_bits=recipe.packed_bits,
+        packed_as=recipe.packed_as,
         recompute=recipe.pipeline.recompute,
         staleness=recipe.pipeline.optimizer_staleness,
         optimizer=recipe.optim,
@@ -118,7 +118,7 @@ def ask(
     machine = hardware or hardware_of(recipe, architecture)
     settings = settings_of(recipe)
     if architecture.stored_in_4bit:
-        settings = replace(settings, packed_bits=4)
+        settings = replace(settings, packed_as="4bit")
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
     if settings.dtype == "bfloat16" and lacking:
         settings = replace(settings, dtype="float16")

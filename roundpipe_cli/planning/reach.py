@@ -68,7 +68,7 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
     for architecture in _largest_first():
         if method == "full" and architecture.stored_in_4bit:
             continue  # refused by `finetune`: such weights are frozen
-        own = replace(settings, packed_bits=4) if architecture.stored_in_4bit else settings
+        own = replace(settings, packed_as="4bit") if architecture.stored_in_4bit else settings
         lack = _lack(architecture, own, hardware)
         if lack is None:
             request = PlanRequest(loaded, architecture, own, hardware, analytic_costs(architecture, own, hardware))

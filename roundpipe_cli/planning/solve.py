@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture
@@ -189,14 +190,15 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
             Change(("method=lora",), "method=lora: trains adapters in place of all weights", 2.0),
             lambda s: replace(s, method="lora"),
         )
-    elif settings.packed_bits != 4:
+    elif settings.packed_as != "4bit":
+        instead = (f"{PACKED_FORMATS[settings.packed_as].key}=false",) if settings.packed_as else ()
         yield (
             Change(
-                ("load_in_4bit=true", *(("load_in_8bit=false",) if settings.packed_bits else ())),
+                ("load_in_4bit=true", *instead),
                 "load_in_4bit=true: frozen weights in 4 bit",
                 2.1,
             ),
-            lambda s: replace(s, packed_bits=4),
+            lambda s: replace(s, packed_as="4bit"),
         )
     if settings.method == "lora" and settings.lora_r > 8:
         yield (

@@ -15,6 +15,7 @@ from roundpipe_cli.choices import (
     PACKED_FORMATS,
     PAIR_OBJECTIVES,
     OptimizerName,
+    PackedName,
     PairObjective,
 )
 from roundpipe_cli.recipe.constraints import Explained, NotEmpty, Range
@@ -276,9 +277,9 @@ class Recipe:
         return "sequences in chunks are not packed" if self.pipeline.num_chunks > 1 else None
 
     @property
-    def packed_bits(self) -> int:
-        """Bits of a frozen base weight's code; 0 where the weights lie whole."""
-        return next((bits for bits, kind in PACKED_FORMATS.items() if getattr(self, kind.key)), 0)
+    def packed_as(self) -> PackedName | None:
+        """Format of the blocks' frozen weights; None: they lie whole."""
+        return next((name for name, kind in PACKED_FORMATS.items() if getattr(self, kind.key)), None)
 
     @property
     def may_hold_all_weights(self) -> bool:

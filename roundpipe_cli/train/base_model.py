@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.packed_weights import require_bitsandbytes
 from roundpipe_cli.model.quantization import check_stored_in_4bit
@@ -18,8 +18,8 @@ class BaseModel:
     """The base model's files."""
 
     source: ModelSource
-    bits: int
-    """Bits of a frozen base weight: 4, 8, or 0 where they lie whole."""
+    packed_as: PackedName | None
+    """Format of the blocks' frozen weights; None: they lie whole."""
     is_stored_packed: bool
     """Whether the files themselves are in 4 bit."""
 
@@ -34,14 +34,14 @@ def find_base(loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell
         RefusedError, ResourceError: see `resolve_model`.
     """
     recipe = loaded.recipe
-    bits = recipe.packed_bits
-    if bits:
-        require_bitsandbytes(f"{PACKED_FORMATS[bits].key}: true")
+    packed_as = recipe.packed_as
+    if packed_as is not None:
+        require_bitsandbytes(f"{PACKED_FORMATS[packed_as].key}: true")
     source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
     if revision != recipe.revision and source.commit is not None:
         tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
     if not stored_in_4bit(source):
-        return BaseModel(source, bits, False)
-    check_stored_in_4bit(source.name, method=recipe.method, load_in_8bit=recipe.load_in_8bit)
+        return BaseModel(source, packed_as, False)
+    check_stored_in_4bit(source.name, method=recipe.method, packed_as=packed_as)
     require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
-    return BaseModel(source, 4, True)
+    return BaseModel(source, "4bit", True)

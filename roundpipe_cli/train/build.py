@@ -185,7 +185,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
     boundary = form.tokens * setup.split.boundary_columns * size
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
-    packed = (sum(one.num_elements for one in layout.places if one.packed_bits) for layout in setup.store.layouts)
+    packed = (sum(one.num_elements for one in layout.places if one.packed_as) for layout in setup.store.layouts)
     shared += size * max(packed)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
@@ -240,7 +240,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "skip_last_projection": recipe.pipeline.skip_last_projection,
             "sequence_chunks": recipe.pipeline.num_chunks,
             "keep_activations": recipe.pipeline.keep_activations,
-            "packed_bits": recipe.packed_bits,
+            "packed_as": recipe.packed_as,
         }
     )
 

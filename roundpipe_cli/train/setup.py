@@ -154,7 +154,7 @@ def prepare(
     proof = prove_once(model, split, recipe, trained.build, tell)
     refuse_long_rows(longest_row(rows.dataset, rows.rejected, rows.evaluation), proof)
     layouts = [
-        make_layout(name, parameters, DTYPES[recipe.dtype], packed, base.bits)
+        make_layout(name, parameters, DTYPES[recipe.dtype], packed, base.packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
@@ -269,13 +269,13 @@ class _Training:
 
 
 def _packed_names(base: BaseModel, model: nn.Module, split: ModelSplit, tell: Tell) -> frozenset[str]:
-    """Names of the weights that lie in 4 or 8 bit."""
-    packed = quantizable_names(model, split.blocks_path) if base.bits else frozenset()
+    """Names of the weights that lie packed."""
+    packed = quantizable_names(model, split.blocks_path) if base.packed_as else frozenset()
     if base.is_stored_packed:
         kinds = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in packed}
         packed = frozenset(name for name in packed if kinds[name] != "Conv1D")  # files hold these transposed
         return packed_names(base.source, model) & packed
-    if base.bits and (whole := check_packed(model, split.blocks_path, packed, base.bits)):
+    if base.packed_as and (whole := check_packed(model, split.blocks_path, packed, base.packed_as)):
         tell(Notice(whole))
     return packed
 

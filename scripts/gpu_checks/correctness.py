@@ -50,7 +50,7 @@ def checks(place: CheckPlace) -> Iterator[Check]:
 
 def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequence[int]) -> Figures:
     """Loss, gradient norm and all gradients of the case's steps."""
-    if case.model.get("bits"):
+    if case.model.get("packed_as"):
         require("bitsandbytes")
     case = replace(case, engine={"watchdog_s": WATCHDOG_S, **case.engine})
     expected, rig = case.on_processor(), case.rig()

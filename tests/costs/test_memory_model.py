@@ -79,14 +79,14 @@ def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:
     rank_sums = 64 * ((5120 + 8192) * 2 + (5120 + 1024) * 2 + 3 * (5120 + 25600))
     assert sum(trainable_params(architecture, settings)) == 16 * rank_sums
     assert part(need, "masters") == 4 * 16 * rank_sums
-    in_4bit = replace(settings, packed_bits=4)
+    in_4bit = replace(settings, packed_as="4bit")
     assert part(host_need(costs, architecture, in_4bit, hardware, (65, 65), 8), "frozen") < 0.32 * part(need, "frozen")
 
 
 def test_a_block_of_packed_weights_lies_whole_on_the_device_for_its_call() -> None:
     """They were not counted: 1 GB of a card's memory for Qwen3-32B."""
     architecture, settings, hardware = ask(QWEN, "1x4090")
-    in_4bit = replace(settings, packed_bits=4)
+    in_4bit = replace(settings, packed_as="4bit")
     costs = analytic_costs(architecture, in_4bit, hardware).costs
     unpacked = part(fixed_device_need(costs, architecture, in_4bit, hardware), "unpacked")
     assert unpacked == 2 * max(block.params for block in architecture.blocks) > 9.7e8
@@ -314,7 +314,7 @@ def test_three_changes_are_proposed_and_each_makes_it_fit(model: str, hardware: 
     solution = solve(architecture, settings, machine)
     assert len(solution.changes) == 3
     assert [change.rank for change in solution.changes] == sorted(change.rank for change in solution.changes)
-    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r", "load_in_4bit": "packed_bits"}
+    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r", "load_in_4bit": "packed_as"}
     for change in solution.changes:
         changed, target = settings, architecture
         for override in change.overrides:
@@ -322,7 +322,7 @@ def test_three_changes_are_proposed_and_each_makes_it_fit(model: str, hardware: 
             if key == "model":
                 target = find_architecture(value)
             else:
-                typed: Any = int(value) if value.isdigit() else 4 if key == "load_in_4bit" else value
+                typed: Any = int(value) if value.isdigit() else "4bit" if key == "load_in_4bit" else value
                 changed = _with(changed, names.get(key, key), typed)
         if change.overrides:
             assert judge_coarsest(target, changed, machine).fits, change.what

@@ -25,7 +25,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 CASES = {
     "adapters": Case("qwen3_moe", "lora", {"dtype": BF16, "lora_rank": 3}, bound=0.05),
-    "4-bit": Case("qwen3_moe", "lora", {"dtype": BF16, "bits": 4}, bound=0.05),
+    "4-bit": Case("qwen3_moe", "lora", {"dtype": BF16, "packed_as": "4bit"}, bound=0.05),
     "full": Case("gpt_oss", "full", {"dtype": BF16}, bound=0.05),
 }
 
@@ -60,9 +60,9 @@ def test_a_graph_keeps_packed_experts_packed(method: str) -> None:
     for name in ("gate_up_proj", "down_proj"):
         experts = next(module for module in mlp.modules() if name in module._parameters)
         values = experts._parameters[name].detach()
-        packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8)
-        quantize(values, packed)
-        places.append((experts, name, PackedParameter.of(packed, values.shape, BF16, 4)))
+        packed = torch.empty(packed_bytes(values.shape, "4bit"), dtype=torch.uint8)
+        quantize(values, packed, "4bit")
+        places.append((experts, name, PackedParameter.of(packed, values.shape, BF16, "4bit")))
     hidden = torch.randn(1, 9, 64, dtype=BF16, requires_grad=True)
     with whole_weights(places):
         whole = [weakref.ref(module._parameters[name]) for module, name, _ in places]

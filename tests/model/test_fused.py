@@ -111,10 +111,10 @@ def gradients(rig: Rig, kernels: str, **options: Any) -> dict[str, torch.Tensor]
     return {name: rig.store.gradient(name).clone() for name in rig.store.trainable_names}
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packed_base_weights_stay_packed_in_the_graph(bits: int) -> None:
+@pytest.mark.parametrize("packed_as", ["4bit", "8bit"])
+def test_packed_base_weights_stay_packed_in_the_graph(packed_as: Any) -> None:
     """The fused linear keeps its weight by reference, so a graph keeps packed weights packed, as by PEFT's code."""
-    rig = make_rig("llama", "lora", bits=bits, lora_dropout=0.1)
+    rig = make_rig("llama", "lora", packed_as=packed_as, lora_dropout=0.1)
     reference, fused = gradients(rig, "reference"), gradients(rig, "auto")
     for name, expected in reference.items():
         assert float((fused[name] - expected).norm()) <= 1e-5 * float(expected.norm()), name

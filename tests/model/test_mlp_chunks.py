@@ -84,7 +84,7 @@ def test_the_same_bits_whatever_is_recomputed_with_dropout(model_type: str) -> N
 
 
 def test_four_bit_weights() -> None:
-    rig = make_rig("llama", "lora", bits=4)
+    rig = make_rig("llama", "lora", packed_as="4bit")
     plain = plain_copy(rig.skeleton, rig.store)
     microbatches = random_microbatches(SIZES)
     loss = plain_step(rig, microbatches, 0, None, plain)

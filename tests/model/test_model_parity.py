@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.cache import cache_folder
+from roundpipe_cli.choices import PACKED_FORMATS, PackedFormat
 from roundpipe_cli.engine import parity
 from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RefusedError
@@ -124,13 +125,13 @@ def test_router_losses_that_are_switched_off_are_told() -> None:
     assert switch_off(tiny_config("mixtral")) == []
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_of_which_none_can_be_packed_are_refused(bits: int) -> None:
+@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: kind.name)
+def test_weights_of_which_none_can_be_packed_are_refused(kind: PackedFormat) -> None:
     """`load_in_4bit` packed nothing and said nothing, where no matrix of a block can be packed."""
     model, split = skeleton_of(tiny_config("gpt2"))
     model.requires_grad_(False)
-    with pytest.raises(RefusedError, match=f"none of this model's weights can be kept in {bits} bit") as caught:
-        check_packed(model, split.blocks_path, frozenset(), bits)
+    with pytest.raises(RefusedError, match=f"none of this model's weights can be kept in {kind.label}") as caught:
+        check_packed(model, split.blocks_path, frozenset(), kind.name)
     assert caught.value.problems[0].found == "blocks of Conv1D"
     assert caught.value.exit_code == 2
 
@@ -139,9 +140,9 @@ def test_weights_that_are_packed_in_part_are_told() -> None:
     model, split = skeleton_of(tiny_config("llama"))
     model.requires_grad_(False)
     names = quantizable_names(model, split.blocks_path)
-    assert check_packed(model, split.blocks_path, names, 4) is None
+    assert check_packed(model, split.blocks_path, names, "4bit") is None
     some = [name for name in names if "mlp" in name]
-    assert check_packed(model, split.blocks_path, some, 4) == (
+    assert check_packed(model, split.blocks_path, some, "4bit") == (
         "67% of the blocks' frozen weights are kept in 4 bit; whole stay those of Linear"
     )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import packed_weights
 from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize, require_bitsandbytes
@@ -25,43 +26,43 @@ functional = pytest.importorskip("bitsandbytes.functional", reason="needs the ex
 SIZES = [(2, 12), (2, 12), (1, 7)]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (48, 40), (3, 5), (4, 32, 24), (7,)])
-def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype, bits: int) -> None:
+def test_packing_is_that_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype, kind: Any) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed = torch.zeros(packed_bytes(values.numel(), bits), dtype=torch.uint8)
-    quantize(values, packed, bits)
+    packed = torch.zeros(packed_bytes(values.shape, kind), dtype=torch.uint8)
+    quantize(values, packed, kind)
     with torch.compiler.set_stance("force_eager"):
-        if bits == 4:
+        if kind == "4bit":
             expected = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=64, quant_type="nf4"))
         else:
             expected = functional.dequantize_blockwise(*functional.quantize_blockwise(values, blocksize=64))
-    unpacked = dequantize(packed, values.shape, dtype, bits)
+    unpacked = dequantize(packed, values.shape, dtype, kind)
     assert unpacked.dtype == dtype and torch.equal(unpacked, expected.view(shape))
-    if bits == 8:
+    if kind == "8bit":
         assert (unpacked - values).abs().max() < 0.02 * values.abs().max()
     if values.numel() % 128 == 0:
-        assert 8 * packed.numel() == (bits + 0.5) * values.numel()
+        assert 8 * packed.numel() == (PACKED_FORMATS[kind].bits + 0.5) * values.numel()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_nothing_is_compiled_for_a_weight_of_odd_width(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_nothing_is_compiled_for_a_weight_of_odd_width(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes took up to ten seconds for each such shape, at the start of a run on the processor."""
     for name in ("_dequantize_4bit_compute", "_dequantize_blockwise_compute"):
         monkeypatch.setattr(f"bitsandbytes.backends.default.ops.{name}", lambda *args: pytest.fail("compiles"))
-    values, packed = torch.randn(6, 7), torch.empty(packed_bytes(42, bits), dtype=torch.uint8)
-    quantize(values, packed, bits)
-    assert dequantize(packed, values.shape, torch.float32, bits).shape == (6, 7)
+    values, packed = torch.randn(6, 7), torch.empty(packed_bytes(torch.Size([6, 7]), kind), dtype=torch.uint8)
+    quantize(values, packed, kind)
+    assert dequantize(packed, values.shape, torch.float32, kind).shape == (6, 7)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
 @pytest.mark.parametrize("count", [256, 257, 300, 511])
-def test_a_large_weight_is_unpacked_in_parts(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_weight_is_unpacked_in_parts(count: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes counts weights in 32 bits: 2^31 of them, as fused experts may have, ended a run on CUDA."""
-    values, packed = torch.randn(count), torch.empty(packed_bytes(count, bits), dtype=torch.uint8)
-    quantize(values, packed, bits)
-    expected = dequantize(packed, values.shape, torch.float32, bits).view(-1)
+    values, packed = torch.randn(count), torch.empty(packed_bytes(torch.Size([count]), kind), dtype=torch.uint8)
+    quantize(values, packed, kind)
+    expected = dequantize(packed, values.shape, torch.float32, kind).view(-1)
     largest = []
     at_once = packed_weights._dequantize
 
@@ -71,24 +72,28 @@ def test_a_large_weight_is_unpacked_in_parts(count: int, bits: int, monkeypatch:
 
     monkeypatch.setattr(packed_weights, "_dequantize", counted)
     monkeypatch.setattr(packed_weights, "MAX_WEIGHTS", 128)
-    assert torch.equal(dequantize(packed, values.shape, torch.float32, bits), expected)
+    assert torch.equal(dequantize(packed, values.shape, torch.float32, kind), expected)
     assert max(largest) == 128 and sum(largest) == count
 
 
 @pytest.mark.parametrize(
-    ("model_type", "bits"),
-    [("llama", 4), ("qwen3_moe", 4), ("gpt_oss", 4), ("gemma2", 4), ("phi", 4), ("llama", 8), ("qwen3_moe", 8)],
+    ("model_type", "kind"),
+    [
+        *((name, "4bit") for name in ("llama", "qwen3_moe", "gpt_oss", "gemma2", "phi")),
+        ("llama", "8bit"),
+        ("qwen3_moe", "8bit"),
+    ],
 )
-def test_five_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, bits: int) -> None:
-    rig = make_rig(model_type, "lora", bits=bits)
-    assert any(place.packed_bits == bits for place in rig.store.layouts[1].places)
+def test_five_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, kind: Any) -> None:
+    rig = make_rig(model_type, "lora", packed_as=kind)
+    assert any(place.packed_as == kind for place in rig.store.layouts[1].places)
     check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8)
 
 
 def test_the_cut_and_the_workers_change_no_bit() -> None:
     microbatches, seen = random_microbatches(SIZES), set()
     for num_workers, copy, recompute in ((1, False, "stage"), (2, True, "stage"), (3, True, "layer")):
-        rig = make_rig("qwen3_moe", "lora", bits=4)
+        rig = make_rig("qwen3_moe", "lora", packed_as="4bit")
         with rig.engine(num_workers, copy=copy, recompute=recompute) as engine:
             result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(SIZES)), step=0)
         seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
@@ -96,16 +101,16 @@ def test_the_cut_and_the_workers_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
-@pytest.mark.parametrize(("model_type", "bits"), [("llama", 4), ("llama", 8), ("qwen3_moe", 4)])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "4bit"), ("llama", "8bit"), ("qwen3_moe", "4bit")])
 def test_weights_are_unpacked_once_in_a_visit(
-    model_type: str, bits: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, kind: Any, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bits as once for each microbatch and pass, which is the fallback."""
     counts = dict[bool, int]()
     once, seen = packed_weights.dequantize, set()
     lock = threading.Lock()
     for whole, num_workers, copy in ((False, 1, True), (True, 1, True), (True, 2, True), (True, 3, False)):
-        rig = make_rig(model_type, "lora", bits=bits)
+        rig = make_rig(model_type, "lora", packed_as=kind)
         done: list[torch.Size] = []
 
         def counted(packed: torch.Tensor, shape: torch.Size, *args: Any, done: list[torch.Size] = done) -> torch.Tensor:
@@ -129,7 +134,7 @@ def test_weights_are_unpacked_once_in_a_visit(
             counts[whole] = len(done)
             stages = [*schedule.forward_stages, *schedule.backward_stages]
             visited = [layer for first, last in stages for layer in range(first, last + 1)]
-            packed = sum(bool(p.packed_bits) for layer in visited for p in rig.store.layouts[layer].places)
+            packed = sum(bool(p.packed_as) for layer in visited for p in rig.store.layouts[layer].places)
     assert len(seen) == 1
     assert counts[True] == packed
     assert counts[False] >= len(SIZES) * counts[True]
@@ -140,13 +145,13 @@ def test_whole_weights_are_held_for_a_visit_and_no_longer() -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 2048}
     peaks = {}
     for held in (False, True):
-        rig = make_rig("llama", "lora", bits=4, **changes)
+        rig = make_rig("llama", "lora", packed_as="4bit", **changes)
         schedule = schedule_for(rig, 1, 2, forward=[(0, 1), (2, 3), (4, 6)], backward=[(7, 7), (5, 6), (3, 4), (0, 2)])
         with rig.engine(1, copy=True, count_bytes=True, whole_per_visit=held) as engine:
             microbatches = random_microbatches([(1, 8), (1, 8)])
             peaks[held] = engine.run_step(microbatches, schedule, step=0).device_peak_bytes[0]
             assert not engine._workers[0].runner.layers.model._held
-    whole = 4 * sum(place.num_elements for place in rig.store.layouts[1].places if place.packed_bits)
+    whole = 4 * sum(place.num_elements for place in rig.store.layouts[1].places if place.packed_as)
     assert whole < peaks[True] - peaks[False] < 3.1 * whole, "the largest stage has three blocks"
 
 
@@ -154,25 +159,26 @@ def test_a_graph_keeps_no_unpacked_weights() -> None:
     """Of a stage of six blocks one is unpacked at a time."""
     changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 2048}
     peaks = {}
-    for bits in (0, 4):
-        rig = make_rig("llama", "lora", bits=bits, **changes)
+    for kind in (None, "4bit"):
+        rig = make_rig("llama", "lora", packed_as=kind, **changes)
         schedule = schedule_for(rig, 1, 1, forward=[(0, 6)], backward=[(7, 7), (0, 6)])
         with rig.engine(1, copy=True, count_bytes=True) as engine:
-            peaks[bits] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
+            peaks[kind] = engine.run_step(random_microbatches([(1, 8)]), schedule, step=0).device_peak_bytes[0]
             whole = rig.store.layouts[1].num_parameters * 4
-    assert peaks[4] < 0.45 * peaks[0]
+    assert peaks["4bit"] < 0.45 * peaks[None]
     slots = 2 * sum(layout.num_bytes for layout in rig.store.layouts)
-    assert peaks[4] < slots + 3 * whole, "one unpacked block, and what is on its way"
+    assert peaks["4bit"] < slots + 3 * whole, "one unpacked block, and what is on its way"
 
 
 def test_bytes_uploaded_and_held() -> None:
     """Of frozen block weights: 4.5 or 8.5 bits in place of 16."""
+    kinds: tuple[Any, ...] = (None, "4bit", "8bit")
     sent, held = {}, {}
-    for bits in (0, 4, 8):
+    for kind in kinds:
         rig = make_rig(
             "llama",
             "lora",
-            bits=bits,
+            packed_as=kind,
             dtype=torch.bfloat16,
             hidden_size=512,
             intermediate_size=2048,
@@ -180,11 +186,11 @@ def test_bytes_uploaded_and_held() -> None:
         )
         with rig.engine(1, copy=True) as engine:
             result = engine.run_step(random_microbatches([(1, 8)]), schedule_for(rig, 1, 1), step=0)
-        sent[bits] = result.upload_bytes
+        sent[kind] = result.upload_bytes
         frozen = [p for layout in rig.store.layouts[1:-1] for p in layout.places if not p.trainable]
-        held[bits] = sum(p.num_bytes for p in frozen) / sum(p.num_elements for p in frozen)
-    assert sent[4] <= 0.30 * sent[0] and sent[8] <= 0.55 * sent[0]
-    assert held[0] == 2 and held[4] <= 0.60 and held[8] <= 1.07
+        held[kind] = sum(p.num_bytes for p in frozen) / sum(p.num_elements for p in frozen)
+    assert sent["4bit"] <= 0.30 * sent[None] and sent["8bit"] <= 0.55 * sent[None]
+    assert held[None] == 2 and held["4bit"] <= 0.60 and held["8bit"] <= 1.07
 
 
 def plain_qlora(rig: Any) -> nn.Module:
@@ -210,7 +216,7 @@ def plain_qlora(rig: Any) -> nn.Module:
 def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
     from roundpipe_cli.train.optim.optimizer import HostOptimizer
 
-    rig = make_rig("llama", "lora", bits=4)
+    rig = make_rig("llama", "lora", packed_as="4bit")
     plain = plain_qlora(rig)
     theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     ours, schedule, microbatches = (
@@ -241,7 +247,7 @@ def test_a_recipe_in_4_and_in_8_bit(tmp_path: Path) -> None:
         refused = finetune(folder, "method=full", f"load_in_{bits}bit=true", "output_dir=full").expect(2)
         assert "full fine-tuning trains them" in refused.err and "method: lora" in refused.err
     both = finetune(folder, "load_in_4bit=true", "load_in_8bit=true", "output_dir=both").expect(2)
-    assert "cannot be in 4 and in 8 bit" in both.err
+    assert "cannot be in 4 bit and in 8 bit" in both.err
 
 
 def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

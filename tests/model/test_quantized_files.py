@@ -79,7 +79,7 @@ def test_the_store_holds_what_transformers_holds(
         packed = parameter.dtype == torch.uint8
         whole = dequantize_4bit(parameter.data, parameter.quant_state) if packed else parameter.data
         own = next(own for own in places if base_name(own) == name)
-        assert bool(places[own].packed_bits) == packed
+        assert bool(places[own].packed_as) == packed
         assert torch.equal(setup.store.base_weight(own), whole), name
         assert torch.equal(base[name], whole), name
         num_packed += packed

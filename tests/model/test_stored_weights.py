@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from transformers import AutoConfig
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.model import packed_weights
 from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton
@@ -103,11 +104,11 @@ def test_a_real_gguf_file_is_read_into_a_model_with_adapters() -> None:
 def test_packing_some_weights_at_a_time_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes takes several times the memory of what it packs at once."""
     values = torch.randn(64 * 9 + 5).bfloat16()
-    for bits in (4, 8):
-        whole = torch.zeros(packed_weights.packed_bytes(len(values), bits), dtype=torch.uint8)
+    for kind in PACKED_FORMATS:
+        whole = torch.zeros(packed_weights.packed_bytes(values.shape, kind), dtype=torch.uint8)
         parts = whole.clone()
-        packed_weights.quantize(values, whole, bits)
+        packed_weights.quantize(values, whole, kind)
         with monkeypatch.context() as patch:
             patch.setattr(packed_weights, "PACKED_AT_ONCE", 128)
-            packed_weights.quantize(values, parts, bits)
+            packed_weights.quantize(values, parts, kind)
         assert torch.equal(whole, parts)

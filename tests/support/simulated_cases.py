@@ -289,8 +289,8 @@ CASES: dict[str, Case] = {
     "mixture-of-experts": Case("qwen3_moe", "full", waits=True),  # torch's grouped product is a loop in float32
     "expert-adapters": Case("qwen3_moe", "lora", {"dtype": torch.bfloat16, "lora_rank": 8}, bound=0.05, waits=True),
     "gpt-oss": Case("gpt_oss", "full", waits=True),
-    "4-bit": Case("llama", "lora", {"bits": 4}),
-    "8-bit": Case("llama", "lora", {"bits": 8}),
+    "4-bit": Case("llama", "lora", {"packed_as": "4bit"}),
+    "8-bit": Case("llama", "lora", {"packed_as": "8bit"}),
     "float16": Case("llama", "full", {"dtype": torch.float16}, loss_scale=1024.0),
     "bfloat16": Case("llama", "lora", {"dtype": torch.bfloat16}),
     "evaluation": Case("llama", "lora", _REFERENCE, steps=evaluate),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import PackedName
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
@@ -167,7 +168,7 @@ def make_rig(
     dtype: torch.dtype = torch.float32,
     staleness: int = 0,
     frozen: Sequence[str] = (),
-    bits: int = 0,
+    packed_as: PackedName | None = None,
     lora_rank: int = 4,
     kernels: str = "reference",
     config: Any = None,
@@ -177,7 +178,7 @@ def make_rig(
 
     `config`: the model's, in place of this file's for the type.
     `frozen`: parts of names of parameters that are not trained.
-    `bits`: 4 or 8, with the base weights packed; the plain module has what they are when unpacked.
+    `packed_as`: with the base weights packed; the plain module has what they are when unpacked.
     """
     torch.set_num_threads(1)  # in the test's own thread; the workers set their own
     config = config or tiny_config(model_type, **changes)
@@ -190,9 +191,9 @@ def make_rig(
     if method == "lora":
         settings = LoraSettings(r=lora_rank, alpha=8, dropout=lora_dropout)
         peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny", blocks_path=split.blocks_path)
-    packed = quantizable_names(skeleton, split.blocks_path) if bits else frozenset()
+    packed = quantizable_names(skeleton, split.blocks_path) if packed_as else frozenset()
     layouts = [
-        make_layout(name, parameters, dtype, packed, bits)
+        make_layout(name, parameters, dtype, packed, packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
     store = WeightStore(layouts, staleness)
@@ -226,8 +227,8 @@ def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
                 name = names[id(parameter)]
                 if name not in real:
                     place, values = places[name], store.master(name).clone()
-                    if place.packed_bits:
-                        values = dequantize(values, place.shape, place.dtype, place.packed_bits)
+                    if place.packed_as:
+                        values = dequantize(values, place.shape, place.dtype, place.packed_as)
                     real[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 module._parameters[attribute] = real[name]
     return plain.train()

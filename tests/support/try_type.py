@@ -98,7 +98,7 @@ def _lora(model: nn.Module, split: ModelSplit) -> str | None:
 
 
 def _packed(model: nn.Module, split: ModelSplit) -> str | None:
-    return check_packed(model, split.blocks_path, quantizable_names(model, split.blocks_path), 4)
+    return check_packed(model, split.blocks_path, quantizable_names(model, split.blocks_path), "4bit")
 
 
 def _count(model: nn.Module) -> str | None:
