@@ -98,7 +98,12 @@ OPTIMIZER_KEYS = tuple(dict.fromkeys(key for kind in OPTIMIZERS.values() for key
 """Recipe keys that not every optimizer reads."""
 
 
-PackedName = Literal["4bit", "8bit"]
+WEIGHTS_PER_SCALE = 64
+"""bitsandbytes' packing."""
+SCALE_BYTES = 4
+USUAL_ROW = 1024
+"""Weights of a row, where only their number is known: most models have longer ones, and a scale then matters less."""
+PackedName = Literal["4bit", "8bit", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,11 @@ class PackedFormat:
     """For readers."""
     bits: int
     """Of each weight's code."""
+    weights_per_scale: int | None = WEIGHTS_PER_SCALE
+    """None: a scale for each row."""
+    needs_bitsandbytes: bool = True
+    passes: int = 1
+    """Over a weight while it is unpacked on a GPU, each of which writes it and the next one, or a product, reads it."""
 
     @property
     def key(self) -> str:
@@ -119,13 +129,15 @@ class PackedFormat:
     @property
     def bytes_per_param(self) -> float:
         """With the scale that some weights share."""
-        return self.bits / 8 + SCALE_BYTES / WEIGHTS_PER_SCALE
+        return self.bits / 8 + SCALE_BYTES / (self.weights_per_scale or USUAL_ROW)
 
-
-WEIGHTS_PER_SCALE = 64
-SCALE_BYTES = 4
 
 PACKED_FORMATS: Mapping[PackedName, PackedFormat] = {
-    kind.name: kind for kind in (PackedFormat("4bit", "4 bit", 4), PackedFormat("8bit", "8 bit", 8))
+    kind.name: kind
+    for kind in (
+        PackedFormat("4bit", "4 bit", 4),
+        PackedFormat("8bit", "8 bit", 8),
+        PackedFormat("fp8", "FP8", 8, weights_per_scale=None, needs_bitsandbytes=False, passes=2),
+    )
 }
-"""NF4 (arXiv 2305.14314, without its second quantization), and bitsandbytes' blockwise dynamic code."""
+"""NF4 (arXiv 2305.14314, without its second quantization), bitsandbytes' blockwise dynamic code, and e4m3."""

@@ -260,7 +260,7 @@ class _Timer:
         """Time to read the block's weights once; packed weights are also written and read in 16 bit."""
         settings = self.settings
         if packed := settings.packed_bytes_per_param:
-            return block.params * (packed + 4) / self.device.memory_bytes_per_s
+            return block.params * (packed + settings.unpacking_bytes_per_param) / self.device.memory_bytes_per_s
         return block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:

@@ -84,3 +84,8 @@ class TrainingSettings:
         if self.method == "full" or self.packed_as is None:
             return 0.0
         return PACKED_FORMATS[self.packed_as].bytes_per_param
+
+    @property
+    def unpacking_bytes_per_param(self) -> int:
+        """Bytes of a GPU's memory, in 16 bit, that unpacking a weight and using it once writes and reads."""
+        return 4 * PACKED_FORMATS[self.packed_as].passes if self.packed_as else 0

@@ -1,8 +1,9 @@
-"""Frozen weights in 4 or 8 bit by bitsandbytes, packed on the host and in slots, whole only in use.
+"""Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, whole only in use.
 
 4 bit: NF4 (arXiv 2305.14314). 8 bit: its blockwise dynamic code (arXiv 2110.02861), for weights alone: products are
-computed with the unpacked weights, other than those of LLM.int8. A packed weight is one run of bytes: codes, then one
-float32 scale for each 64 weights: 4.5 or 8.5 bits a weight.
+computed with the unpacked weights, other than those of LLM.int8. FP8: `fp8_weights.py`. A packed weight is one run of
+bytes: codes, then the scales that they are to be multiplied by. bitsandbytes has one for each 64 weights, so 4.5 or 8.5
+bits a weight; FP8 has one for each row.
 
     | codes, 4 or 8 bit each | pad to 64 bytes | scales, float32 |
 
@@ -28,6 +29,7 @@ from torch import nn
 
 from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, WEIGHTS_PER_SCALE, PackedName
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model import fp8_weights
 from roundpipe_cli.model.linear_modules import is_linear
 
 _ALIGNMENT_BYTES = 64
@@ -41,7 +43,9 @@ PACKED_AT_ONCE = 1 << 22
 
 def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
     """Size of a packed weight."""
-    return _codes_bytes(shape.numel(), kind) + SCALE_BYTES * _num_scales(shape.numel())
+    is_by_row = PACKED_FORMATS[kind].weights_per_scale is None
+    num_scales = shape[:-1].numel() if is_by_row else _num_scales(shape.numel())
+    return _codes_bytes(shape.numel(), kind) + SCALE_BYTES * num_scales
 
 
 def _codes_bytes(num_elements: int, kind: PackedName) -> int:
@@ -54,6 +58,7 @@ def _num_codes(num_elements: int, kind: PackedName) -> int:
 
 
 def _num_scales(num_elements: int) -> int:
+    """bitsandbytes'."""
     return -(-num_elements // WEIGHTS_PER_SCALE)
 
 
@@ -105,6 +110,9 @@ def quantize(values: torch.Tensor, packed: torch.Tensor, kind: PackedName) -> No
     """
     flat = values.contiguous().view(-1)
     codes, scales = packed[: _num_codes(len(flat), kind)], packed[_codes_bytes(len(flat), kind) :].view(torch.float32)
+    if kind == "fp8":
+        fp8_weights.quantize(values, codes, scales, PACKED_AT_ONCE)
+        return
     for start in range(0, len(flat), PACKED_AT_ONCE):
         part = flat[start : start + PACKED_AT_ONCE]
         own_codes, own_scales = _quantize(part, kind)
@@ -113,7 +121,7 @@ def quantize(values: torch.Tensor, packed: torch.Tensor, kind: PackedName) -> No
 
 
 def _quantize(values: torch.Tensor, kind: PackedName) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of some weights."""
+    """(codes, scales) of some weights, by bitsandbytes."""
     functional = import_bitsandbytes().functional
     if kind == "8bit":
         codes, state = functional.quantize_blockwise(values, _dynamic_map(values.device), blocksize=WEIGHTS_PER_SCALE)
@@ -145,6 +153,8 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
     """The weights of `packed` as a new tensor."""
     count = shape.numel()
     codes, scales = packed[: _num_codes(count, kind)], packed[_codes_bytes(count, kind) :].view(torch.float32)
+    if kind == "fp8":
+        return fp8_weights.dequantize(codes, scales, shape, dtype)
     if count <= MAX_WEIGHTS:
         return _dequantize(codes, scales, shape, dtype, kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
@@ -159,7 +169,7 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
 def _dequantize(
     codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName
 ) -> torch.Tensor:
-    """The weights of at most `MAX_WEIGHTS` codes."""
+    """The weights of at most `MAX_WEIGHTS` codes, by bitsandbytes."""
     functional = import_bitsandbytes().functional
     count = shape.numel()
     # bitsandbytes compiles a function, in seconds, for each shape whose last dimension is odd: those are flat here

@@ -14,7 +14,7 @@ from roundpipe_cli.errors import RefusedError
 COMPRESSED = "compressed-tensors"
 WHAT_WORKS = (
     "FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors, bitsandbytes' NF4, a .gguf file, or the unquantised model "
-    "(load_in_4bit: true or load_in_8bit: true packs it while loading)"
+    "(load_in_4bit, load_in_8bit or load_in_fp8: true packs it while loading)"
 )
 COMPRESSED_FORMATS = (
     *("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision"),

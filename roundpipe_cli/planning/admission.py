@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.errors import RefusedError
@@ -81,7 +82,8 @@ def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
             f"not known: whether `finetune` takes models of the type {architecture.model_type}; it tries the model "
             "itself before it trains, and refuses it where the split would change its numbers"
         )
-    if recipe.packed_as and importlib.util.find_spec("bitsandbytes") is None:
+    needs_it = recipe.packed_as is not None and PACKED_FORMATS[recipe.packed_as].needs_bitsandbytes
+    if needs_it and importlib.util.find_spec("bitsandbytes") is None:
         lines.append("note: weights in 4 or 8 bit need the package bitsandbytes, which is not installed here")
     return lines
 

@@ -355,6 +355,8 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
                 "assumed: float16 products that add up in float16 (accumulate=fp16); a run does so only with "
                 "float16_accumulation: true"
             )
+        if settings.packed_as == "fp8":
+            lines.append("assumed: FP8 weights (load_in_fp8) are unpacked at the GPU's memory rate; not measured")
         links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
         lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
     lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")

@@ -63,6 +63,10 @@ class Recipe:
     load_in_8bit: bool = False
     """Keep the frozen base weights in 8 bit (bitsandbytes' blockwise dynamic code): half of the host memory and of the
     uploads, and closer to the original weights than 4 bit."""
+    load_in_fp8: bool = False
+    """Keep the frozen base weights in FP8 (e4m3, a scale for each row): half of the host memory and of uploads. Like
+    8 bit, but without bitsandbytes and coarser: normally distributed weights change by 2.6 % (root mean square; 8 bit
+    1 %, 4 bit 9 %). They are unpacked to `dtype` for use, so any GPU will do. Not yet measured on a GPU."""
     datasets: Annotated[tuple[DatasetConfig, ...], NotEmpty()]
     """Training rows, from one or more sources."""
     val_set_size: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.0

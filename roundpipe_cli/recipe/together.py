@@ -167,7 +167,7 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:
-    """Weights in 4 or 8 bit or on a mapped file cannot be trained."""
+    """Packed weights, or such on a mapped file, cannot be trained."""
     kinds = (
         *((kind.key, getattr(recipe, kind.key)) for kind in PACKED_FORMATS.values()),
         ("weights", recipe.weights == "mmap"),

@@ -35,7 +35,7 @@ def find_base(loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell
     """
     recipe = loaded.recipe
     packed_as = recipe.packed_as
-    if packed_as is not None:
+    if packed_as is not None and PACKED_FORMATS[packed_as].needs_bitsandbytes:
         require_bitsandbytes(f"{PACKED_FORMATS[packed_as].key}: true")
     source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
     if revision != recipe.revision and source.commit is not None:

@@ -26,7 +26,7 @@ from tests.support.tiny import Rig, random_microbatches, schedule_for
 
 EXACT, ROUNDED = 1e-3, 6e-2
 """Relative differences that are allowed on a real card, of float32 and of 16 bit or packed weights."""
-ROUNDED_CASES = ("float16", "bfloat16", "4-bit", "8-bit")
+ROUNDED_CASES = ("float16", "bfloat16", "4-bit", "8-bit", "fp8")
 OOM_FRACTION = 1e-5
 """Of a card's memory: no slot fits."""
 MORE_CASES = {
@@ -50,7 +50,7 @@ def checks(place: CheckPlace) -> Iterator[Check]:
 
 def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequence[int]) -> Figures:
     """Loss, gradient norm and all gradients of the case's steps."""
-    if case.model.get("packed_as"):
+    if case.model.get("packed_as") in ("4bit", "8bit"):
         require("bitsandbytes")
     case = replace(case, engine={"watchdog_s": WATCHDOG_S, **case.engine})
     expected, rig = case.on_processor(), case.rig()

@@ -144,9 +144,10 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
         assert engine.run_step(random_microbatches(sizes), schedule, step=3).loss == result.loss
 
 
-@pytest.mark.parametrize("packed_as", ["4bit", "8bit"])
+@pytest.mark.parametrize("packed_as", ["4bit", "8bit", "fp8"])
 def test_packed_weights(packed_as: Any) -> None:
-    pytest.importorskip("bitsandbytes")
+    if packed_as != "fp8":
+        pytest.importorskip("bitsandbytes")
     rig = make_rig("llama", "lora", packed_as=packed_as)
     sizes = [(2, 12), (1, 7)]
     assert run(rig, [0], sizes).loss == pytest.approx(plain_step(rig, random_microbatches(sizes)), rel=1e-4)

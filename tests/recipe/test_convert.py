@@ -437,6 +437,7 @@ NOT_OF_PEERS = {
     "model",
     "micro_batch_tokens",
     "float16_accumulation",
+    "load_in_fp8",
     "method",
     "objective",
     "dpo",

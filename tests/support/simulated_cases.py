@@ -291,6 +291,7 @@ CASES: dict[str, Case] = {
     "gpt-oss": Case("gpt_oss", "full", waits=True),
     "4-bit": Case("llama", "lora", {"packed_as": "4bit"}),
     "8-bit": Case("llama", "lora", {"packed_as": "8bit"}),
+    "fp8": Case("llama", "lora", {"packed_as": "fp8"}),
     "float16": Case("llama", "full", {"dtype": torch.float16}, loss_scale=1024.0),
     "bfloat16": Case("llama", "lora", {"dtype": torch.bfloat16}),
     "evaluation": Case("llama", "lora", _REFERENCE, steps=evaluate),
