@@ -222,11 +222,19 @@ class PackedParameter(nn.Parameter):
             self._whole = whole
         return whole
 
+    def fp8_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales) of a weight in FP8: float8_e4m3fn [rows, columns] and float32 [rows], on its own bytes."""
+        count, packed = self.whole_shape.numel(), self.detach()
+        codes = packed[:count].view(torch.float8_e4m3fn).view(-1, self.whole_shape[-1])
+        return codes, packed[_codes_bytes(count, self.kind) :].view(torch.float32)
+
     def let_go(self) -> None:
         """Drop the held weight and hold none from now on."""
         self.stays_whole, self._whole = False, None
 
 
+MULTIPLIES_PACKED = "_multiplies_packed"
+"""A module with this attribute reads its packed weight itself."""
 PackedPlace = tuple[nn.Module, str, PackedParameter]
 """(module, attribute, what is there)."""
 
@@ -242,10 +250,16 @@ class _Kept:
 
 
 @contextmanager
-def whole_weights(places: Sequence[PackedPlace]) -> Iterator[None]:
-    """Put dequantised weights into `places`; a graph that is made meanwhile keeps them packed."""
+def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iterator[None]:
+    """Put dequantised weights into `places`; a graph that is made meanwhile keeps them packed.
+
+    Args:
+        every: also into modules that multiply packed weights (`MULTIPLIES_PACKED`).
+    """
     by_storage: dict[int, PackedParameter] = {}
     for module, attribute, parameter in places:
+        if MULTIPLIES_PACKED in module.__dict__ and not every:
+            continue
         whole = parameter.dequantized()
         by_storage[whole.untyped_storage().data_ptr()] = parameter
         module._parameters[attribute] = whole  # type: ignore[assignment]  # modules read it, nobody trains it
