@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_checks import experts, procedure, readme
+from scripts.gpu_checks import experts, fp8, procedure, readme
 from scripts.gpu_checks.kernels import kind_of
 from scripts.gpu_checks.part import PARTS, outcome_of, run_part
 from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, SkippedCheckError
@@ -165,6 +165,14 @@ def test_grouped_products_need_a_real_card() -> None:
     assert {(one["status"], one["reason"]) for one in found} == {("skipped", "a Triton kernel needs a real card")}
 
 
+def test_weights_in_fp8_need_a_real_card() -> None:
+    found = [outcome_of(one) for one in fp8.checks(CheckPlace(True, (0, 1), "tiny"))]
+    assert len(found) == 6 and {one["status"] for one in found} == {"skipped"}
+    assert {one["reason"] for one in found} == {
+        "a conversion by a card needs a real card", "a product in FP8 needs a real card",
+    }  # fmt: skip
+
+
 def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
     """From the JSON alone; simulated results never get there."""
     parts = {
@@ -180,12 +188,17 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
                 "milliseconds": {"ours": 4.0, "torch": 9.0, "ours, both": 12.0, "torch, both": 30.0},
                 "first_s": 8.0, "torch_loops": True}},
         ],
+        "fp8": [
+            {"check": "time, 64 x 64 x 64", "status": "ok", "figures": {"milliseconds": {
+                "bfloat16": 2.0, "unpacking": 0.5, "unpacking, bfloat16": 2.5, "FP8": 1.25}}},
+        ],
     }  # fmt: skip
     document = {"device": "GPU", "hardware": "1 x NVIDIA H200, torch 2.11.0", "seconds": {}, "parts": parts}
     page = readme.updated(readme.PAGE.read_text(encoding="utf-8"), document, "2026-12-01")
-    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 4 ok, 1 failed, 0 stopped, 0 skipped." in page
+    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 5 ok, 1 failed, 0 stopped, 0 skipped." in page
     assert "| lora, streamed | 1,234 | 2.000 s | 3.0 % | 5.00 GB |" in page and "| one link | 25.0 | 26.0 |" in page
     assert "| time, bfloat16 | 4.00 ms | 9.00 ms | 12.00 ms | 30.00 ms | a loop |" in page
+    assert "| time, 64 x 64 x 64 | 2.00 ms | 0.50 ms | 2.50 ms | 1.25 ms |" in page
     assert readme.updated(page, document, "2026-12-01") == page
     path = tmp_path / "simulated.json"
     path.write_text(json.dumps({**document, "device": "simulated"}))

@@ -22,7 +22,10 @@ from typing import Any
 
 from scripts.gpu_checks.place import OPTIONAL, WATCHDOG_S, Check, CheckPlace, SkippedCheckError, block_imports
 
-PARTS = ("environment", "correctness", "links", "memory", "kernels", "experts", "prediction", "throughput", "sanitizer")
+PARTS = (
+    *("environment", "correctness", "links", "memory", "kernels", "experts", "fp8"),
+    *("prediction", "throughput", "sanitizer"),
+)
 """Cheap and decisive ones first; a module of this package each."""
 UNFINISHED = 3
 """Exit code: checks are left, and this process is not fit for them."""

@@ -26,6 +26,7 @@ def tables(document: Document, day: str) -> str:
     counts = ", ".join(f"{outcomes.count(word)} {word}" for word in ("ok", "failed", "stopped", "skipped"))
     blocks = [f"{document['hardware']}, {day}: {counts}.", _throughput(document), _memory(document)]
     blocks += [_prediction(document), _links(document), _kernels(document), _experts(document)]
+    blocks.append(_fp8(document))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -93,6 +94,15 @@ def _experts(document: Document) -> str:
             kind = "a loop" if one["torch_loops"] else "one kernel"
             rows.append([name, own["ours"], own["torch"], own["ours, both"], own["torch, both"], kind])
     return table("experts | ours: forward | torch's | ours: both passes | torch's | torch's is", rows)
+
+
+def _fp8(document: Document) -> str:
+    keys = ("bfloat16", "unpacking", "unpacking, bfloat16", "FP8")
+    own = figures(document, "fp8").items()
+    rows = [
+        [name, *(f"{one['milliseconds'][key]:.2f} ms" for key in keys)] for name, one in own if "milliseconds" in one
+    ]
+    return table("FP8 weights | product in bfloat16 | unpacking | both | product in FP8", rows)
 
 
 def updated(page: str, document: Document, day: str) -> str:
