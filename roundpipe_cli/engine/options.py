@@ -47,7 +47,7 @@ class EngineOptions:
     too, not only at its end."""
     keep_blocks: int = 0
     """Blocks, counted from the last, whose activations stay on the device from forward to backward where both run on
-    the same worker. Blocks in 4 or 8 bit are recomputed all the same."""
+    the same worker. Blocks with packed weights are recomputed all the same."""
     whole_per_visit: bool = False
     """Packed weights are dequantised once in a visit and held until its end, 2 bytes (in 16 bit) for each weight of a
     stage, not for each microbatch and pass. The same bits; `costs/memory.py` does not count their bytes yet."""

@@ -191,7 +191,8 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
             lambda s: replace(s, method="lora"),
         )
     elif settings.packed_as != "4bit":
-        instead = (f"{PACKED_FORMATS[settings.packed_as].key}=false",) if settings.packed_as else ()
+        instead = [f"{PACKED_FORMATS[settings.packed_as].key}=false"] if settings.packed_as else []
+        instead += ["fp8_products=false"] if settings.packed_as == "fp8" else []
         yield (
             Change(
                 ("load_in_4bit=true", *instead),

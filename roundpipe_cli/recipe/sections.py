@@ -179,8 +179,8 @@ class PipelineConfig:
     keep_activations: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     """Blocks, counted from the last, whose activations stay on the device from forward to backward: not recomputed, for
     as many bytes as a round's microbatches have there. They stay where a block's forward and backward run on the same
-    worker: always with one worker or a schedule that binds stages, sometimes with roundpipe on several. Blocks in 4 bit
-    are always recomputed. `auto` is 0."""
+    worker: always with one worker or a schedule that binds stages, sometimes with roundpipe on several. Blocks whose
+    weights are packed (4 bit, 8 bit, FP8) are always recomputed. `auto` is 0."""
     weight_cache: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     """Bytes of each GPU's memory for weights that stay there beside the slots: frozen weights are uploaded once,
     trained ones once a step, in place of every time that their stage is visited. Workers on the processor read host

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.cli.plan_verdict import verdict_lines
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import frozen_bytes
@@ -19,6 +21,9 @@ from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import fp8_weights, packed_weights
 from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.setup import prepare
 from tests.engine.test_parity import check_parity
@@ -207,6 +212,28 @@ def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pyte
     config = json.loads((folder / "out" / "adapter_config.json").read_text())
     change = (b @ a) * config["lora_alpha"] / config["r"]
     assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + change, atol=1e-6), "the base's own files"
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_plan_names_the_format_and_says_what_is_not_measured(
+    name: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=Qwen/Qwen3-32B", f"{PACKED_FORMATS[name].key}=true", "pipeline.devices=auto", "dtype=bfloat16"]
+    loaded = load_recipe(write_recipe(tmp_path / "recipe.yaml", lora__dropout=0.0), words)
+    answer = make_plan(loaded, "1x4090")
+    assert f"lora in {PACKED_FORMATS[name].label}, bfloat16" in verdict_lines(answer)[0]
+    unpacked = [line for line in answer.assumptions if "FP8 weights" in line and "not measured" in line]
+    assert len(unpacked) == (name == "fp8")
+
+
+def test_what_fits_in_4_bit_in_place_of_fp8_can_be_asked_for(tmp_path: Path) -> None:
+    """`fp8_products` needs `load_in_fp8`, so both make way."""
+    changes = {"model": "Qwen/Qwen3-32B", "load_in_fp8": True, "fp8_products": True, "weights": "pinned"}
+    recipe = write_recipe(tmp_path / "recipe.yaml", pipeline={}, dtype="bfloat16", **changes)
+    question = ask(load_recipe(recipe), "1x4090,host_memory_gib=32")
+    found = solve(question.architecture, question.settings, question.hardware)
+    (to_4bit,) = (change for change in found.changes if "load_in_4bit=true" in change.overrides)
+    assert load_recipe(recipe, to_4bit.overrides).recipe.packed_as == "4bit"
 
 
 @pytest.mark.parametrize(
