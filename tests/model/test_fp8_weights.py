@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.plan_verdict import verdict_lines
 from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import frozen_bytes
 from roundpipe_cli.costs.models import parse_config
@@ -184,6 +185,17 @@ def test_plan_counts_the_bytes_that_are_held_and_sent() -> None:
         layouts = rig.store.layouts
         assert costs.layers[1].param_bytes == pytest.approx(layouts[1].num_bytes, rel=0.01)
     assert sent["fp8"] < 0.56 * sent[None], "adapters stay in 16 bit"
+
+
+def test_the_cost_model_counts_both_passes_of_unpacking() -> None:
+    """With one token a block's time is that of its weights: codes read, whole weights written and read twice."""
+    architecture, hardware = find_architecture("Qwen/Qwen3-8B"), parse_hardware("1x4090")
+    times = {}
+    for name in ("4bit", "8bit", "fp8"):
+        settings = TrainingSettings(max_seq_length=1, packed_as=name)  # type: ignore[arg-type]
+        times[name] = analytic_costs(architecture, settings, hardware).costs.layers[1].forward_s
+    assert times["fp8"] / times["4bit"] == pytest.approx((1 + 4 / 1024 + 8) / (0.5 + 4 / 64 + 4), rel=0.02)
+    assert times["8bit"] / times["4bit"] == pytest.approx((1 + 4 / 64 + 4) / (0.5 + 4 / 64 + 4), rel=0.02)
 
 
 def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
