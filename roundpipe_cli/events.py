@@ -68,7 +68,7 @@ class Span:
     lane: str
     """compute, up, down or host."""
     kind: str
-    """F, R, B, U, D or O."""
+    """F, R, B, U, D or O; H for the forward and backward of the head's stage, where they are one action."""
     stage: int
     microbatch: int
     """-1 where there is none."""
