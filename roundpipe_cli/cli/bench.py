@@ -113,7 +113,7 @@ def bench(
     if run_really:
         from roundpipe_cli.cli.bench_emulated import run_emulated_bench
 
-        run_emulated_bench(asked, results, repetitions or 1, json_output)
+        run_emulated_bench(asked, results, repetitions or 1, json_output, plain=no_dashboard)
     elif json_output:
         import json
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
+from roundpipe_cli.engine.dispatch.emulate import Begun, Emulated, run_emulated
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
+from roundpipe_cli.units import counted, format_seconds
+
+if TYPE_CHECKING:
+    from roundpipe_cli.cli.bench_live import LiveRuns
 
 Asked = tuple[str, StageCut, SimulationCase]
 """(schedule, its stages, what it was asked)."""
@@ -28,28 +32,59 @@ class MeasuredSchedule:
     """Per step over the chained steps that were asked for; None for one step."""
 
 
-def run_emulated_bench(asked: Sequence[Asked], results: Sequence[Result], repetitions: int, json_output: bool) -> None:
-    """Run every schedule `repetitions` times, in turn, and print what was measured beside what was simulated."""
+def run_emulated_bench(
+    asked: Sequence[Asked], results: Sequence[Result], repetitions: int, json_output: bool, *, plain: bool = False
+) -> None:
+    """Run every schedule `repetitions` times, in turn, and print what was measured beside what was simulated.
+
+    Args:
+        plain: lines in place of a dashboard.
+    """
+    from roundpipe_cli.cli.bench_live import live_runs
     from roundpipe_cli.cli.output import say
 
     runs: list[list[Emulated]] = [[] for _ in asked]
-    seconds = repetitions * sum(result.makespan_s for result in results)
-    say(f"running on emulated devices: about {seconds:.0f} s for the first steps")
-    for _ in range(repetitions):
-        for (name, partition, question), found in zip(asked, runs, strict=True):
-            found.append(emulate(name, partition, question, 1))
-    measured = [_summary(found, _step_s(*entry)) for entry, found in zip(asked, runs, strict=True)]
+    planned_s = _planned_s(asked, results, repetitions)
+    say(f"running on emulated devices: about {format_seconds(max(1, round(sum(planned_s))))}")
+    question = asked[0][2]
+    with live_runs(question.costs.name, question.num_workers, planned_s, plain=plain or json_output) as live:
+        for _ in range(repetitions):
+            for entry, found in zip(asked, runs, strict=True):
+                found.append(live.run(entry[0], _one(entry, 1)))
+        steps_s = [_step_s(entry, live) for entry in asked]
+    measured = [_summary(found, step_s) for found, step_s in zip(runs, steps_s, strict=True)]
     if json_output:
         _print_json(asked[0][2], results, measured)
     else:
         _print_table(asked[0][2], results, measured)
 
 
-def emulate(name: str, partition: StageCut, question: SimulationCase, num_steps: int) -> Emulated:
-    """`num_steps` chained steps of one schedule on emulated devices."""
+def _planned_s(asked: Sequence[Asked], results: Sequence[Result], repetitions: int) -> list[float]:
+    """How long each run will take: the first steps, then half of the chained ones and all of them."""
+    chained = [
+        result.makespan_s + (count - 1) * result.step_s
+        for (_, _, question), result in zip(asked, results, strict=True)
+        for count in (question.num_steps // 2, question.num_steps)
+        if question.num_steps > 1
+    ]
+    return repetitions * [result.makespan_s for result in results] + chained
+
+
+def _one(entry: Asked, num_steps: int) -> Callable[[Begun | None], Emulated]:
+    return lambda begun: emulate(*entry, num_steps, begun)
+
+
+def emulate(
+    name: str, partition: StageCut, question: SimulationCase, num_steps: int, begun: Begun | None = None
+) -> Emulated:
+    """`num_steps` chained steps of one schedule on emulated devices.
+
+    Args:
+        begun: is called when the workers start.
+    """
     schedule = make_schedule(name, partition, question, num_steps)
     costs = _without_transfers(question.costs) if question.accounting == "published" else question.costs
-    return run_emulated(schedule, costs, staleness=question.staleness)
+    return run_emulated(schedule, costs, staleness=question.staleness, begun=begun)
 
 
 def _without_transfers(costs: CostModel) -> CostModel:
@@ -58,11 +93,14 @@ def _without_transfers(costs: CostModel) -> CostModel:
     return replace(costs, layers=tuple(replace(layer, **free) for layer in costs.layers))  # type: ignore[arg-type]
 
 
-def _step_s(name: str, partition: StageCut, question: SimulationCase) -> float | None:
-    if question.num_steps == 1:
+def _step_s(entry: Asked, live: LiveRuns) -> float | None:
+    name, num_steps = entry[0], entry[2].num_steps
+    if num_steps == 1:
         return None
-    half = question.num_steps // 2
-    spans_s = [emulate(name, partition, question, count).makespan_s for count in (half, question.num_steps)]
+    half = num_steps // 2
+    spans_s = [
+        live.run(f"{name}, {counted(count, 'step')}", _one(entry, count)).makespan_s for count in (half, num_steps)
+    ]
     return (spans_s[1] - spans_s[0]) / half
 
 
@@ -97,8 +135,6 @@ def _print_json(question: SimulationCase, results: Sequence[Result], measured: S
 def _print_table(question: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from roundpipe_cli.units import format_seconds
 
     table = Table(
         title=f"{question.costs.name}: {question.num_workers} emulated workers, {question.num_microbatches} "

@@ -20,7 +20,7 @@ def run_for_real(
     """Run the schedules of a recipe on its devices and print what was measured."""
     from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
     from roundpipe_cli.cli.bench_results import entry
-    from roundpipe_cli.cli.display import Display, quit_key
+    from roundpipe_cli.cli.display import Display
     from roundpipe_cli.cli.libraries import quiet_libraries
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.output import say
@@ -46,7 +46,7 @@ def run_for_real(
         if not isinstance(event, StepFinished):  # stdout is for the comparison
             printer(event)
 
-    with Display(show, dashboard=not plain, keys={"q": quit_key()}) as display:
+    with Display(show, dashboard=not plain) as display:
         comparison = compare_for_real(
             loaded,
             names,

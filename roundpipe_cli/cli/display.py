@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from roundpipe_cli.cli.output import say, say_at_once
+from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Tell, run_clock
 
 if TYPE_CHECKING:
@@ -41,11 +42,12 @@ class Display:
         Args:
             plain: shows an event as a line, before and after the dashboard, or all the time.
             dashboard: show one while the workers run, if this is a terminal.
-            keys: what keys do.
+            keys: what keys do; None: q leaves.
         """
         self._plain = plain
         self.is_dashboard = dashboard and is_terminal()
-        self._keys = keys or {}
+        self._keys = keys if keys is not None else {"q": self.leave_key()}
+        self._asked_by_key = False
         self._live: LiveDashboard | None = None
         self._early: list[Event] = []
         self._late: list[Notice] = []
@@ -58,9 +60,23 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._live is not None:
-            lines = str(error).splitlines()
+            lines = ["stopped"] if isinstance(error, KeyboardInterrupt) else str(error).splitlines()
             self._live.tell(RunStopped(lines[0] if lines else type(error).__name__))
         self.close()
+        if isinstance(error, KeyboardInterrupt) and self._asked_by_key:
+            raise StoppedError("stopped", exit_code=130) from None
+
+    def leave_key(self) -> KeyBinding:
+        """As Ctrl-C; what is said then is that the run stopped, and no signal's name."""
+        from roundpipe_cli.dashboard.live import KeyBinding
+
+        def leave(state: DashboardState) -> str:
+            self._asked_by_key = True
+            with contextlib.suppress(OSError):
+                os.kill(os.getpid(), signal.SIGINT)
+            return ""
+
+        return KeyBinding("quit", leave)
 
     def __call__(self, event: Event) -> None:
         live = self._live
@@ -143,19 +159,12 @@ def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
         signals.ask_to_save()
         return "saving now" if state.paused else "saving after this step"
 
-    return {"p": KeyBinding("pause", pause), "s": KeyBinding("save", save), "q": quit_key(signals)}
-
-
-def quit_key(signals: StopSignals | None = None) -> KeyBinding:
-    """As Ctrl-C once; pressed again it does nothing."""
-    from roundpipe_cli.dashboard.live import KeyBinding
-
     def leave(state: DashboardState) -> str:
-        if signals is None or signals.requested is None:
-            if signals is not None:
-                signals.asked_by_key = True
+        """As Ctrl-C once; pressed again it does nothing."""
+        if signals.requested is None:
+            signals.asked_by_key = True
             with contextlib.suppress(OSError):
                 os.kill(os.getpid(), signal.SIGINT)
         return ""
 
-    return KeyBinding("quit", leave)
+    return {"p": KeyBinding("pause", pause), "s": KeyBinding("save", save), "q": KeyBinding("quit", leave)}

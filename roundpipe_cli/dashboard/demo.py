@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.dashboard.state import SIMULATED
 from roundpipe_cli.events import Event, Notice, RunStarted, Span, StepFinished, StepTimeline, WorkSeen
+from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Timeline, bubble_ratio, makespan_s, utilization
 
 SAME_SHARE = 1 / 1000
@@ -53,7 +54,7 @@ def _spans(timeline: Timeline) -> tuple[Span, ...]:
     spans: list[Span] = []
     newest: dict[tuple[int, str, int, bool], int] = {}
     for item in sorted(timeline.intervals, key=lambda one: one.start_s):
-        span = Span(item.worker, item.lane, item.kind.value, item.stage, item.microbatch, item.start_s, item.end_s)
+        span = span_of(item, fused_head=timeline.fused_head)
         row = item.worker, item.lane, item.stage, item.microbatch < 0
         before = newest.get(row)
         if item.lane == DOWN:

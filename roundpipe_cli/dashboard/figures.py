@@ -30,14 +30,14 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
     step = state.step
     if step is None:
         return [("tokens/s", "-", ""), ("step", "-", ""), ("bubble", "-", "")]
-    median = f" median {100 * state.median_bubble.value:.1f} %"
+    median = "" if state.is_simulated else f" median {100 * state.median_bubble.value:.1f} %"
     rows = [
         ("tokens/s", _grouped(step.tokens_per_s), ""),
         ("step", format_seconds(step.step_s), ""),
         ("bubble", f"{100 * step.bubble_ratio:.1f} %", median),
     ]
     if state.is_simulated:
-        return rows
+        return rows if step.tokens else rows[1:]
     if has_loss or (state.run is not None and state.run.goal != "loss"):
         rows.insert(0 if has_loss else len(rows), ("loss", f"{step.loss:.4f}", ""))
     if state.run is None or state.run.goal == "loss":
@@ -57,7 +57,7 @@ def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:
         rows.append(("upload", f"{step.upload_bytes / step.step_s / 1e9:.1f} GB/s", ""))
     if step is not None and step.device_peak_bytes and all(w.sample.used_bytes is None for w in state.workers):
         rows.append(("device peak", f"{step.device_peak_bytes / GIB:.2f} GiB", ""))
-    if step is not None:
+    if step is not None and step.tokens:
         rows.append(("tokens", _grouped(step.tokens), " this step"))
     if sample is not None:
         rows += [(f"queue of {name}", str(count), "") for name, count in sample.queues]

@@ -15,9 +15,9 @@ from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 HELP_KEY = "?"
 _LANES = (
     "A lane is a worker; time runs to the right. F computes a stage forward, R computes it again from the tensors "
-    "kept at its boundary, B computes its gradients; in the stage that ends with the loss, B includes F. A stage is a "
-    "run of layers; a worker takes the next stage, whichever that is, and uploads its weights while it computes the "
-    "stage before."
+    "kept at its boundary, B computes its gradients. The stage that ends with the loss does F and B in one; its lane "
+    "shows them in turn. A stage is a run of layers; a worker takes the next stage, whichever that is, and uploads its "
+    "weights while it computes the stage before."
 )
 
 

@@ -16,13 +16,13 @@ from typing import Any
 from roundpipe_cli.dashboard.comparison import comparison, figures, range_note
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
-from roundpipe_cli.dashboard.svg import Series, curves, timelines
+from roundpipe_cli.dashboard.svg import STEPS, TIME, Series, curves, timelines
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.plain_files import read_regular
-from roundpipe_cli.schedule.palette import WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.schedule.palette import BOTH_ID, BOTH_NAME, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, counted, format_seconds
 
 NUM_TIMELINES = 3
@@ -34,7 +34,8 @@ SMOOTHING = 20
 
 _CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
-  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --idle: #e6e8ec; }
+  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --idle: #e6e8ec;
+  --both: linear-gradient(var(--f) 50%, var(--b) 50%); }
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e8ea; --faint: #9aa; --line: #333a41;
   --card: #1c2126; --idle: #2a3037; } }
 * { box-sizing: border-box; }
@@ -55,6 +56,7 @@ polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .dot { stroke: none; } .c1.dot { fill: var(--f); } .c2.dot { fill: var(--b); } .c3.dot { fill: var(--r); }
 .c4.dot { fill: var(--wait); }
 .idle { fill: var(--idle); } .kind-F { fill: var(--f); } .kind-R { fill: var(--r); } .kind-B { fill: var(--b); }
+.kind-H { fill: url(#BOTH_ID); }
 .up { fill: var(--wait); } .down { fill: var(--faint); }
 .legend span { white-space: nowrap; margin-right: 0.7em; }
 .legend i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.3em; }
@@ -67,6 +69,7 @@ pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-
   white-space: pre-wrap; }
 details summary { cursor: pointer; }
 """
+_CSS = _CSS.replace("BOTH_ID", BOTH_ID)
 for _letter, _name in WORK_NAMES.items():
     _CSS = _CSS.replace(_name.upper(), WORK_COLOURS[_letter])
 
@@ -173,11 +176,14 @@ def _legend(*entries: tuple[str, str]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-_HEAD_NOTE = '<p class="sub">In the stage that ends with the loss, backward includes forward.</p>'
+_HEAD_NOTE = (
+    '<p class="sub">The stage that ends with the loss computes forward and backward in one and has both colours.</p>'
+)
 _WORK_LEGEND = _legend(
     ("f", "forward"),
     ("r", "recompute"),
     ("b", "backward"),
+    ("both", BOTH_NAME),
     ("idle", "idle"),
     ("wait", "upload"),
     ("faint", "download"),
@@ -216,7 +222,7 @@ def _loss(state: DashboardState) -> str:
     lines = [Series("loss", points, "raw"), Series("smoothed loss", smoothed(points), "c1")]
     if state.evaluations:
         lines.append(Series("evaluation", state.evaluations, "c4", marks=True))
-    return curves(lines, title="Loss by step", x_label="step", show_x=lambda step: f"{step:.0f}")
+    return curves(lines, STEPS, title="Loss by step")
 
 
 def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
@@ -270,9 +276,8 @@ def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
     legend = _legend(*entries) if entries else ""
     picture = curves(
         shown,
+        TIME,
         title="Memory over time",
-        x_label="time",
-        show_x=lambda since_s: format_seconds(round(since_s)) if since_s >= 1 else "0",
         height=220,
         from_zero=True,
     )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.events import Span
+from roundpipe_cli.schedule.palette import BOTH
 
 IDLE, WAIT = ".", "~"
 ROUNDING = 1e-6
@@ -38,7 +39,8 @@ def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: in
     first = end_index - num_slices
     begin = first // num_slices * num_slices
     shares = _shares(spans, begin, end_index, slice_s)
-    return _letters(shares)[first - begin :]
+    letters = _letters(shares)[first - begin :]
+    return "".join("FB"[(first + at) % 2] if one == BOTH else one for at, one in enumerate(letters))
 
 
 def _shares(spans: Sequence[Span], begin: int, end: int, slice_s: float) -> list[dict[str, float]]:

@@ -7,9 +7,10 @@ import time
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import StepTimeline
-from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.drawn import interval_of
+from roundpipe_cli.schedule.palette import BOTH
 from roundpipe_cli.schedule.pictures import svg_picture
-from roundpipe_cli.schedule.timeline import Interval, Timeline
+from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.units import format_seconds
 
 
@@ -50,12 +51,9 @@ def shared_picture(state: DashboardState, *, where: str) -> str:
 
 def timeline_of(step: StepTimeline, num_workers: int) -> Timeline:
     """The events of a step as a timeline, from which every figure has its one definition."""
-    kinds = {kind.value: kind for kind in Kind}
+    found = (interval_of(span) for span in step.spans if -1 <= span.worker < num_workers)
     return Timeline(
         num_workers,
-        tuple(
-            Interval(span.worker, span.lane, kinds[span.kind], span.stage, span.microbatch, span.start_s, span.end_s)
-            for span in step.spans
-            if span.kind in kinds and -1 <= span.worker < num_workers
-        ),
+        tuple(item for item in found if item is not None),
+        fused_head=any(span.kind == BOTH for span in step.spans),
     )

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from html import escape
 
 from roundpipe_cli.events import Span, StepTimeline
-from roundpipe_cli.schedule.palette import WORK_NAMES
+from roundpipe_cli.schedule.palette import BOTH, BOTH_NAME, BOTH_PAINT, WORK_NAMES
 from roundpipe_cli.units import format_seconds, round_step
 
 WIDTH = 720
 """Units of a picture; the page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 30
 MAX_RECTANGLES = 6000
+MIN_MARGIN = 24
+"""A value nearer to the right end than this ends below its place, in place of having its middle there."""
 NUM_TICKS = 5
 """About so many on an axis, at round values."""
+_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
 SvgPoint = tuple[float, float]
 
 
@@ -31,12 +34,43 @@ class Series:
     """Single points in place of a line."""
 
 
+@dataclass(frozen=True)
+class Axis:
+    """What runs to the right."""
+
+    name: str
+    show: Callable[[float], str]
+    """A value in words."""
+    least: float = 0.0
+    """Distance of two ticks at least."""
+    round_lengths: Sequence[float] = ()
+    """Distances that are round beside powers of ten, in order: of seconds, those that are minutes and hours."""
+
+    def ticks(self, left: float, right: float) -> list[float]:
+        """Round values from `left` to `right`."""
+        if right <= left:
+            return [left]
+        step = max(self.least, round_step(right - left, NUM_TICKS))
+        wanted = (right - left) / NUM_TICKS
+        if self.round_lengths and self.round_lengths[0] <= wanted <= self.round_lengths[-1]:
+            step = next(length for length in self.round_lengths if length >= wanted)
+        first, last = math.ceil(left / step - 1e-9), math.floor(right / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+
+STEPS = Axis("step", lambda step: f"{step:.0f}", least=1.0)
+TIME = Axis(
+    "time",
+    lambda since_s: format_seconds(since_s) if since_s else "0 s",
+    round_lengths=(10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400),
+)
+
+
 def curves(
     series: Sequence[Series],
+    axis: Axis,
     *,
     title: str,
-    x_label: str,
-    show_x: Callable[[float], str],
     height: int = 260,
     from_zero: bool = False,
 ) -> str:
@@ -45,7 +79,7 @@ def curves(
     body = [f'<text class="note" x="{WIDTH / 2}" y="{height / 2}" text-anchor="middle">nothing was recorded</text>']
     if points:
         box = _Box(points, height, from_zero)
-        body = [*box.axes(x_label, show_x), *(_draw(one, box) for one in series if one.points)]
+        body = [*box.axes(axis), *(_draw(one, box) for one in series if one.points)]
     return _picture(title, height, body)
 
 
@@ -68,7 +102,7 @@ class _Box:
             self.height - BOTTOM - up * (self.height - TOP - BOTTOM),
         )
 
-    def axes(self, x_label: str, show_x: Callable[[float], str]) -> list[str]:
+    def axes(self, axis: Axis) -> list[str]:
         parts = []
         step = round_step(self.high - self.low, NUM_TICKS)
         for index in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1):
@@ -77,10 +111,17 @@ class _Box:
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
         bottom = self.height - 8
-        parts.append(f'<text x="{LEFT}" y="{bottom}">{escape(show_x(self.left))}</text>')
-        parts.append(f'<text x="{WIDTH / 2}" y="{bottom}" text-anchor="middle">{escape(x_label)}</text>')
-        parts.append(f'<text x="{WIDTH - RIGHT}" y="{bottom}" text-anchor="end">{escape(show_x(self.right))}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{bottom}" text-anchor="end">{escape(axis.name)}</text>')
+        for value in axis.ticks(self.left, self.right):
+            x, _ = self.place((value, self.low))
+            parts.append(tick(x, bottom, axis.show(value)))
         return parts
+
+
+def tick(x: float, y: float, text: str) -> str:
+    """A value of the lower axis, inside the picture at both of its ends."""
+    anchor = "start" if x < LEFT + 1 else "end" if x > WIDTH - RIGHT - MIN_MARGIN else "middle"
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _draw(series: Series, box: _Box) -> str:
@@ -104,7 +145,7 @@ def timelines(steps: Sequence[StepTimeline], devices: Sequence[str], *, title: s
     height = max(60, len(steps) * block + BOTTOM)
     longest_s = max((span.end_s for step in steps for span in step.spans), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest_s
-    body: list[str] = []
+    body = [BOTH_PAINT]
     if not steps:
         body.append(f'<text class="note" x="{WIDTH / 2}" y="34" text-anchor="middle">no timeline was recorded</text>')
     smallest_s = _smallest_s(steps, longest_s)
@@ -124,9 +165,7 @@ def timelines(steps: Sequence[StepTimeline], devices: Sequence[str], *, title: s
                 continue
             y = top + heading + span.worker * (lane + gap)
             body.append(_rectangle(span, y, scale))
-    body.append(f'<text x="{LEFT}" y="{height - 8}">0</text>')
-    end = format_seconds(longest_s)
-    body.append(f'<text x="{WIDTH - RIGHT}" y="{height - 8}" text-anchor="end">{end}</text>')
+    body += [tick(LEFT + value * scale, height - 8, TIME.show(value)) for value in TIME.ticks(0.0, longest_s)]
     return _picture(title, height, body)
 
 
@@ -141,9 +180,9 @@ def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
 def _rectangle(span: Span, y: float, scale: float) -> str:
     seconds = span.end_s - span.start_s
     x, width = LEFT + span.start_s * scale, max(seconds * scale, 0.3)
-    if span.lane == "compute" and span.kind in WORK_NAMES:
+    if span.lane == "compute" and span.kind in _NAMES:
         work = f"stage {span.stage}, microbatch {span.microbatch}"
-        name = f"{WORK_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
+        name = f"{_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
         return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
     if span.lane not in ("up", "down"):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.events import Span, StepTimeline
+from roundpipe_cli.schedule.palette import BOTH
 from roundpipe_cli.units import format_seconds
 
 CAUSES = {
@@ -108,10 +109,11 @@ class _Inputs:
     """What a worker's computations of a step needed, and when it was there."""
 
     def __init__(self, step: StepTimeline, worker: int) -> None:
-        self.own = [span for span in step.spans if span.worker == worker]
-        self.host = _merged([span for span in step.spans if span.lane == "host"])
+        spans = [replace(span, kind="B") if span.kind == BOTH else span for span in step.spans]
+        self.own = [span for span in spans if span.worker == worker]
+        self.host = _merged([span for span in spans if span.lane == "host"])
         self._ended: dict[_Work, Span] = {
-            (span.kind, span.stage, span.microbatch): span for span in step.spans if span.lane == "compute"
+            (span.kind, span.stage, span.microbatch): span for span in spans if span.lane == "compute"
         }
         self._last_forward = max((stage for kind, stage, _ in self._ended if kind == "F"), default=-1)
         self._weights: dict[int, list[Span]] = {}

@@ -326,7 +326,13 @@ class Engine:
         oldest = self._under_way[0] if self._under_way else None
         self.step_in_work = None
         if oldest is not None and oldest.context.scoring is None:
-            self.step_in_work = StepInWork(oldest.context.step, oldest.started_s, self._workers, oldest.steps)
+            self.step_in_work = StepInWork(
+                oldest.context.step,
+                oldest.started_s,
+                self._workers,
+                oldest.steps,
+                oldest.context.program.schedule.fused_head,
+            )
 
     def use_less_memory(self) -> None:
         """After a step that ran out of it: from now on recompute one layer at a time, which changes no bit."""
@@ -380,6 +386,7 @@ class Engine:
             step_s=seconds,
             actions=tuple(actions),
             num_workers=self.num_workers,
+            fused_head=context.program.schedule.fused_head,
             started_s=started_s,
             transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
             links=measured_transfers(done.run, started_s),

@@ -31,6 +31,8 @@ class StepInWork:
     workers: Sequence[Worker]
     results: Sequence[WorkerStep]
     """Growing."""
+    fused_head: bool
+    """As of its schedule."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class LiveNews:
     """Finished since the look before."""
     running: tuple[ActionTime, ...]
     """Operations that run now; they end at `now_s`."""
+    fused_head: bool
+    """As of the step's schedule."""
 
 
 class Watcher:
@@ -69,7 +73,7 @@ class Watcher:
             now = self._look_at(step, worker, done)
             if now is not None:
                 running.append(ActionTime(now.action, now.start_s, max(now_s, now.start_s)))
-        return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running))
+        return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running), step.fused_head)
 
     def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
         """Add what one worker has finished to `done`; returns what it does now, without an end."""

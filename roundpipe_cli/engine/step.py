@@ -61,6 +61,8 @@ class StepResult:
     """Start by `time.perf_counter`."""
     rewards: tuple[Rewards, ...] = ()
     """One for each microbatch of preference pairs."""
+    fused_head: bool = True
+    """As of the schedule."""
     links: tuple[Interval, ...] = ()
     """The transfers; none where workers read host memory in place."""
     notices: tuple[str, ...] = ()
@@ -81,7 +83,9 @@ class StepResult:
             )
             for item in self.actions
         )
-        return Timeline(self.num_workers, intervals, device_peak_bytes=self.device_peak_bytes)
+        return Timeline(
+            self.num_workers, intervals, fused_head=self.fused_head, device_peak_bytes=self.device_peak_bytes
+        )
 
     @property
     def upload_bytes(self) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.palette import WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.schedule.drawn import work_letter
+from roundpipe_cli.schedule.palette import BOTH, BOTH_ID, BOTH_NAME, BOTH_PAINT, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
     DOWN,
@@ -24,12 +25,15 @@ from roundpipe_cli.units import format_seconds, round_step
 _LEFT, _WIDTH, _RIGHT = 70, 1000, 20
 """Columns of labels, of lanes, and of the margin."""
 _LANE_HEIGHT, _TITLE_HEIGHT, _GAP = 14, 26, 14
+_WIDE_NAME = 60
+"""Columns of the legend that its longest name takes beside the usual."""
 _HIGH_LANE = 26
 """Height of a lane in a picture of one timeline."""
 MAX_GAP = 0.8
 """Between two marks."""
 MIN_MARK, MIN_NUMBERED = 4.0, 16.0
 """Marks of a visit narrower than this are drawn as one; a visit wider than this has its stage's number on it."""
+_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
 _TICKS = 6
 """About so many on the axis."""
 _CSS = f"""
@@ -38,6 +42,7 @@ svg {{ font: 12px system-ui, sans-serif; }} text {{ fill: #1c2024; }} .back {{ f
 .number {{ fill: #ffffff; font-size: 10px; }} .update {{ fill: #8a929b; }}
 .strong {{ font-weight: 600; }} .heading {{ font-size: 18px; font-weight: 600; }} .tick {{ stroke: #aab2bb; }}
 {" ".join(f".kind-{letter} {{ fill: {colour}; }}" for letter, colour in WORK_COLOURS.items())}
+.kind-{BOTH} {{ fill: url(#{BOTH_ID}); }}
 @media (prefers-color-scheme: dark) {{ text {{ fill: #e6e8ea; }} .back {{ fill: #14171a; }} .idle {{ fill: #2a3037; }}
 .faint {{ fill: #9aa5b0; }} .tick {{ stroke: #57606a; }} }}
 """
@@ -68,13 +73,15 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str
     if has_host:
         parts += _host_row(rows[0][1], top - _GAP, longest_s)
         top += _LANE_HEIGHT
-    parts += [*_axis(top, longest_s), *_legend(top + 30, has_host=has_host)]
+    has_both = any(f'class="kind-{BOTH}"' in part for part in parts)
+    parts += [*_axis(top, longest_s), *_legend(top + 30, has_both=has_both, has_host=has_host)]
     height = top + 56
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}">',
             f"<title>{escape(heading)}</title><style>{_CSS}</style>",
+            *([BOTH_PAINT] if has_both else []),
             f'<rect class="back" width="{width}" height="{height}"/>',
             *parts,
             "</svg>",
@@ -93,12 +100,13 @@ def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float, lane: i
         parts += [label, _bar("idle", (_LEFT, y), (span, lane - 2), "idle")]
         for visit in _visits(row):
             if sum(interval.end_s - interval.start_s for interval in visit) * scale < MIN_MARK * len(visit):
-                parts += _svg_visit(visit, y, lane, scale)
+                parts += _svg_visit(visit, y, lane, scale, fused_head=timeline.fused_head)
                 continue
             for interval in visit:
                 name = f"{interval.stage}{interval.kind.value}{interval.microbatch}"
                 size = ((interval.end_s - interval.start_s) * scale, lane - 2)
-                parts.append(_bar(f"kind-{interval.kind.value}", (_LEFT + interval.start_s * scale, y), size, name))
+                letter = work_letter(interval.kind, interval.stage, fused_head=timeline.fused_head)
+                parts.append(_bar(f"kind-{letter}", (_LEFT + interval.start_s * scale, y), size, name))
     return parts
 
 
@@ -120,19 +128,20 @@ def _visits(row: Sequence[Interval]) -> list[list[Interval]]:
     return visits
 
 
-def _svg_visit(visit: Sequence[Interval], y: float, lane: int, scale: float) -> list[str]:
+def _svg_visit(visit: Sequence[Interval], y: float, lane: int, scale: float, *, fused_head: bool) -> list[str]:
     """A visit whose marks are too narrow to be told apart: one mark of as many bands as kinds, high by their time."""
-    seconds: dict[Kind, float] = {}
+    seconds: dict[str, float] = {}
     for interval in visit:
-        seconds[interval.kind] = seconds.get(interval.kind, 0.0) + interval.end_s - interval.start_s
+        letter = work_letter(interval.kind, interval.stage, fused_head=fused_head)
+        seconds[letter] = seconds.get(letter, 0.0) + interval.end_s - interval.start_s
     x, length = _LEFT + visit[0].start_s * scale, (visit[-1].end_s - visit[0].start_s) * scale
     name = f"stage {visit[0].stage}, " + ", ".join(
-        f"{WORK_NAMES[kind.value]} {format_seconds(time_s)}" for kind, time_s in seconds.items()
+        f"{_NAMES[letter]} {format_seconds(time_s)}" for letter, time_s in seconds.items()
     )
     parts, at = [], float(y)
-    for kind, time_s in seconds.items():
+    for letter, time_s in seconds.items():
         height = (lane - 2) * time_s / sum(seconds.values())
-        parts.append(_bar(f"kind-{kind.value}", (x, at), (length, height), name))
+        parts.append(_bar(f"kind-{letter}", (x, at), (length, height), name))
         at += height
     if length >= MIN_NUMBERED and lane >= _HIGH_LANE:
         place = f'x="{x + length / 2:.1f}" y="{y + lane - 5}" text-anchor="middle"'
@@ -179,13 +188,14 @@ def _axis(top: float, longest_s: float) -> list[str]:
     return parts
 
 
-def _legend(top: int, *, has_host: bool) -> list[str]:
+def _legend(top: int, *, has_both: bool, has_host: bool) -> list[str]:
     parts = []
-    names = {**{f"kind-{letter}": name for letter, name in WORK_NAMES.items()}, "idle": "idle"}
+    letters = [*WORK_NAMES, BOTH] if has_both else [*WORK_NAMES]
+    names = {**{f"kind-{letter}": _NAMES[letter] for letter in letters}, "idle": "idle"}
     if has_host:
         names["update"] = "optimizer update on the host"
     for index, (css, name) in enumerate(names.items()):
-        x = _LEFT + index * 110
+        x = _LEFT + index * 110 + (_WIDE_NAME if index > len(letters) - 1 and has_both else 0)
         parts.append(f'<rect class="{css}" x="{x}" y="{top}" width="12" height="12"/>')
         parts.append(f'<text x="{x + 18}" y="{top + 10}">{name}</text>')
     return parts

@@ -207,3 +207,27 @@ def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
     assert not live._thread.is_alive()
     live.stop()
     assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+
+
+@needs_tmux
+def test_emulated_schedules_on_a_terminal(tmp_path: Path) -> None:
+    """`bench --costs F --run` showed nothing but a line until its end."""
+    costs = str(REPOSITORY / "recipes" / "example_costs.json")
+    screen = Screen(tmp_path, 100, 36)
+    try:
+        command = f"{sys.executable} -m roundpipe_cli bench --costs {costs} --workers 4 --microbatches 8 --run"
+        screen.type(f"{command} --schedule roundpipe --schedule gpipe")
+        screen.wait_for("roundpipe · 4 x emulated", "● simulated", "0 emulated:0", "█", "nothing is trained", "q quit")
+        text = screen.wait_for(
+            "gpipe · 4 x emulated", "the run before", "1 of 2 runs: roundpipe took", "workers", "busy"
+        )
+        assert screen.is_alternate() and "GPUs" not in text
+        text = screen.expect_clean(0)
+        assert "2 of 2 runs: gpipe took" in text and "4 emulated workers" in text, "frame and table stay"
+        screen.type(f"clear; {command}")
+        screen.wait_for("q quit")
+        screen.key("q")
+        text = screen.expect_clean(130)
+        assert "stopped" in text and "SIGINT" not in text
+    finally:
+        screen.close()

@@ -32,6 +32,7 @@ from roundpipe_cli.events import (
     Span,
     StepTimeline,
 )
+from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.units import format_seconds
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
@@ -268,15 +269,20 @@ def test_kinds_of_work_have_their_share_of_a_lane(num_workers: int, width: int) 
     timeline = recorded_step(num_workers)
     seconds = makespan_s(timeline)
     for worker in range(num_workers):
-        spans = [
-            Span(worker, i.lane, i.kind.value, i.stage, i.microbatch, i.start_s, i.end_s)
-            for i in timeline.intervals
-            if i.worker == worker
-        ]
+        spans = [span_of(item, fused_head=False) for item in timeline.intervals if item.worker == worker]
         letters = slices(spans, 2 * width, seconds / width / 2, 2 * width)
         for kind in "FRB":
             time_s = sum(span.end_s - span.start_s for span in spans if span.kind == kind and span.lane == "compute")
             assert abs(letters.count(kind) / 2 - width * time_s / seconds) <= 1, (worker, kind, letters)
+
+
+def test_the_stage_with_the_loss_shows_forward_and_backward_in_turn() -> None:
+    """It computes both in one action, which was shown as backward alone: the last block's forward was nowhere."""
+    spans = [work("F", 0, 2), work("H", 2, 8), work("R", 8, 9)]
+    assert slices(spans, 10, 1.0, 10) == "FFFBFBFBR."
+    assert slices(spans, 9, 1.0, 10) == "FFBFBFBR.", "bound to the clock"
+    shown = lane(spans, 10.0, 10.0, 5, COLOUR)[0]
+    assert [str(part.style) for part in shown.spans][1] == f"{COLOUR.kinds['F']} on {COLOUR.kinds['B']}"
 
 
 def test_a_moving_lane_does_not_flicker() -> None:

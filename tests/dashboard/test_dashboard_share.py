@@ -12,6 +12,7 @@ from roundpipe_cli.cli.watch_demo import DEMO_RECIPE, recipe_and_overrides
 from roundpipe_cli.dashboard.demo import demo_events
 from roundpipe_cli.dashboard.share import shared_picture
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
+from roundpipe_cli.dashboard.svg import STEPS, TIME
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
@@ -81,3 +82,10 @@ def test_demo_plans_a_recipe_and_writes_its_picture(tmp_path: Path, capsys: pyte
     watch(small, demo="1x4090")  # no terminal: one line
     out = capsys.readouterr().out
     assert "on 1x4090: " in out and "% busy\n  simulated by roundpipe, not measured" in out
+
+
+def test_values_of_axes_are_round() -> None:
+    """Curves had the first and the last step below them, timelines the length of the longest step."""
+    assert STEPS.ticks(1, 40) == [10, 20, 30, 40] and STEPS.ticks(1, 3) == [1, 2, 3] and STEPS.ticks(7, 7) == [7]
+    assert [TIME.show(value) for value in TIME.ticks(0, 437)] == ["0 s", "2m00s", "4m00s", "6m00s"]
+    assert [TIME.show(value) for value in TIME.ticks(0, 3.97)] == ["0 s", "1 s", "2 s", "3 s"]

@@ -62,3 +62,15 @@ def test_trace_opens_in_perfetto(timeline: Timeline) -> None:
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert names == {"host", "worker 0", "worker 1", "compute", "host to device", "device to host", "optimizer"}
     assert {"weights up", "weight gradients down", "update of layer 2"} <= {event["name"] for event in spans}
+
+
+@pytest.mark.parametrize("schedule", ["roundpipe", "gpipe"])
+def test_forward_is_seen_inside_the_stage_of_the_loss(schedule: str) -> None:
+    """Roundpipe computes the last layers' forward there, once; it was drawn as backward alone."""
+    fused = schedule == "roundpipe"
+    stages = {"forward_stages": [(0, 1)], "backward_stages": [(2, 2), (0, 1)]} if fused else {}
+    stages = stages or {"forward_stages": [(0, 0), (1, 2)]}
+    timeline = simulate(build_schedule(schedule, **stages, num_workers=2, rounds=Rounds(1)), equal_costs(3))
+    text = svg_picture([(schedule, timeline)], heading="a", note="simulated")
+    assert text.count('class="kind-H"') == (2 if fused else 0), "one action and the legend"
+    assert ("forward and backward" in text) == fused and ("linearGradient" in text) == fused

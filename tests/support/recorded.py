@@ -21,6 +21,7 @@ from roundpipe_cli.events import (
     WorkSeen,
 )
 from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.timeline import Interval, Timeline, bubble_ratio, makespan_s, utilization
 
 START_S = 1_800_000_000.0
@@ -64,7 +65,7 @@ def recorded_run(
     """(time, event) of a run that is in the middle of its step `num_done` + 1."""
     timeline = recorded_step(num_workers)
     spans = tuple(
-        Span(i.worker, i.lane, i.kind.value, i.stage, i.microbatch, round(i.start_s, 6), round(i.end_s, 6))
+        span_of(i._replace(start_s=round(i.start_s, 6), end_s=round(i.end_s, 6)), fused_head=timeline.fused_head)
         for i in timeline.intervals
     )
     step_s = makespan_s(timeline) + UPDATE_S

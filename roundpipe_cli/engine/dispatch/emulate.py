@@ -9,7 +9,7 @@ events as in training, to clocks (`backends/emulated.py`) that know from the cos
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -22,8 +22,10 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferStatistics, statistics_of
 from roundpipe_cli.engine.dispatch.work import TransferChunk
 from roundpipe_cli.engine.program import describe_op
+from roundpipe_cli.events import Span
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.durations import StageTimes, stage_times
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import Op, Program
@@ -155,6 +157,31 @@ class EmulatedWork:
         self.intervals.append((op.id, Interval(op.worker, lane, op.kind, op.stage, op.microbatch, start_s, end_s)))
 
 
+@dataclass(frozen=True)
+class EmulatedInWork:
+    """A run that has begun, for those who watch it."""
+
+    works: Sequence[EmulatedWork]
+    started_s: float
+    """By `time.perf_counter`."""
+    fused_head: bool
+    """As of the schedule."""
+
+    def news(self) -> Iterator[list[Span]]:
+        """Each time what has been issued since: when it starts and ends, of `time.perf_counter`; also in the future."""
+        num_seen = [0] * len(self.works)
+        while True:
+            found: list[Span] = []
+            for index, work in enumerate(self.works):
+                new = work.intervals[num_seen[index] :]
+                num_seen[index] += len(new)
+                found += (span_of(item, fused_head=self.fused_head) for _, item in new if item.lane == COMPUTE)
+            yield found
+
+
+Begun = Callable[[EmulatedInWork], None]
+
+
 def run_emulated(
     schedule: Schedule,
     costs: CostModel,
@@ -162,6 +189,7 @@ def run_emulated(
     staleness: int = 0,
     fifo: bool = False,
     watchdog_s: float | None = 600.0,
+    begun: Begun | None = None,
 ) -> Emulated:
     """Carry a schedule out, all of its chained steps, on emulated devices; takes as long as it says.
 
@@ -169,6 +197,7 @@ def run_emulated(
         staleness: 0 or 1, as in the simulator.
         fifo: transfers go first in, first out, in place of priorities and overtaking.
         watchdog_s: fail after this long without progress.
+        begun: is called when the workers start.
 
     Raises:
         InternalError: a fault, or a thread that is stuck.
@@ -189,6 +218,8 @@ def run_emulated(
         started_s = time.perf_counter()
         for work in (*works, host):
             work.device.start_step(started_s)
+        if begun is not None:
+            begun(EmulatedInWork(works, started_s, schedule.fused_head))
         pool.run(run)
     return _result(program, [*works, host], run, started_s)
 

@@ -21,7 +21,7 @@ from typing import Any
 from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.durable import STATE_FILE_MODE, write_atomically
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.live import ActionTime, Watcher
+from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError
 from roundpipe_cli.events import (
@@ -39,6 +39,7 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.redact import redact
+from roundpipe_cli.schedule.drawn import span_of, work_letter
 from roundpipe_cli.schedule.timeline import COMPUTE
 from roundpipe_cli.train.monitor.device_samples import DeviceSampler
 from roundpipe_cli.train.setup import Setup
@@ -72,10 +73,7 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     actions = result.timeline.intervals
     end_s = max((item.end_s for item in actions), default=0.0)
     links = (item._replace(end_s=min(item.end_s, end_s)) for item in result.links if item.start_s < end_s)
-    spans = tuple(
-        Span(item.worker, item.lane, item.kind.value, item.stage, item.microbatch, item.start_s, item.end_s)
-        for item in (*actions, *links)
-    )
+    spans = tuple(span_of(item, fused_head=result.fused_head) for item in (*actions, *links))
     return StepTimeline(step, start_s, spans)
 
 
@@ -130,8 +128,8 @@ class Telemetry:
             self._tell(WorkSeen(self._clock(), 0, (), ()))
             return
         offset_s = self._clock() - time.perf_counter() + look.started_s
-        done = tuple(_span(item, offset_s) for item in look.done)
-        running = tuple(_span(item, offset_s) for item in look.running)
+        done = tuple(_span(item, look, offset_s) for item in look.done)
+        running = tuple(_span(item, look, offset_s) for item in look.running)
         self._tell(WorkSeen(offset_s + look.now_s, look.step + 1, done, running))
 
     def _sample(self) -> Sample:
@@ -148,10 +146,11 @@ def process_bytes() -> int:
         return 0
 
 
-def _span(item: ActionTime, offset_s: float) -> Span:
+def _span(item: ActionTime, look: LiveNews, offset_s: float) -> Span:
     action = item.action
     start_s, end_s = item.start_s + offset_s, item.end_s + offset_s
-    return Span(action.worker, COMPUTE, action.kind.value, action.stage, action.microbatch, start_s, end_s)
+    letter = work_letter(action.kind, action.stage, fused_head=look.fused_head)
+    return Span(action.worker, COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
 
 
 class EventRecorder:
