@@ -1,4 +1,4 @@
-"""What a recipe chooses by name: objectives, and schedules, optimizers and packed weight formats, each one entry of a
+"""Tables of what a recipe chooses by name: objectives, and schedules, optimizers and packed weight formats, each one entry of a
 table.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
@@ -20,7 +20,7 @@ ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """What sets a schedule apart from others."""
+    """Properties that set a schedule apart from others."""
 
     binds_stages: bool = True
     """Each stage belongs to one worker, and backward stages mirror the forward ones. Otherwise stages are dealt out."""
@@ -52,7 +52,7 @@ ADAM_KEYS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """What an optimizer keeps and reads. Bytes are per trained parameter."""
+    """State that an optimizer keeps, and keys that it reads. Bytes are per trained parameter."""
 
     meaning: str
     """Bytes of state and what is particular, for the table of recipe keys."""
@@ -105,7 +105,7 @@ class PackedFormat:
     key: str
     """Recipe key that asks for it."""
     bits: int
-    """Of each weight's code."""
+    """Width of each weight's code."""
 
     @property
     def bytes_per_param(self) -> float:

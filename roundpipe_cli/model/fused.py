@@ -38,7 +38,7 @@ class FusedOps:
 
 
 def find_fused_ops(model: nn.Module, split: ModelSplit) -> FusedOps:
-    """What can be fused in `model` (parameters on the meta device, adapters included)."""
+    """Find the modules of `model` that can be fused (parameters on the meta device, adapters included)."""
     modules = [
         (f"{root}.{path}" if path else root, module)
         for root in (split.blocks_path, *split.tail_paths)

@@ -186,7 +186,7 @@ class PackedParameter(nn.Parameter):
     whole_dtype: torch.dtype
     bits: int
     stays_whole: bool = False
-    """What is dequantised is held until `let_go`."""
+    """Whether dequantised weights are held until `let_go`."""
     _whole: torch.Tensor | None = None
 
     @staticmethod
