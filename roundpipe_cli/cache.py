@@ -16,9 +16,9 @@ from roundpipe_cli.errors import RefusedError
 CACHE_VARIABLE = "ROUNDPIPE_CACHE"
 TEMPORARY = ".tmp-"
 KEPT_S = 30 * 24 * 3600.0
-"""What no run has used for so long is removed."""
+"""Age in seconds since a file's last use from which it is removed."""
 ABANDONED_S = 24 * 3600.0
-"""What was not finished in so long never will be."""
+"""Age in seconds of an unfinished file that never will be finished."""
 
 
 def cache_folder(name: str) -> Path:

@@ -1,5 +1,4 @@
-"""What a recipe chooses by name: objectives, and schedules, optimizers and packed weight formats, each one entry of a
-table.
+"""Tables of what a recipe chooses by name: objectives, schedules, optimizers and packed weight formats.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
 `schedule/builders.py`, the arithmetic of an optimizer in `train/optim/update_rules.py`, the codes of packed weights in
@@ -20,7 +19,7 @@ ScheduleName = Literal["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """What sets a schedule apart from others."""
+    """Properties that set a schedule apart from others."""
 
     binds_stages: bool = True
     """Each stage belongs to one worker, and backward stages mirror the forward ones. Otherwise stages are dealt out."""
@@ -52,7 +51,7 @@ ADAM_KEYS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """What an optimizer keeps and reads. Bytes are per trained parameter."""
+    """State that an optimizer keeps, and keys that it reads. Bytes are per trained parameter."""
 
     meaning: str
     """Bytes of state and what is particular, for the table of recipe keys."""
@@ -114,7 +113,7 @@ class PackedFormat:
     label: str
     """For readers."""
     bits: int
-    """Of each weight's code."""
+    """Width of each weight's code."""
     weights_per_scale: int | None = WEIGHTS_PER_SCALE
     """None: a scale for each row."""
     needs_bitsandbytes: bool = True

@@ -24,7 +24,7 @@ STATE_FILE_MODE = 0o600
 STATE_FOLDER_MODE = 0o700
 TEMPORARY_PREFIX = ".tmp-"
 DELETED_PREFIX = ".del-"
-"""What carries one of these prefixes is removed at the next start."""
+"""A file with one of these prefixes is removed at the next start."""
 
 
 _CHUNK_BYTES = 8 * 1024**2

@@ -20,7 +20,7 @@ class Problem:
     found: str | None = None
     expected: str | None = None
     hint: str | None = None
-    """What to do about it, as a command or a line to write."""
+    """The remedy, as a command or a line to write."""
 
 
 class RoundpipeError(Exception):

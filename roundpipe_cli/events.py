@@ -34,10 +34,10 @@ class Fetching:
     files_done: int
     num_files: int
     bytes_done: int
-    """Of the files that were not here, with what an earlier run had brought of them."""
+    """Bytes of the files that were not here, with what an earlier run had brought of them."""
     num_bytes: int
     bytes_per_s: float
-    """Of what came in this run, since it began."""
+    """Rate of the bytes that came in this run, since it began."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
 MAX_NUMBER = 2.0**62
 """Times in seconds, counts and bytes are below it; larger ones cannot be drawn."""
 MAX_INDEX = 1 << 20
-"""Of a worker, stage or microbatch: lists are made of that many."""
+"""Largest number of a worker, stage or microbatch: lists are made of that many."""
 
 
 UNBOUNDED = frozenset({"perplexity", "grad_norm"})

@@ -22,7 +22,7 @@ class LibraryName:
     name: str
     """With dots, inside the module."""
     used_for: str
-    """What does not work without it, for the user."""
+    """The feature that does not work without it, for the user."""
     parameters: tuple[str, ...] = ()
     """The first ones, in order, where this program calls or replaces it; empty for a class or table."""
 
@@ -69,7 +69,7 @@ _BY_PLACE = {(entry.module, entry.name): entry for entry in LIBRARY_NAMES}
 
 
 def library_name(module: str, name: str) -> Any:
-    """What an entry of `LIBRARY_NAMES` names in the installed release.
+    """The object that an entry of `LIBRARY_NAMES` names in the installed release.
 
     Raises:
         RefusedError: that release has no such name, or calls it by other parameters.

@@ -43,7 +43,7 @@ class OutOfTime(BaseException):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a piece of work may take, and how to name it."""
+    """Limits of a piece of work, and its name."""
 
     what: str
     """For errors: `the chat template`."""

@@ -11,7 +11,7 @@ from roundpipe_cli.errors import RefusedError
 MAX_LAYERS = 2048
 """The deepest published decoders have a few hundred."""
 MAX_EXPERTS = 1 << 16
-"""Of one layer, or bytes of an expert's width: both are below it. Also labels, each of which is given a name."""
+"""Limit of the sizes of one layer, of bytes of an expert's width, and of labels, each of which is given a name."""
 MAX_MODULES = 1 << 17
 """Experts of all layers: each is a module that is built."""
 MAX_WIDTH = 1 << 27

@@ -37,7 +37,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.recipe.convert import convert
+from roundpipe_cli.recipe.convert import convert_file
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import Tool
 from roundpipe_cli.recipe.load import load_text
@@ -215,7 +215,7 @@ def _plain(data: str, tool: Tool) -> Conversion:
 
 
 def _converted(data: dict[str, Any], tool: Tool | None) -> Conversion:
-    result = convert(yaml.safe_dump(data).encode(), "file.yaml", tool=tool)
+    result = convert_file(yaml.safe_dump(data).encode(), "file.yaml", tool=tool)
     load_text(result.text("file.yaml"), "recipe.yaml")
     return result
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.export import find_base
+from roundpipe_cli.cli.export import find_adapter_base
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 def _find_base(name: str, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
-    find_base(folder, None, offline=True)
+    find_adapter_base(folder, None, offline=True)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ COMMANDS = {
     "export": "Write the result of a run as a folder for other programs.",
     "generate": "Answer a prompt with the result of a run.",
 }
-"""What `roundpipe --help` says of each command."""
+"""Texts of `roundpipe --help` for each command."""
 
 app = typer.Typer(
     cls=LazyGroup,

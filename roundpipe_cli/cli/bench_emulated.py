@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.dispatch.emulate import Begun, Emulated, run_emulated
+from roundpipe_cli.engine.dispatch.emulate import OnBegun, Emulated, run_emulated
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
 from roundpipe_cli.units import counted, format_seconds
 
@@ -70,12 +70,12 @@ def _planned_s(asked: Sequence[Asked], results: Sequence[Result], repetitions: i
     return repetitions * [result.makespan_s for result in results] + chained
 
 
-def _one(entry: Asked, num_steps: int) -> Callable[[Begun | None], Emulated]:
+def _one(entry: Asked, num_steps: int) -> Callable[[OnBegun | None], Emulated]:
     return lambda begun: emulate(*entry, num_steps, begun)
 
 
 def emulate(
-    name: str, partition: StageCut, question: SimulationCase, num_steps: int, begun: Begun | None = None
+    name: str, partition: StageCut, question: SimulationCase, num_steps: int, begun: OnBegun | None = None
 ) -> Emulated:
     """`num_steps` chained steps of one schedule on emulated devices.
 

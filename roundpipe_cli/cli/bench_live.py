@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from roundpipe_cli.dashboard.state import SIMULATED
-from roundpipe_cli.engine.dispatch.emulate import Begun, Emulated, EmulatedInWork
+from roundpipe_cli.engine.dispatch.emulate import OnBegun, Emulated, EmulatedInWork
 from roundpipe_cli.events import Notice, RunStarted, Span, StepFinished, StepTimeline, Tell, WorkSeen, run_clock
 from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.timeline import COMPUTE, UP, utilization
@@ -34,7 +34,7 @@ class LiveRuns:
     _num_done: int = 0
     _started_s: float | None = None
 
-    def run(self, name: str, emulate: Callable[[Begun | None], Emulated]) -> Emulated:
+    def run(self, name: str, emulate: Callable[[OnBegun | None], Emulated]) -> Emulated:
         """Carry out one run, which is given what to call when it begins.
 
         Args:
@@ -57,7 +57,7 @@ class LiveRuns:
         self.tell(Notice(f"{count}: {name} took {format_seconds(found.makespan_s)}, {bubble}"))
         return found
 
-    def _watched(self, emulate: Callable[[Begun | None], Emulated]) -> Emulated:
+    def _watched(self, emulate: Callable[[OnBegun | None], Emulated]) -> Emulated:
         step, over = self._num_done + 1, threading.Event()
         looks: list[threading.Thread] = []
         offset_s = began_s = self._clock() - time.perf_counter()

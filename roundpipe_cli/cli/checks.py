@@ -91,7 +91,7 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
 
 
 def trainable_checks() -> Iterator[Check]:
-    """What this machine can train, by the memory model: its largest models, and what keeps it from larger ones."""
+    """Report what this machine can train, by the memory model: its largest models, and what bars larger ones."""
     gpus, notes = visible_gpus()
     devices = gpus or cpu_devices(2)
     machine = this_machine(devices, "this machine", notes, Path("outputs"))
@@ -110,7 +110,7 @@ def trainable_checks() -> Iterator[Check]:
 
 
 def remedy(reach: Reach) -> str:
-    """What would let the next larger model fit."""
+    """The change that would let the next larger model fit."""
     reason = reach.reason or ""
     if reason.startswith("host memory"):
         options = {"LoRA": "load_in_4bit: true, weights: mmap", "4-bit LoRA": "weights: mmap", "full": "method: lora"}

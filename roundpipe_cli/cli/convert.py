@@ -37,7 +37,7 @@ def convert(
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.recipe import convert as conversion
+    from roundpipe_cli.recipe.convert import convert_file
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
     try:
@@ -51,7 +51,7 @@ def convert(
             expected="a training file of axolotl, LLaMA-Factory or TRL",
             hint="roundpipe convert axolotl.yaml --output mine.yaml",
         ) from None
-    result = conversion.convert(raw, str(file), tool=_tool(from_), num_gpus=gpus, objective=_job(objective))
+    result = convert_file(raw, str(file), tool=_tool(from_), num_gpus=gpus, objective=_job(objective))
     text = result.text(file.name)
     if output is not None:
         write_new(output, text.encode())

@@ -68,7 +68,7 @@ def export(
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
         go_offline()
-    source = find_base(output_dir, base, offline=offline) if merge else None
+    source = find_adapter_base(output_dir, base, offline=offline) if merge else None
     say("loading torch and transformers ...")
     quiet_libraries()
     import torch
@@ -101,13 +101,13 @@ def export(
 
 
 def export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
-    """What was written, with the bytes of each file."""
+    """The written files, with the bytes of each."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return {"folder": str(folder), "merged": merged, "pushed_to": pushed, "files": files}
 
 
 def _notes(done: Merged, source: ModelSource) -> list[str]:
-    """What differs from the base's files."""
+    """Notes on differences from the base's files."""
     notes = []
     if done.dequantized:
         notes.append(f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}")
@@ -191,7 +191,7 @@ def _trained_revision(adapter_config: Path) -> str | None:
     return revision if isinstance(revision, str) else None
 
 
-def find_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
+def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
     """The base model of an adapter: as named, else as the run's recipe or the adapter's configuration says.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.export import find_base, kind_of
+from roundpipe_cli.cli.export import find_adapter_base, kind_of
 from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.errors import RefusedError
@@ -57,7 +57,7 @@ def generate(
     system = None if system is None else _checked(system, "--system")
     check_temperature(temperature)
     if kind == "adapter":
-        source = find_base(output_dir, base, offline=offline)
+        source = find_adapter_base(output_dir, base, offline=offline)
     else:
         from roundpipe_cli.model.source import resolve_model
 

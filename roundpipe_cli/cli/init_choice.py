@@ -38,7 +38,7 @@ class Choice:
     max_seq_length: int
     rows_per_step: int
     tokens_per_microbatch: int
-    """What `micro_batch_tokens: auto` is on that machine."""
+    """The value of `micro_batch_tokens: auto` on that machine."""
     learning_rate: str
     dtype: DType
     hardware: str | None

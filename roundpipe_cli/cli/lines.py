@@ -92,7 +92,7 @@ class LinePrinter:
             )
 
     def _say_details(self, event: StepFinished) -> None:
-        """What a dashboard shows beside the step's line; only of a run whose start was seen."""
+        """Print what a dashboard shows beside the step's line; only of a run whose start was seen."""
         is_due = event.step in (1, event.num_steps) or self._clock() - self._details_s >= DETAILS_S
         if self._state.run is None or not is_due:
             return

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 COMMON_HARDWARE = ("1x4090", "2x3090,host_memory_gib=64", "8x4090,host_memory_gib=256", "1xh100")
 
 EXAMPLE_ROWS = 10_000
-"""Of which the time is shown where a run's own are not known."""
+"""Number of steps whose time is shown where a run's own are not known."""
 
 
 def verdict_lines(answer: Plan) -> list[str]:
@@ -80,7 +80,7 @@ def _time_to_finish(answer: Plan) -> str:
 
 
 def _hints(answer: Plan) -> list[str]:
-    """What to ask next."""
+    """Commands to try next."""
     from roundpipe_cli.planning.fitting import fitting_recipe
 
     question, lines = answer.question, []

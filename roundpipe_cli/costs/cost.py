@@ -126,7 +126,7 @@ def keep_activations(costs: CostModel, kept: Collection[int]) -> CostModel:
 
 _FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name != "recompute_s")
 _MAX_NUMBER = 1e300
-"""Of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
+"""Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 

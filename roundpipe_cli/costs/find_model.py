@@ -16,7 +16,7 @@ from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.models import Architecture, parse_config
 from roundpipe_cli.costs.shipped_models import figures_of, shipped_figures
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask, is_offline
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline
 from roundpipe_cli.hub.notices import notice
 from roundpipe_cli.hub.quiet import library_messages
 from roundpipe_cli.model_packages import CARRIERS, missing_package
@@ -157,7 +157,7 @@ def _from_hub(model: str, revision: str | None) -> FoundConfig:
 
     try:
         with library_messages(notice):
-            path = ask(Repository(model), question, notice)
+            path = ask_hub(Repository(model), question, notice)
     except UnreachableError as error:
         raise _unreachable(model, f"the hub cannot be reached ({error})") from None
     except RefusedError as error:

@@ -19,7 +19,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 _MAX_PAIRS = 10_000
 _MAX_TEXTS = 1 << 22
-"""Of one array; the largest vocabularies have 2^18 tokens, and a few times as many merges."""
+"""Largest length of one array; the largest vocabularies have 2^18 tokens, and a few times as many merges."""
 _MAX_ELEMENTS = 1 << 48
 _MAX_KEPT_STRING_BYTES = 1 << 16
 

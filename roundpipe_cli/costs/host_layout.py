@@ -17,7 +17,7 @@ SWITCH = "kernel/mm/transparent_hugepage/shmem_enabled"
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """What the system says."""
+    """Memory nodes and pages, as the system says."""
 
     nodes: tuple[int, ...]
     """NUMA nodes that have memory; one or none where the system does not tell."""

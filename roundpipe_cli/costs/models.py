@@ -135,9 +135,9 @@ class Architecture:
     notes: tuple[str, ...] = ()
     """On the count, for the reader."""
     tail_params: int | None = None
-    """What the head layer has beside the LM head's matrix; None: a norm of one weight a channel."""
+    """Parameters of the head layer beside the LM head's matrix; None: a norm of one weight a channel."""
     unreached_params: int = 0
-    """Of `embed_params`: towers for pictures and sound, which stay on the host and are not trained."""
+    """Share of `embed_params` in towers for pictures and sound, which stay on the host and are not trained."""
     boundary_columns: int = 0
     """Values per token between two blocks: hidden states and what travels beside them; 0: hidden states alone."""
 

@@ -29,7 +29,7 @@ class SimulatedRun:
     """Predicted; more than the timeline where the timeline leaves something out."""
     tokens: int
     notes: tuple[str, ...]
-    """What the reader should know of it."""
+    """Notes for the reader."""
 
 
 def demo_events(run: SimulatedRun, num_steps: int, start_s: float) -> Iterator[tuple[float, Event]]:

@@ -28,7 +28,7 @@ from roundpipe_cli.units import GIB, counted, format_seconds
 NUM_TIMELINES = 3
 MAX_SAMPLES = 1500
 MAX_FILE_BYTES = 64 * 1024**2
-"""Of report.json and recipe.yaml."""
+"""Largest size of report.json and recipe.yaml."""
 SMOOTHING = 20
 """Spans of the loss curve over which it is smoothed."""
 

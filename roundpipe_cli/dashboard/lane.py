@@ -44,7 +44,7 @@ def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: in
 
 
 def _shares(spans: Sequence[Span], begin: int, end: int, slice_s: float) -> list[dict[str, float]]:
-    """What took which share of each slice: kinds of work, and the rest as waiting or idle."""
+    """Shares of each slice by use: kinds of work, and the rest as waiting or idle."""
     compute: list[dict[str, float]] = [{} for _ in range(end - begin)]
     uploads = [0.0] * len(compute)
     for span in spans:

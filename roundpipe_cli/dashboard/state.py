@@ -138,7 +138,7 @@ class DashboardState:
     step_seen_s: float = 0.0
     """When the last step ended, on the run's clock."""
     median_bubble: Median = Median()
-    """Of the steps since the last start, as report.json has it."""
+    """Value over the steps since the last start, as report.json has it."""
     losses: Curve = Curve()
     speeds: Curve = Curve()
     """Tokens per second by step."""

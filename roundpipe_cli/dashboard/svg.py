@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What runs to the right."""
+    """Quantity of the horizontal axis."""
 
     name: str
     show: Callable[[float], str]

@@ -106,7 +106,7 @@ def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waitin
 
 
 class _Inputs:
-    """What a worker's computations of a step needed, and when it was there."""
+    """Inputs of a worker's computations in a step, and when they were there."""
 
     def __init__(self, step: StepTimeline, worker: int) -> None:
         spans = [replace(span, kind="B") if span.kind == BOTH else span for span in step.spans]

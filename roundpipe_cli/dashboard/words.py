@@ -1,4 +1,4 @@
-"""What a screen shows beside the step's line, in plain lines: for screen readers, logs and pipes. No glyphs."""
+"""The content of a screen beside the step's line, in plain lines: for screen readers, logs and pipes. No glyphs."""
 
 from __future__ import annotations
 

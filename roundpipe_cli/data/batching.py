@@ -18,7 +18,7 @@ import numpy.typing as npt
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.grouping import Grouping, RowBatch
 from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing import WINDOW_ROWS, PackedRows, Packer
+from roundpipe_cli.data.packing import WINDOW_ROWS, Packer, SequenceRows
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.errors import RefusedError
 
@@ -72,7 +72,7 @@ class BatchSampler:
         self._sequences_per_step = micro_batch_size * microbatches_per_step
         self._num_windows = -(-mix.rows_per_epoch // WINDOW_ROWS)
         self._cached_window: tuple[int, int] | None = None
-        self._cached_sequences: list[PackedRows] = []
+        self._cached_sequences: list[SequenceRows] = []
         self._refuse_too_few(microbatches_per_step)
 
     def seek(self, position: Position) -> None:
@@ -89,7 +89,7 @@ class BatchSampler:
         The last step of an epoch may have fewer sequences.
         """
         epoch, window, offset = self.position.epoch, self.position.window, self.position.offset
-        taken: list[PackedRows] = []
+        taken: list[SequenceRows] = []
         while len(taken) < self._sequences_per_step and window < self._num_windows:
             sequences = self._sequences(epoch, window)
             part = sequences[offset : offset + self._sequences_per_step - len(taken)]
@@ -116,7 +116,7 @@ class BatchSampler:
             return self.mix.rows_per_epoch
         return sum(len(self._sequences(epoch, window)) for window in range(self._num_windows))
 
-    def _sequences(self, epoch: int, window: int) -> list[PackedRows]:
+    def _sequences(self, epoch: int, window: int) -> list[SequenceRows]:
         if self._cached_window != (epoch, window):
             rows = self.mix.order(epoch)[window * WINDOW_ROWS : (window + 1) * WINDOW_ROWS]
             if self._packer is None:

@@ -251,7 +251,7 @@ class ChatTemplate:
         return span
 
     def _other_span(self, messages: Sequence[Message], tools: Tools, index: int, text: str) -> TokenSpan:
-        """What a turn that is not the assistant's says, with its end of turn.
+        """The span of a turn that is not the assistant's, with its end of turn.
 
         Raises:
             BadRowError: it is not to be found in the text.

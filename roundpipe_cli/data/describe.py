@@ -55,7 +55,7 @@ class Fill:
     ratio: float
     """Tokens / (sequences x max_seq_length)."""
     choice: PackingChoice | None = None
-    """What `packing: auto` would do; None where the recipe says yes or no."""
+    """The choice of `packing: auto`; None where the recipe says yes or no."""
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:

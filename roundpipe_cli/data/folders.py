@@ -38,7 +38,7 @@ class FolderFiles:
 
     files: tuple[Path, ...]
     notices: tuple[str, ...]
-    """What the user should know of how they were chosen."""
+    """Notes for the user on how they were chosen."""
 
 
 def folder_files(folder: Path, split: str, configuration: str | None) -> FolderFiles:

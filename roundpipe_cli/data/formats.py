@@ -24,7 +24,7 @@ from roundpipe_cli.data.messages import (
 )
 from roundpipe_cli.data.pair_rows import PAIR_FIELDS, find_pair_columns, parse_pair
 from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
-from roundpipe_cli.data.settings import AlpacaJoin, Answer, DatasetSpec, TrainRules
+from roundpipe_cli.data.settings import AlpacaJoin, DatasetSpec, PairAnswer, TrainRules
 from roundpipe_cli.data.tools import read_tools
 from roundpipe_cli.errors import RefusedError, closest
 
@@ -68,7 +68,7 @@ class RowFormat:
     """Our field name to the file's column, for every field of the type."""
     notice: str | None = None
     """The decision of `auto`, for the user."""
-    answer: Answer | None = None
+    answer: PairAnswer | None = None
     """Which answer of a preference pair is read."""
     rules: TrainRules = TrainRules()
     as_chat: bool = True

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.packing import PackedRows
+from roundpipe_cli.data.packing import SequenceRows
 
-RowBatch = list[PackedRows]
+RowBatch = list[SequenceRows]
 """Row indices of one microbatch: its sequences, each of one row or of several packed ones."""
 
 
@@ -36,7 +36,7 @@ class Grouping:
     """Tokens of a microbatch, padding included; of pairs, of one of the two answers. A longer sequence stands alone.
     None: microbatches have `num_sequences`."""
 
-    def group(self, sequences: Sequence[PackedRows]) -> list[RowBatch]:
+    def group(self, sequences: Sequence[SequenceRows]) -> list[RowBatch]:
         """The microbatches of these sequences, the longest first; in their own order where each stands alone."""
         size = self.num_sequences
         if self.max_tokens is not None and sequences:
@@ -50,11 +50,11 @@ class Grouping:
         tokens = None if self.max_tokens is None else self.max_tokens // self.num_sequences * num_sequences
         return Grouping(self.lengths, num_sequences, tokens)
 
-    def _longest_first(self, sequences: Sequence[PackedRows]) -> list[PackedRows]:
+    def _longest_first(self, sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
         """By length; equal ones in their order."""
         return sorted(sequences, key=lambda rows: -self._tokens(rows))
 
-    def _tokens(self, rows: PackedRows) -> int:
+    def _tokens(self, rows: SequenceRows) -> int:
         return int(self.lengths[list(rows)].sum())
 
 

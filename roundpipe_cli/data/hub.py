@@ -13,7 +13,7 @@ from typing import Any
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub
 from roundpipe_cli.hub.notices import notice
 
 READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
@@ -89,7 +89,7 @@ def _hub_answers(spec: DatasetSpec) -> bool:
         return HfApi().dataset_info(spec.path, timeout=timeout)
 
     try:
-        ask(Repository(spec.path, "dataset"), question, notice)
+        ask_hub(Repository(spec.path, "dataset"), question, notice)
     except UnreachableError as error:
         notice(f"the hub cannot be reached ({error}): {spec.path} is looked for in the cache")
         return False

@@ -32,7 +32,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
     spec = source.spec
     parts: Mapping[str, Any] = {
         "tool": __version__,
-        "code": code_digest(),
+        "code": reader_digest(),
         "libraries": {name: version(name) for name in LIBRARIES},
         "content": content,
         "name": source.name,
@@ -60,7 +60,7 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{type(tokenizer).__name__}\n{content}\n{special}\n{added}".encode()).hexdigest()
 
 
-def code_digest() -> str:
+def reader_digest() -> str:
     """SHA-256 over the sources of this room: what an older version of them made is not taken for their own."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):

@@ -16,7 +16,7 @@ from roundpipe_cli.data.order import permutation
 WINDOW_ROWS = 4096
 """Rows that are packed together: enough for full sequences, few enough to be packed again at once on resume."""
 
-PackedRows = tuple[int, ...]
+SequenceRows = tuple[int, ...]
 """Row indices of one sequence, in the order of the epoch."""
 
 
@@ -34,7 +34,7 @@ class Packer:
         self._max_tokens = max_tokens
         self._label = f"roundpipe window 1 {seed}" if shuffle else ""
 
-    def pack(self, rows: npt.NDArray[np.int64], epoch: int, window: int) -> list[PackedRows]:
+    def pack(self, rows: npt.NDArray[np.int64], epoch: int, window: int) -> list[SequenceRows]:
         """The sequences of the `window`-th window of an epoch; each row is in one of them."""
         bins = first_fit_decreasing(self._lengths[rows], self._max_tokens)
         sequences = [tuple(rows[sorted(places)].tolist()) for places in bins]

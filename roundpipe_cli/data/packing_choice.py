@@ -36,7 +36,7 @@ class PackingChoice:
 
 @dataclass(frozen=True, slots=True)
 class StepNeeds:
-    """What a recipe asks for beside its rows."""
+    """Demands of a recipe beside its rows."""
 
     max_seq_length: int
     rows_per_step: int

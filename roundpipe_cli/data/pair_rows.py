@@ -26,11 +26,11 @@ from roundpipe_cli.data.messages import (
     with_system,
 )
 from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
-from roundpipe_cli.data.settings import AlpacaJoin, Answer, DatasetSpec
+from roundpipe_cli.data.settings import AlpacaJoin, DatasetSpec, PairAnswer
 from roundpipe_cli.data.tools import read_tools
 from roundpipe_cli.errors import RefusedError
 
-ANSWERS: tuple[Answer, Answer] = ("chosen", "rejected")
+ANSWERS: tuple[PairAnswer, PairAnswer] = ("chosen", "rejected")
 PROMPT_COLUMNS = ("prompt", "instruction", "question", "query", "input")
 HISTORY_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -76,7 +76,7 @@ def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
 
 
 def parse_pair(
-    columns: Mapping[str, str], row: Mapping[str, object], answer: Answer, join: AlpacaJoin = "blank_line"
+    columns: Mapping[str, str], row: Mapping[str, object], answer: PairAnswer, join: AlpacaJoin = "blank_line"
 ) -> Exchange | Conversation:
     """The prompt of a row with one of its answers, which alone is trained.
 
@@ -202,7 +202,7 @@ def _num_shared(chosen: MessageColumn, rejected: MessageColumn) -> int:
     return next((index for index, (one, other) in enumerate(pairs) if one != other), most)
 
 
-def _check_answers(whole: Mapping[Answer, MessageColumn], num_shared: int, columns: Mapping[str, str]) -> None:
+def _check_answers(whole: Mapping[PairAnswer, MessageColumn], num_shared: int, columns: Mapping[str, str]) -> None:
     for side, turns in whole.items():
         answer = turns.messages[num_shared:]
         if num_shared == 0 or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":

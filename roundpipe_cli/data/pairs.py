@@ -16,7 +16,7 @@ from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.hold_out import hold_out, part_of
 from roundpipe_cli.data.report import DataReport, SourceReport
-from roundpipe_cli.data.settings import Answer, DataSettings
+from roundpipe_cli.data.settings import DataSettings, PairAnswer
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
@@ -69,7 +69,7 @@ def _of_pairs(chosen: TokenizedDataset, rejected: TokenizedRows) -> TokenizedDat
     return replace(chosen, content_hash=both)
 
 
-def _with_answer(settings: DataSettings, answer: Answer) -> DataSettings:
+def _with_answer(settings: DataSettings, answer: PairAnswer) -> DataSettings:
     return replace(settings, datasets=tuple(replace(spec, answer=answer) for spec in settings.datasets))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 DataType = Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"]
-Answer = Literal["chosen", "rejected"]
+PairAnswer = Literal["chosen", "rejected"]
 Role = Literal["system", "user", "assistant", "tool"]
 AlpacaJoin = Literal["blank_line", "newline"]
 
@@ -36,7 +36,7 @@ class DatasetSpec:
     """Configuration of a hub dataset, e.g. `main`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our field name to the file's column: `{"prompt": "question"}`."""
-    answer: Answer | None = None
+    answer: PairAnswer | None = None
     """Rows are preference pairs, of which this answer is read; None: they are no pairs."""
     rules: TrainRules = TrainRules()
     as_chat: bool = True

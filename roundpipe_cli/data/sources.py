@@ -89,7 +89,7 @@ class Source:
     progress: ReadProgress = field(default_factory=ReadProgress)
     """How far `rows` has come."""
     notices: tuple[str, ...] = ()
-    """What the user should know of how it was chosen."""
+    """Notes for the user on how it was chosen."""
     _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:

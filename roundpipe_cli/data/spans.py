@@ -32,7 +32,7 @@ def turns_to_train(conversation: Conversation | Exchange, rules: TrainRules) -> 
 
 
 def behind_thoughts(text: str, span: TokenSpan, message: Mapping[str, Any]) -> TokenSpan:
-    """What is left of an answer's span behind its thoughts and the blanks that follow them."""
+    """The rest of an answer's span behind its thoughts and the blanks that follow them."""
     start, end = span
     said = text[start:end]
     thought = str(message.get("reasoning_content", "")).strip()

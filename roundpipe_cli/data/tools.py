@@ -41,7 +41,7 @@ def read_calls(value: object, field: str) -> list[dict[str, Any]]:
 
 
 def read_called(value: object, field: str) -> tuple[str, list[dict[str, Any]]]:
-    """What a turn of calls says before them, and the calls: its text is their JSON, one call or a list of them, which
+    """The text of a turn before its calls, and the calls: its text is their JSON, one call or a list of them, which
     thoughts between <think> marks may precede.
 
     Raises:

@@ -114,7 +114,7 @@ class Engine:
             self._workers.append(Worker(runner, store, slots, split.layer_names(), transfers.chunk_bytes))
             self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
-        """What the first result tells of the kernels; None: nothing."""
+        """Note of the first result on the kernels; None: nothing."""
         self._programs = ProgramStore(store, self._trained, options, copies=not backends[0].aliases_host)
         self._pool = Pool(
             self._workers,
@@ -356,7 +356,7 @@ class Engine:
                 raise OutOfDeviceMemoryError("out of memory", where=where, found=text, hint=MEMORY_HINT) from error
 
     def _take_notices(self) -> tuple[str, ...]:
-        """What there is to say of devices and kernels, each text once in a run."""
+        """Notes on devices and kernels, each text once in a run."""
         found = filter(None, (self._notice, *(worker.backend.take_notice() for worker in self._workers)))
         new = tuple(text for text in dict.fromkeys(found) if text not in self._told)
         self._told.update(new)

@@ -30,7 +30,7 @@ def layout() -> HostLayout:
     return host_layout()
 
 
-def spread(buffer: mmap.mmap) -> None:
+def spread_over_nodes(buffer: mmap.mmap) -> None:
     """Ask for pages on all nodes and of 2 MiB, before the buffer is first written. What is refused changes no bit."""
     if len(buffer) < LEAST_BYTES:
         return
@@ -46,7 +46,7 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     buffer = mmap.mmap(-1, num_bytes)
-    spread(buffer)
+    spread_over_nodes(buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

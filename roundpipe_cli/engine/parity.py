@@ -57,7 +57,7 @@ STEP = -1
 SHORT, LONG = 9, 14
 """Tokens of a microbatch."""
 NUM_CHUNKS = 3
-"""Of a sequence, where chunks are tried."""
+"""Tokens of a sequence, where chunks are tried."""
 TRIES = 3
 """In 16 bit."""
 MAX_THREADS = 4
@@ -170,7 +170,7 @@ def _prove_other_way(
     if plain.has_drawn:
         return False
     expected = _run_plain(exact, split, weights, torch.float32, [piece])
-    errors = differences(_run_engine(exact, split, weights, [piece], reduced, num_chunks=num_chunks), expected)
+    errors = differences(_run_engine(exact, split, weights, [piece], reduced, num_chunks), expected)
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= MAX_OTHER_ERROR:
         what = f"the {f'gradient of {worst}' if worst else 'loss'} is {errors[worst]:.1e} off that of the"
@@ -191,7 +191,7 @@ def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights
         pieces = usual_pieces(reduced.vocab_size, attempt)
         plain = _run_plain(exact, split, weights, torch.float32, pieces)
         own = differences(_run_plain(reduced.model, split, weights, dtype, pieces), plain)
-        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced, num_workers=2), plain)
+        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced), plain)
         worst = max((error for name, error in own.items() if name and error == error), default=0.0)
         limits = {name: 2 * (worst if name else own[name]) + torch.finfo(dtype).eps for name in here}
         try:
@@ -330,12 +330,14 @@ def _run_engine(
     weights: Mapping[str, torch.Tensor],
     pieces: Sequence[Piece],
     reduced: Reduced,
-    *,
-    num_workers: int = 1,
     num_chunks: int = 1,
 ) -> Outcome:
-    """The step by the engine, every kept block a stage of its own. `model`: the reduced one, perhaps in float32."""
+    """The step by the engine, every kept block a stage of its own; in 16 bit by two workers.
+
+    `model` is the reduced one, perhaps in float32.
+    """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    num_workers = 1 if dtype == torch.float32 else 2
     layouts = [
         make_layout(name, parameters, dtype)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)

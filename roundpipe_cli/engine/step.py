@@ -66,7 +66,7 @@ class StepResult:
     links: tuple[Interval, ...] = ()
     """The transfers; none where workers read host memory in place."""
     notices: tuple[str, ...] = ()
-    """What the user should know of the devices; each once in a run."""
+    """Notes on the devices for the user; each once in a run."""
 
     @property
     def timeline(self) -> Timeline:

@@ -104,7 +104,7 @@ def hub_answers() -> bool:
         return False
 
 
-def ask(repository: Repository, question: Callable[[], T], tell: Say, *, is_transfer: bool = False) -> T:
+def ask_hub(repository: Repository, question: Callable[[], T], tell: Say, *, is_transfer: bool = False) -> T:
     """The answer of the hub; asked again where it is busy or silent.
 
     Args:
@@ -152,7 +152,7 @@ def _tell_slow(repository: Repository, tell: Say) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the client hides: it calls every failure of a request a file that is not in the cache."""
+    """The cause that the client hides: it calls every failure of a request a file that is not in the cache."""
     while type(error).__name__ in ("LocalEntryNotFoundError", "RevisionResolutionError"):
         inner = error.__cause__ or error.__context__
         if inner is None:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from roundpipe_cli.durable import disk_error, free_bytes
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Fetching, Notice, Say, Tell
-from roundpipe_cli.hub.ask import READ_S, TIMEOUT, UnreachableError, ask, check_name
+from roundpipe_cli.hub.ask import READ_S, TIMEOUT, UnreachableError, ask_hub, check_name
 from roundpipe_cli.hub.listing import Listing, repository_folder, snapshot_folder
 from roundpipe_cli.hub.quiet import library_messages
 from roundpipe_cli.hub.sink import Sink, StoppedFetchError, hashes
@@ -124,7 +124,7 @@ def _link(listing: Listing, name: str, revision: str, say: Say) -> None:
     def question() -> str:
         return hf_hub_download(listing.repository.name, name, revision=revision, etag_timeout=timeout)
 
-    ask(listing.repository, question, say, is_transfer=True)
+    ask_hub(listing.repository, question, say, is_transfer=True)
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ class _Fetch:
         self._tell(Fetching(done, num_files, here, max(self._num_bytes, here), came / max(seconds, 1e-3)))
 
     def _bytes_of(self, blob: str) -> int:
-        """What huggingface_hub has written of a file, of which it does not tell before its newer releases."""
+        """Bytes that huggingface_hub has written of a file, of which it does not tell before its newer releases."""
         found = 0
         for path in self._blobs.glob(f"{blob}*.incomplete"):
             with contextlib.suppress(OSError):
@@ -236,7 +236,7 @@ class _Fetch:
             return get_hf_file_metadata(url, timeout=TIMEOUT)
 
         try:
-            found = ask(repository, question, self._notice)
+            found = ask_hub(repository, question, self._notice)
             if found.etag is not None:
                 check_name(repository, "ETag", found.etag)
                 if found.xet_file_data is not None and _has_xet():
@@ -327,7 +327,7 @@ class _Fetch:
                 have = file.tell()
                 http_get(found.location, target, resume_size=have, headers=headers, expected_size=found.size)
 
-            ask(self._listing.repository, question, self._notice, is_transfer=True)
+            ask_hub(self._listing.repository, question, self._notice, is_transfer=True)
             os.fsync(file.fileno())
             expected, actual = hashes(self._listing.files.get(name), found.etag, sink)
         if expected in actual:

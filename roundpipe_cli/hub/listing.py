@@ -1,4 +1,4 @@
-"""What a repository holds at one commit, and where its files lie in the hub's cache."""
+"""Files of a repository at one commit, and where its files lie in the hub's cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundpipe_cli.events import Say
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask, check_name, is_offline, no_hub
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, check_name, is_offline, no_hub
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RemoteFile:
     blob_id: str | None
     """Git's SHA-1."""
     sha256: str | None
-    """Of large files."""
+    """SHA-256 of large files."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def find_listing(name: str, revision: str | None, *, offline: bool, tell: Say) -
         revision: branch, tag or commit; None: the default branch.
 
     Raises:
-        RefusedError: see `ask`.
+        RefusedError: see `ask_hub`.
         UnreachableError: offline, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi, constants
@@ -76,7 +76,7 @@ def _ask_listing(api: object, repository: Repository, revision: str | None, tell
     def question() -> object:
         return api.model_info(repository.name, revision=revision, files_metadata=True, timeout=TIMEOUT)
 
-    info = ask(repository, question, tell)
+    info = ask_hub(repository, question, tell)
     files = {}
     for entry in getattr(info, "siblings", None) or ():
         lfs = entry.lfs

@@ -1,4 +1,4 @@
-"""What the hub's user should know while a question about a configuration or data set is answered: whom to tell.
+"""Notices of the hub while a question about a configuration or data set is answered: whom to tell.
 
 Whoever starts the program says once where notices go; nobody listens otherwise.
 """

@@ -19,7 +19,7 @@ class _Handler(logging.Handler):
         super().__init__(logging.WARNING)
         self._tell_user = tell
         self._told: set[str] = set()
-        """What is not told again: each of five tries to reach a hub that is not there told the same."""
+        """Messages that are not told again: each of five tries to reach a hub that is not there told the same."""
 
     def emit(self, record: logging.LogRecord) -> None:
         lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MIN_CAPABILITY = (8, 9)
-"""Of cards with products of FP8: RTX 40, L4, H100 and newer."""
+"""Compute capability of the oldest cards with products of FP8: RTX 40, L4, H100 and newer."""
 MULTIPLE = 16
 """Features in and out of such a product are multiples of this (torch/aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
 LARGEST = 448.0

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 Capability = tuple[int, int]
-"""Of an NVIDIA GPU, e.g. (8, 6)."""
+"""Compute capability of an NVIDIA GPU, e.g. (8, 6)."""
 OWN_KERNEL_MAJORS = (9, 10)
 """Major capabilities on which torch's grouped product is one kernel, for bfloat16
 (aten/src/ATen/native/cuda/GroupedBlas.cpp). Elsewhere it reads the offsets on the host and loops over groups."""
 MIN_CAPABILITY = (8, 0)
-"""Of our kernels: tensor cores for bfloat16."""
+"""Least capability for our kernels: tensor cores for bfloat16."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -54,7 +54,7 @@ def takes_triton(
 
 
 def why_no_triton() -> str | None:
-    """What Triton's kernels lack on this machine; None: nothing. It compiles a launcher in C for each kernel."""
+    """The reason why Triton's kernels cannot run on this machine, or None. Triton compiles a launcher in C for each."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if not any(map(shutil.which, [os.environ.get("CC") or "gcc", "clang"])):

@@ -43,7 +43,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _halves(sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the halves of a head of `width` are multiplied by."""
+    """Factors of the halves of a head of `width`."""
     first, second = (sin, sin) if sin.shape[-1] < width else sin.chunk(2, -1)
     return first, second
 

@@ -1,4 +1,4 @@
-"""What an adapter's folder may hold, checked before PEFT opens it. Needs no torch."""
+"""Checks of the files in an adapter's folder before PEFT opens it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1 << 20
 MAX_NUMBER = 1e9
-"""Of alpha and the like; also leaves out NaN and infinity."""
+"""Largest alpha and the like; also leaves out NaN and infinity."""
 PATTERN_S = 2.0
 """Processor time for an adapter's patterns against all names of modules."""
 REFUSED_KEYS = ("megatron_config", "layer_replication")

@@ -20,7 +20,7 @@ def left_out_pattern(model: nn.Module, blocks_path: str | None) -> str | None:
 
 
 def describe_left_out(model: nn.Module, blocks_path: str) -> list[str]:
-    """What the user should know of linear layers within the blocks that get no adapter: one text for each reason."""
+    """Notes on linear layers within the blocks that get no adapter: one text for each reason."""
     reasons: dict[str, set[str]] = {}
     for path, reason in _left_out_of_blocks(model, blocks_path):
         reasons.setdefault(reason, set()).add(re.sub(r"^\d+\.", "", path[len(blocks_path) + 1 :]))

@@ -27,7 +27,7 @@ ALIGNMENT = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}
 """Elements; widths that are no multiple go to no fused kernel of the efficient kind."""
 
 _least_capability: tuple[int, int] | None = None
-"""Of the cards of this process's run; None: it runs on none."""
+"""Compute capability of the cards of this process's run; None: it runs on none."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class WeightGroup:
     read: Callable[[OpenFiles, torch.dtype | None], dict[str, torch.Tensor]]
     """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
     stored: Mapping[str, StoredTensor]
-    """What they are made of; empty for a GGUF file."""
+    """The tensors they are made of; empty for a GGUF file."""
     conversion: WeightConversion | None = None
 
 

@@ -61,7 +61,7 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     carry: Carry | None = None
-    """What travels beside the hidden states; None: nothing."""
+    """Tensors that travel beside the hidden states; None: nothing."""
 
     def input_like(self, hidden: torch.Tensor) -> torch.Tensor:
         """Something that this block could be given where the first one is given `hidden`."""
@@ -148,7 +148,7 @@ class CallRecorder:
     replaces_last: bool = False
     """Set before the forward: the last stub returns other hidden states than it was given."""
     last_hidden: torch.Tensor | None = None
-    """What it returned then."""
+    """The result of that call."""
     num_tokens: tuple[int, int] | None = None
     """Set before the forward: sequences and tokens, which hidden states begin with; None: not checked."""
     cache: object = None

@@ -1,4 +1,4 @@
-"""What one block of a model launches for a microbatch: forward, recompute and backward, at any width, on meta tensors.
+"""Launches of one block of a model for a microbatch: forward, recompute and backward, at any width, on meta tensors.
 
 Attention and torch's RMS norm are one operator forward and one backward, as the fused kernels are; a mask of bools is
 made additive before, as torch does.

@@ -41,7 +41,7 @@ class Carry:
     hidden_shape: tuple[int, ...]
     """[B, T, ...] of the hidden states."""
     dtype: torch.dtype
-    """Of the hidden states, and so of the boundary tensor."""
+    """Dtype of the hidden states, and so of the boundary tensor."""
     tensors: Mapping[Name, Carried]
     """Those that come in, in their order; at most one of them is open."""
     kept: tuple[Name, ...]

@@ -27,7 +27,7 @@ from roundpipe_cli.model.boundary_layout import Carried, CarriedMark, Carry, Nam
 
 @dataclass(frozen=True)
 class SharedStates:
-    """What one block does with the mapping that blocks share."""
+    """The use that one block makes of the mapping that blocks share."""
 
     written: tuple[tuple[object, tuple[Symbols, ...]], ...] = ()
     """Keys that it sets, each with the shapes of its tensors; "B" and "T" stand for sequences and tokens."""
@@ -38,7 +38,7 @@ class SharedStates:
 Symbols = tuple[int | str, ...]
 """A shape, with "B" and "T" for sequences and tokens."""
 HandedOn = tuple[tuple[int, Symbols, torch.dtype | None], ...]
-"""What one block returns for the next one: place in its result, shape and dtype of each tensor; None: the weights'."""
+"""Tensors that one block returns for the next one: place in its result, shape, dtype (None: the weights') of each."""
 
 
 def carry_along(

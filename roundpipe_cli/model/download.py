@@ -37,7 +37,7 @@ NOT_TRANSFORMERS = ("consolidated*", "adapter_*", "*.index.json")
 
 
 def small_files(listing: Listing) -> list[str]:
-    """What is fetched before the weights, config.json first and the index of the weights last.
+    """Files fetched before the weights, config.json first and the index of the weights last.
 
     Raises:
         RefusedError: the repository holds no model, or one of them is too large.

@@ -19,7 +19,7 @@ AT_ONCE = 1 << 18
 """Weights that the processor unpacks at once: what is in between stays in its cache."""
 
 
-def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, at_once: int) -> None:
+def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, at_once: int) -> None:
     """Write `values` [..., columns] into `codes`, uint8 [values.numel()], and `scales`, float32 [rows].
 
     Args:
@@ -37,7 +37,7 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, at
         own_codes[start : start + num_rows].copy_((part / scale[:, None]).clamp_(-LARGEST, LARGEST))
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The weights, a new tensor; the same on every device: an exact factor, one product in float32, rounded once.
 
     Args:

@@ -33,7 +33,7 @@ class FusedOps:
     rotaries: tuple[str, ...] = ()
     """Attention modules, whose queries and keys are turned."""
     fp8_linears: tuple[str, ...] = ()
-    """Of `lora_linears`, those whose base layer is multiplied in FP8."""
+    """Members of `lora_linears` whose base layer is multiplied in FP8."""
 
     def counts(self) -> dict[str, int]:
         """Number of modules of each kind, where there are any."""
@@ -44,7 +44,7 @@ class FusedOps:
 
 
 def find_fused_ops(model: nn.Module, split: ModelSplit) -> FusedOps:
-    """What can be fused in `model` (parameters on the meta device, adapters included)."""
+    """Find the modules of `model` that can be fused (parameters on the meta device, adapters included)."""
     modules = [
         (f"{root}.{path}" if path else root, module)
         for root in (split.blocks_path, *split.tail_paths)

@@ -15,7 +15,7 @@ MAX_EPS = 1e-2
 ROW_SCALES = (1e-4, 1e-2, 1.0, 30.0)
 """Sizes of the rows that a norm is tried on: in small ones eps decides."""
 MAX_ERROR = 1e-5
-"""Of a module against the formula, both in float32, relative to the row's norm."""
+"""Largest error of a module against the formula, both in float32, relative to the row's norm."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What code launches on a device, counted as it is dispatched: operators, bytes of traffic, products, host waits.
+"""Launches on a device, counted as it is dispatched: operators, bytes of traffic, products, host waits.
 
 A launch is an operator that writes memory; views and allocations are none. Gradient adds and casts count. A custom
 operator counts as often as `KERNELS_OF_CUSTOM` says, once otherwise. Traffic is the bytes of all tensors that an
@@ -45,7 +45,7 @@ class Launches:
 
     num_launches: int = 0
     num_products: int = 0
-    """Of them, matrix products and attention."""
+    """Matrix products and attention among them."""
     traffic_bytes: int = 0
     """Read and written by all that are no products."""
     num_host_waits: int = 0

@@ -169,7 +169,7 @@ def _load_tokenizer(source: ModelSource) -> Any:
 
 
 def end_as_the_model_does(tokenizer: Any, config: Any) -> None:
-    """Of a GGUF's tokenizer, transformers 5.17 takes the token that begins a text for the one that ends it."""
+    """Correct a GGUF's tokenizer: transformers 5.17 takes the token that begins a text for the one that ends it."""
     end = config.get_text_config().eos_token_id
     if isinstance(end, int) and end != tokenizer.eos_token_id and 0 <= end < len(tokenizer):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)

@@ -51,7 +51,7 @@ _FIGURES = {
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
     "sliding_window": ("sliding_window",),
 }
-"""What `plan` wants to know beside the counts, and the names that configurations have for it."""
+"""Figures for `plan` beside the counts, and the names that configurations have for it."""
 _IN_EXPERTS = re.compile(r"(^|\.)experts\.")
 _IN_MLP = re.compile(r"mlp|feed_forward|ffn|moe|expert|router|(^|\.)(fc\d|gate|dense_h_to_4h|dense_4h_to_h)\.")
 

@@ -45,7 +45,7 @@ class PackedRows:
     """Tokens of the rows of each sequence; each sums to T."""
     window: int | None
     ends: torch.Tensor
-    """Of all rows of all sequences laid end to end, with a 0 before them: int32 [rows + 1]."""
+    """Ends of all rows of all sequences laid end to end, with a 0 before them: int32 [rows + 1]."""
 
     def __repr__(self) -> str:
         return f"PackedRows(window={self.window})"  # equal for all blocks that compute the same

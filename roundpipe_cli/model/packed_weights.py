@@ -111,7 +111,7 @@ def quantize(values: torch.Tensor, packed: torch.Tensor, kind: PackedName) -> No
     flat = values.contiguous().view(-1)
     codes, scales = packed[: _num_codes(len(flat), kind)], packed[_codes_bytes(len(flat), kind) :].view(torch.float32)
     if kind == "fp8":
-        fp8_weights.quantize(values, codes, scales, PACKED_AT_ONCE)
+        fp8_weights.quantize_rows(values, codes, scales, PACKED_AT_ONCE)
         return
     for start in range(0, len(flat), PACKED_AT_ONCE):
         part = flat[start : start + PACKED_AT_ONCE]
@@ -154,7 +154,7 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
     count = shape.numel()
     codes, scales = packed[: _num_codes(count, kind)], packed[_codes_bytes(count, kind) :].view(torch.float32)
     if kind == "fp8":
-        return fp8_weights.dequantize(codes, scales, shape, dtype)
+        return fp8_weights.dequantize_rows(codes, scales, shape, dtype)
     if count <= MAX_WEIGHTS:
         return _dequantize(codes, scales, shape, dtype, kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
@@ -197,7 +197,7 @@ class PackedParameter(nn.Parameter):
     whole_dtype: torch.dtype
     kind: PackedName
     stays_whole: bool = False
-    """What is dequantised is held until `let_go`."""
+    """Whether dequantised weights are held until `let_go`."""
     _whole: torch.Tensor | None = None
 
     @staticmethod

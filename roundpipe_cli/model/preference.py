@@ -67,7 +67,7 @@ class Rewards:
 
     @staticmethod
     def of(sums: torch.Tensor) -> Rewards:
-        """What `pair_loss` found; waits for it."""
+        """The figures that `pair_loss` found; waits for them."""
         chosen, rejected, num_right, nll = sums.tolist()
         return Rewards(chosen, rejected, int(num_right), nll)
 

@@ -40,7 +40,7 @@ from roundpipe_cli.model.module_copy import copy_modules
 ROWS, TOKENS = 3, 11
 """Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
 RESULTS = ((0, False), (1, False), (2, True), (2, False), (3, True), (3, False), (4, True), (4, False))
-"""What blocks may return: the length of a tuple (0: hidden states alone), and whether the next block is given it."""
+"""Results that blocks may return: length of a tuple (0: hidden states alone); whether the next block is given it."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class ModelSplit:
     output_type: type
     """Class of the backbone's output."""
     shared: tuple[SharedStates, ...] = ()
-    """What each block does with a mapping that blocks share; empty where they share nothing."""
+    """The use that each block makes of a mapping that blocks share; empty where they share nothing."""
     handed: tuple[HandedOn, ...] = ()
-    """What each block returns for the next one beside hidden states; empty where that reads nothing."""
+    """Tensors that each block returns for the next one beside hidden states; empty where that reads nothing."""
     casts_tail: bool = False
     """Whether the model casts the last hidden states to the dtype of the tail's weights."""
     unreached: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class ModelSplit:
     caller_path: str = ""
     """The module that calls the backbone and has the LM head, as far as a forward shows; "": the model itself."""
     boundary_columns: int = 0
-    """Of the widest boundary tensor, values per token of the weights' size: hidden states and what travels along."""
+    """Width of the widest boundary tensor, in values per token of the weights' size: hidden states and companions."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")

@@ -37,7 +37,7 @@ MAX_INDEX_BYTES = 50 * 1024**2
 MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2
 MAX_RUN_FILE_BYTES = 4 * 1024**2
-"""Of a result's recipe.yaml and report.json."""
+"""Largest size of a result's recipe.yaml and report.json."""
 
 DTYPE_BITS = {
     **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -330,7 +330,7 @@ def check_header(path: Path) -> None:
 
 
 def num_elements(path: Path, *, without: str | None = None) -> int:
-    """Of all tensors in a safetensors file that was checked.
+    """Number of elements of all tensors in a safetensors file that was checked.
 
     Args:
         without: end of the name of a tensor that is left out.

@@ -108,7 +108,7 @@ class AdaptivePlanner:
         """By microbatches of a step; with the seconds that one takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
         self.notice = cache.damage if cache is not None else None
-        """What the user should know of the remembered times."""
+        """Note for the user on the remembered times."""
         self._doubted = known is not None
         """Whether the times are an earlier run's that this run's steps have not borne out yet."""
         self.costs = known or costs

@@ -65,7 +65,7 @@ def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
 
 
 def packing_note(found: FoundConfig, recipe: Recipe) -> str:
-    """What `packing: auto` means for a plan, which has not read the rows; empty where the recipe says yes or no."""
+    """The meaning of `packing: auto` for a plan, which has not read the rows; empty where the recipe says yes or no."""
     if recipe.packing != "auto":
         return ""
     obstacle = packing_obstacle(found, recipe)

@@ -1,4 +1,4 @@
-"""What was planned before, in the user's cache: a question that comes again needs neither search nor simulation.
+"""Plans made before, in the user's cache: a question that comes again needs neither search nor simulation.
 
 A file per question, JSON. Its name is a hash of all that the answer depends on: the question's figures and the code
 that answers. What cannot be read is worked out again, and `damage` says so.

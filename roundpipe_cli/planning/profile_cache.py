@@ -36,7 +36,7 @@ class ProfileCache:
             key: everything that layer times depend on, in JSON's types.
         """
         self.damage: str | None = None
-        """What is wrong with the file, for the reader; set by `load`."""
+        """The fault of the file, for the reader; set by `load`."""
         text = json.dumps([FORMAT, key], sort_keys=True)
         self.path: Path = cache_folder("profiles") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 

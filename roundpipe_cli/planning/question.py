@@ -38,7 +38,7 @@ class PlanRequest:
     machine_source: str = ""
     """Who named the machine, for the reader."""
     choices: tuple[str, ...] = ()
-    """What `auto` is for some keys, a line each."""
+    """The value of `auto` for some keys, a line each."""
 
     packs: bool = False
     """Rows will be packed, by the recipe or as far as `auto` can be told before they are read."""
@@ -148,7 +148,7 @@ def ask(
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
-    """What `micro_batch_tokens: auto` is here."""
+    """The value of `micro_batch_tokens: auto` here."""
     by_row = replace(settings, micro_batch_size=1, num_microbatches=recipe.rows_per_step)
     by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
     smallest = with_smallest_card(machine)
@@ -158,7 +158,7 @@ def _token_budget(recipe: Recipe, architecture: Architecture, settings: Training
 
 
 def describe_budget(recipe: Recipe) -> str:
-    """What `micro_batch_tokens: auto` became, in words."""
+    """The value that `micro_batch_tokens: auto` became, in words."""
     rows, tokens = recipe.rows_per_microbatch, recipe.token_budget
     return f"micro_batch_tokens (auto): {tokens:,}: {counted(rows, 'row')} of {recipe.max_seq_length:,} tokens"
 

@@ -41,7 +41,7 @@ class TrainableModel:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a machine can train by one method."""
+    """The largest model that a machine can train by one method."""
 
     method: str
     models: tuple[TrainableModel, ...]
@@ -49,11 +49,11 @@ class Reach:
     too_large: str | None
     """The next larger model, which does not fit; None if all fit."""
     reason: str | None
-    """What it lacks, such as `host memory: needs 70 GiB, has 64 GiB: 6 GiB too little`."""
+    """The memory it lacks, such as `host memory: needs 70 GiB, has 64 GiB: 6 GiB too little`."""
 
 
 def reach_of(hardware: Hardware) -> list[Reach]:
-    """What `hardware` can train, method by method."""
+    """The largest models that `hardware` can train, method by method."""
     return [_reach(method, lines, hardware) for method, lines in METHODS.items()]
 
 

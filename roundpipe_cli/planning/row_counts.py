@@ -21,10 +21,10 @@ from typing import IO
 
 MAX_COUNTED_BYTES = 256 * 1024**2
 MAX_PARSED_BYTES = 32 * 1024**2
-"""Of JSON lists and quoted tables, of which every byte has to be looked at."""
+"""Largest JSON list or quoted table, of which every byte has to be looked at."""
 MAX_FOOTER_BYTES = 16 * 1024**2
 MAX_DEPTH = 16
-"""Of structures in a parquet footer; real ones have six."""
+"""Depth of structures in a parquet footer; real ones have six."""
 PARQUET_MARK = b"PAR1"
 
 
@@ -34,7 +34,7 @@ class RowCount:
 
     num_rows: int
     num_bytes: int
-    """Of text, about; 0 where it is not known."""
+    """Bytes of text, about; 0 where it is not known."""
     is_exact: bool = True
 
 

@@ -12,7 +12,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.sections import DatasetConfig
 
 BYTES_PER_TOKEN = 4
-"""Of text: usual for English and code (assumed); other languages have fewer bytes a token, so longer runs."""
+"""Bytes of text a token: usual for English and code (assumed); other languages have fewer, so longer runs."""
 SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>\d*):(?P<stop>\d*)\])?")
 
 

@@ -35,7 +35,7 @@ class Verdict:
     host: Need
     """At the peak of a step."""
     loading: Need
-    """Of the host, while the model is loaded."""
+    """Peak of the host, while the model is loaded."""
     disk: Need
     reasons: tuple[str, ...]
     """Empty: it fits."""

@@ -52,7 +52,7 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
 
 
-def convert(
+def convert_file(
     raw: bytes, name: str, *, tool: Tool | None = None, num_gpus: int = 1, objective: Job | None = None
 ) -> Conversion:
     """The recipe that does what the file `name` asks of another tool.

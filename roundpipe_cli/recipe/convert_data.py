@@ -127,7 +127,7 @@ def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
 
 
 def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) -> None:
-    """What is trained of a chat, moved from `item` to `entry` as far as it can be said here."""
+    """Rules for the trained parts of a chat, moved from `item` to `entry` as far as it can be said here."""
     roles = item.get("roles_to_train")
     if isinstance(roles, list) and roles:
         meant = [SHAREGPT_ROLES.get(str(role)) for role in roles]

@@ -141,7 +141,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 
 
 def loss_writes(key: str, value: Any, data: Mapping[str, Any], job: Job) -> Writes:
-    """What a key of such losses becomes; nothing where the job does not read it.
+    """The keys that a key of such losses becomes; nothing where the job does not read it.
 
     Raises:
         LeaveOutError: it has no counterpart.

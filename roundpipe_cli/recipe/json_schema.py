@@ -15,17 +15,17 @@ from roundpipe_cli.recipe.schema import Recipe, with_lists
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
-Document = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 
-def recipe_json_schema() -> Document:
+def recipe_json_schema() -> JsonSchema:
     """The whole document. Spellings of other tools, which a recipe may have too, are not in it."""
     return {"$schema": DIALECT, "title": "RoundPipe CLI recipe", **_mapping_with_keys(Recipe)}
 
 
-def _mapping_with_keys(schema: type) -> Document:
+def _mapping_with_keys(schema: type) -> JsonSchema:
     hints, meanings = hints_of(schema), field_docstrings(schema)
-    properties: Document = {}
+    properties: JsonSchema = {}
     for field in fields(schema):
         entry = {"description": meanings[field.name], **_described(hints[field.name])}
         default = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -37,11 +37,11 @@ def _mapping_with_keys(schema: type) -> Document:
         for field in fields(schema)
         if field.default is MISSING and field.default_factory is MISSING and field.name not in DERIVED
     ]
-    document: Document = {"type": "object", "properties": properties, "additionalProperties": False}
+    document: JsonSchema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**document, "required": required} if required else document
 
 
-def _described(hint: Any) -> Document:
+def _described(hint: Any) -> JsonSchema:
     """The values that an annotation of `schema.py` allows."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -59,8 +59,8 @@ def _described(hint: Any) -> Document:
     return {"type": _PLAIN[hint]}
 
 
-def _limited(hint: Any, constraints: Sequence[Any]) -> Document:
-    limits: Document = {}
+def _limited(hint: Any, constraints: Sequence[Any]) -> JsonSchema:
+    limits: JsonSchema = {}
     for constraint in constraints:
         if isinstance(constraint, Range):
             limits["exclusiveMinimum" if constraint.above else "minimum"] = constraint.low

@@ -23,7 +23,6 @@ from roundpipe_cli.recipe.sections import (
     MAX_LEARNING_RATE,
     DatasetConfig,
     DpoConfig,
-    Interval,
     LoraConfig,
     NodesConfig,
     OrpoConfig,
@@ -31,6 +30,7 @@ from roundpipe_cli.recipe.sections import (
     PositiveInt,
     ScheduleKey,
     SimpoConfig,
+    StepInterval,
     VariableName,
     Words,
 )
@@ -190,7 +190,7 @@ class Recipe:
     """Folder of checkpoints, metrics and the result. Not given: outputs/<name of the recipe file>."""
     logging_steps: PositiveInt = 1
     """Steps between two printed lines; metrics.jsonl has every step."""
-    eval_steps: Interval | None = None
+    eval_steps: StepInterval | None = None
     """Steps between two evaluations (loss and perplexity, in eval.jsonl), a fraction (below 1) of all steps, or
     `epoch`: after each epoch. One is also made at the end; null is at the end only."""
     eval_samples: Annotated[int, Range(0, 64)] = 0
@@ -202,7 +202,7 @@ class Recipe:
     """Keep the weights of the evaluation with the lowest loss (in best-STEP) and make them the result of the run."""
     early_stopping_patience: PositiveInt | None = None
     """Evaluations without a lower loss after which training stops. null trains to the end."""
-    save_steps: Interval | None = 200
+    save_steps: StepInterval | None = 200
     """Steps between two checkpoints, a fraction (below 1) of all steps, or `epoch`: after each epoch. One is also
     written at the end and on a signal; null is then only."""
     save_total_limit: Annotated[int, Range(2)] = 2

@@ -14,7 +14,8 @@ from roundpipe_cli.recipe.constraints import InclusiveRange, Matching, NotEmpty,
 
 Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]
-Interval = Literal["epoch"] | PositiveInt | Annotated[float, Range(0, 1, above=True, below=True)]
+StepInterval = Literal["epoch"] | PositiveInt | Annotated[float, Range(0, 1, above=True, below=True)]
+"""Steps between two saves or evaluations; a number below 1 is a share of the run's steps, as in transformers."""
 DeviceName = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
 VariableName = Annotated[str, Matching(r"[A-Za-z_]\w{0,63}", "a name, for instance enable_thinking")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], InclusiveRange()], ...], NotEmpty()]
@@ -146,13 +147,13 @@ class DatasetConfig:
     """Ends of turns that are trained: those of trained turns, the last of these, every turn's, or none. For rows that
     are plain texts with an answer, all but `none` train the EOS behind it."""
     thoughts: Literal["train", "mask", "drop"] = "train"
-    """What becomes of the assistant's thoughts, in `reasoning_content` or between <think> marks: trained, kept as
+    """Treatment of the assistant's thoughts, in `reasoning_content` or between <think> marks: trained, kept as
     context that is not trained, or left out of the text."""
     as_chat: bool = True
     """Plain prompts and completions become turns where the tokenizer has a chat template. `false` joins them as they
     stand (TRL), or in the Alpaca prompt (axolotl)."""
     alpaca_join: Literal["blank_line", "newline"] = "blank_line"
-    """What stands between instruction and input of alpaca rows in the user's turn: LLaMA-Factory has `newline`."""
+    """Text between instruction and input of alpaca rows in the user's turn: LLaMA-Factory has `newline`."""
     txt_rows: Literal["paragraph", "line", "file"] | Words = "paragraph"
     """Rows of a .txt file: its paragraphs, its lines, the whole file, or what stands between any other text that is
     given here, such as <|endoftext|>."""

@@ -18,7 +18,7 @@ import yaml
 from roundpipe_cli.errors import Problem, RecipeError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""What some editors for Windows begin a file with; it means nothing."""
+"""Mark with which some editors for Windows begin a file; it means nothing."""
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
 MAX_NODES = 10_000

@@ -119,7 +119,7 @@ def _move_up(path: KeyPath, findings: Findings) -> None:
 
 
 def _no_override(text: str, key: str, equals: str, origin: str) -> Problem:
-    """What to say of an override that is not `key=value`."""
+    """The error for an override that is not `key=value`."""
     if equals:
         hint = f"write {key.lstrip('-')}={text.partition('=')[2]}" if _PATH.fullmatch(key.lstrip("-")) else None
     elif _PATH.fullmatch(key):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-Interval = Literal["epoch"] | int | float
-"""Steps between two saves or evaluations; a number below 1 is a share of the run's steps, as in transformers."""
+from roundpipe_cli.recipe.sections import StepInterval
 
 
-def is_due(every: Interval | None, done: int, num_steps: int, *, ends_epoch: bool) -> bool:
+def is_due(every: StepInterval | None, done: int, num_steps: int, *, ends_epoch: bool) -> bool:
     """Whether an interval ends after `done` of `num_steps` steps; None has no intervals.
 
     A share is rounded up to whole steps: 0.34 of 10 steps is 4, so that steps 4 and 8 end one.

@@ -1,4 +1,4 @@
-"""What `packing: auto` is for a run, from its rows and its model."""
+"""The choice of `packing: auto` for a run, from its rows and its model."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ FORMAT = 5
 """Goes up when a proof means something else than before."""
 LIBRARIES = ("torch", "transformers", "peft")
 
-Build = Callable[[Any], tuple[nn.Module, ModelSplit]]
+BuildModel = Callable[[Any], tuple[nn.Module, ModelSplit]]
 """From a configuration to a skeleton, made trainable as the recipe says."""
 
 
-def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build, tell: Tell) -> Proof:
+def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel, tell: Tell) -> Proof:
     """Prove that the engine trains `model` as its own code does, unless that is known.
 
     Args:
@@ -77,7 +77,7 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
         )
 
 
-def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build) -> Proof:
+def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel) -> Proof:
     """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
     ways = {"packing": recipe.packs, "chunks": recipe.pipeline.num_chunks > 1}
     if recipe.kernels == "auto":
@@ -90,7 +90,7 @@ def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build
     return _prove(model, split, build, **ways, fused=False)
 
 
-def _prove(model: nn.Module, split: ModelSplit, build: Build, **how: bool) -> Proof:
+def _prove(model: nn.Module, split: ModelSplit, build: BuildModel, **how: bool) -> Proof:
     """The proof of the model itself, or of the first narrower one that works."""
     if reduce_model(model, split).num_parameters > MAX_PARAMETERS:
         for smaller, its_split in _narrower(model.config, build):
@@ -100,7 +100,7 @@ def _prove(model: nn.Module, split: ModelSplit, build: Build, **how: bool) -> Pr
     return prove(model, split, **how)
 
 
-def _narrower(config: Any, build: Build) -> Iterator[tuple[nn.Module, ModelSplit]]:
+def _narrower(config: Any, build: BuildModel) -> Iterator[tuple[nn.Module, ModelSplit]]:
     with suppress(Exception):  # whatever a configuration that nobody meant leads to
         for smaller in shrunk_configs(config):
             try:

@@ -1,4 +1,4 @@
-"""What `micro_batch_tokens: auto` is for a run."""
+"""The value of `micro_batch_tokens: auto` for a run."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_another_value_of_anything_is_another_key(
         monkeypatch.setattr(keys, "version", lambda name: newer)
     if "code" in options:
         other = options.pop("code")
-        monkeypatch.setattr(keys, "code_digest", lambda: other)
+        monkeypatch.setattr(keys, "reader_digest", lambda: other)
     assert build(path, tokenizer, **options).num_cached == 0
     assert len(shards()) == 2
     assert build(path, tokenizer, **options).num_cached == 1

@@ -86,7 +86,7 @@ def test_a_weight_loses_at_most_a_sixteenth(dtype: torch.dtype) -> None:
 def test_the_processors_table_gives_what_a_card_computes(dtype: torch.dtype) -> None:
     """A card converts by torch's own kernel and multiplies in place: one rounding as well."""
     codes, scales = FINITE.repeat(9), 10 ** (4 * torch.rand(9) - 4)
-    found = fp8_weights.dequantize(codes, scales, torch.Size([9, len(FINITE)]), dtype)
+    found = fp8_weights.dequantize_rows(codes, scales, torch.Size([9, len(FINITE)]), dtype)
     on_card = codes.view(9, -1).view(torch.float8_e4m3fn).to(dtype).mul_(scales[:, None])
     assert torch.equal(found, on_card)
 

@@ -15,7 +15,7 @@ from roundpipe_cli.recipe import convert_tables as tables
 from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
 from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
 from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert import convert
+from roundpipe_cli.recipe.convert import convert_file
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Tool
 from roundpipe_cli.recipe.load import load_recipe, load_text
@@ -43,7 +43,7 @@ def test_five_files_of_each_tool() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_file_becomes_a_recipe_that_validates(name: str) -> None:
     example = EXAMPLES[name]
-    result = convert(example.text.encode(), f"{name}.yaml", num_gpus=example.num_gpus)
+    result = convert_file(example.text.encode(), f"{name}.yaml", num_gpus=example.num_gpus)
     assert result.tool == example.tool
     loaded = load_text(result.text(f"{name}.yaml"), "converted.yaml")
     assert {key: look_up(result.recipe, key) for key in example.expected} == example.expected
@@ -60,7 +60,7 @@ def test_file_becomes_a_recipe_that_validates(name: str) -> None:
 def test_no_key_of_a_file_is_lost(name: str) -> None:
     """Each is in the recipe, changes nothing here, or is left out with a reason that its header states."""
     example = EXAMPLES[name]
-    result = convert(example.text.encode(), f"{name}.yaml", num_gpus=example.num_gpus)
+    result = convert_file(example.text.encode(), f"{name}.yaml", num_gpus=example.num_gpus)
     text = result.text(f"{name}.yaml")
     assert all(entry.reason and f"#   {entry.key}: " in text for entry in result.left_out)
     named = {entry.key.partition("[")[0].partition(".")[0] for entry in result.left_out} | set(result.without_effect)
@@ -69,7 +69,7 @@ def test_no_key_of_a_file_is_lost(name: str) -> None:
         if key in named or key in ("datasets", "dataset", "dataset_name", "dataset_mixture"):
             continue
         try:
-            other = convert(alone.encode(), f"{name}.yaml", tool=result.tool, num_gpus=example.num_gpus)
+            other = convert_file(alone.encode(), f"{name}.yaml", tool=result.tool, num_gpus=example.num_gpus)
         except RefusedError:
             continue  # the model, which a recipe cannot do without
         said = [entry.key for entry in other.left_out]
@@ -87,7 +87,7 @@ BASES = {
 def converted(tool: str, lines: str = "") -> Conversion:
     """A short file of `tool`, whose keys `lines` replaces or adds to."""
     data = {**parse_bytes(BASES[tool].encode(), "a.yaml").data, **parse_bytes(lines.encode() or b"{}", "a.yaml").data}
-    return convert(json.dumps(data).encode(), "a.yaml", tool=cast("Tool", tool))
+    return convert_file(json.dumps(data).encode(), "a.yaml", tool=cast("Tool", tool))
 
 
 OTHER_JOBS = (
@@ -283,7 +283,7 @@ def test_file_without_rows_is_refused(tool: str) -> None:
     with pytest.raises(RefusedError, match="no rows to train on|another job"):
         converted(tool, lines)
     with pytest.raises(RefusedError, match="no training file"):
-        convert(b"model: a/b\ndatasets: [{path: x}]\n", "a.yaml")
+        convert_file(b"model: a/b\ndatasets: [{path: x}]\n", "a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -548,10 +548,10 @@ def test_table_of_datasets_beside_the_file(tmp_path: Path, dataset: str, expecte
     file = f"model_name_or_path: a/b\ntemplate: x\ndo_train: true\ndataset: {dataset}\n"
     if isinstance(expected, str):
         with pytest.raises(RefusedError, match=expected) as refused:
-            convert(file.encode(), str(tmp_path / "a.yaml"))
+            convert_file(file.encode(), str(tmp_path / "a.yaml"))
         assert dataset in str(refused.value)
         return
-    result = convert((file + f"eval_dataset: {dataset}\n").encode(), str(tmp_path / "a.yaml"))
+    result = convert_file((file + f"eval_dataset: {dataset}\n").encode(), str(tmp_path / "a.yaml"))
     assert result.recipe["datasets"] == result.recipe["eval_datasets"] == [expected]
     assert not [entry.key for entry in result.left_out if "columns" in entry.key]
 
@@ -642,21 +642,21 @@ def test_mask_history_trains_the_last_answer(tmp_path: Path) -> None:
 def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str) -> None:
     """TRL's trainers share most keys: a file for DPOTrainer with a beta was refused, one without was taken for SFT."""
     file = "model_name_or_path: a/b\ndataset_name: org/pairs\nuse_peft: true\nlora_target_modules: all-linear\n"
-    recipe = convert(file.encode(), "trl.yaml", objective=objective).recipe  # type: ignore[arg-type]
+    recipe = convert_file(file.encode(), "trl.yaml", objective=objective).recipe  # type: ignore[arg-type]
     assert recipe["objective"] == objective and recipe["datasets"][0]["type"] == "preference"
-    named = convert(f"{file}beta: 0.3\n".encode(), "trl.yaml", objective=objective)  # type: ignore[arg-type]
+    named = convert_file(f"{file}beta: 0.3\n".encode(), "trl.yaml", objective=objective)  # type: ignore[arg-type]
     assert named.recipe[objective]["beta"] == 0.3 and not named.left_out
     assert load_text(named.text("trl.yaml"), "mine.yaml").recipe.objective == objective
-    judged = convert(f"{file}eval_strategy: epoch\n".encode(), "trl.yaml", objective=objective)  # type: ignore[arg-type]
+    judged = convert_file(f"{file}eval_strategy: epoch\n".encode(), "trl.yaml", objective=objective)  # type: ignore[arg-type]
     assert judged.recipe["eval_datasets"][0]["split"] == "test" and not judged.left_out
     with pytest.raises(RefusedError, match="--objective dpo"):
-        convert(f"{file}beta: 0.3\n".encode(), "trl.yaml")
+        convert_file(f"{file}beta: 0.3\n".encode(), "trl.yaml")
     (tmp_path / "trl.yaml").write_text(file + "beta: 0.3\n")
     done = run(tmp_path, "convert", "trl.yaml", "--objective", objective).expect(0)
     assert f"objective: {objective}" in done.out and "(objective)" not in done.out + done.err
     assert "did you mean --objective dpo" in run(tmp_path, "convert", "trl.yaml", "--objective", "dop").expect(2).err
     with pytest.raises(RefusedError, match="says for itself"):
-        convert(EXAMPLES["axolotl_qlora"].text.encode(), "a.yaml", objective=objective)  # type: ignore[arg-type]
+        convert_file(EXAMPLES["axolotl_qlora"].text.encode(), "a.yaml", objective=objective)  # type: ignore[arg-type]
 
 
 def test_command(tmp_path: Path) -> None:

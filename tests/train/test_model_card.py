@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roundpipe_cli.cli.export import find_base
+from roundpipe_cli.cli.export import find_adapter_base
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train.checkpoint.resume import may_ask_for_more
@@ -84,6 +84,6 @@ def test_a_recipe_beside_a_result_takes_no_time(tmp_path: Path, text: str) -> No
     before_s = time.process_time()
     assert "## Recipe" not in model_card(tmp_path, base=None, merged=False, usage="") or "1:0:0" in text
     with pytest.raises(RefusedError, match="the base model"):
-        find_base(tmp_path, None, offline=True)
+        find_adapter_base(tmp_path, None, offline=True)
     assert not may_ask_for_more(tmp_path, load_text("model: m\ndatasets: [{path: rows.jsonl}]\n", "r.yaml").recipe)
     assert time.process_time() - before_s < 5

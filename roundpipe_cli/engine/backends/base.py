@@ -40,7 +40,7 @@ class Backend(ABC):
     """Compute capability of an NVIDIA GPU, e.g. (8, 6); None: another device."""
 
     def take_notice(self) -> str | None:
-        """What the user should know of this device and has not been told yet; once."""
+        """A note on this device that the user has not been told yet; once."""
         return None
 
     @abstractmethod

@@ -27,7 +27,7 @@ SWITCH_INTERVAL_S = 0.5e-3
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
 """How often a lane asks whether what it waits for has happened: at first, and after a while."""
 POLL_SHARE = 1 / 8
-"""Of the time that has been waited already: lanes of eight devices would otherwise keep the interpreter busy."""
+"""Share of the time that has been waited already: lanes of eight devices would otherwise keep the interpreter busy."""
 
 LOCK_REFUSED = (
     "the system does not let this process page-lock more host memory for its transfers: ordinary memory is used, and "

@@ -179,7 +179,7 @@ class EmulatedInWork:
             yield found
 
 
-Begun = Callable[[EmulatedInWork], None]
+OnBegun = Callable[[EmulatedInWork], None]
 
 
 def run_emulated(
@@ -189,7 +189,7 @@ def run_emulated(
     staleness: int = 0,
     fifo: bool = False,
     watchdog_s: float | None = 600.0,
-    begun: Begun | None = None,
+    begun: OnBegun | None = None,
 ) -> Emulated:
     """Carry a schedule out, all of its chained steps, on emulated devices; takes as long as it says.
 

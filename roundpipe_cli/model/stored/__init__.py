@@ -1,1 +1,1 @@
-"""What a model's files hold, read one weight at a time."""
+"""Readers of a model's files, one weight at a time."""

@@ -20,7 +20,7 @@ from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 
 FLOATS = ("F8_E4M3", "F8_E5M2", "F4", "I8")
 """Types of codes; transformers writes two E2M1 codes as an I8."""
-Block = tuple[int, int] | None
+BlockSize = tuple[int, int] | None
 
 
 def find_fp8(
@@ -48,7 +48,7 @@ def in_8bit(
     codes: FileTensor,
     scale: FileTensor,
     dtype: torch.dtype,
-    block: Block,
+    block: BlockSize,
     zero_point: FileTensor | None = None,
     is_int: bool = False,
 ) -> StoredTensor:
@@ -60,7 +60,7 @@ def in_8bit(
 
 
 def _unpack(
-    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, block: Block, is_int: bool
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, block: BlockSize, is_int: bool
 ) -> torch.Tensor:
     codes, scale, zero = parts["codes"], parts["scale"], parts.get("zero_point")
     if len(shape) == 3:

@@ -85,7 +85,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 class _BaseNames:
-    """What transformers asks of a model for its table of names, without the adapters that are in it.
+    """The part of a model that transformers reads for its table of names, without the adapters that are in it.
 
     It asks every module on its own, for names that begin there, and makes the table of all names each time: minutes for
     a model of many blocks. Names begin at the model or at its backbone, which is at most two levels down.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7 of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3); 8 to 15 are their negatives."""
+"""Values of the codes 0 to 7 of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3); 8 to 15 are their negatives."""
 E8M0_BIAS = 127
 ELEMENTS_AT_ONCE = 1 << 22
 ROWS_AT_ONCE = 32

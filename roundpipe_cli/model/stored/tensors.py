@@ -70,7 +70,7 @@ class StoredTensor:
     """In which it is read."""
     unpack: Unpack | None = None
     is_turned: bool = False
-    """What `unpack` returns is transposed: quantised files hold a Conv1D as a Linear, outputs first."""
+    """Whether the result of `unpack` is transposed: quantised files hold a Conv1D as a Linear, outputs first."""
 
     @property
     def is_quantized(self) -> bool:

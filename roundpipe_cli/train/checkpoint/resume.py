@@ -60,7 +60,7 @@ DECAYED = "all but norms and biases"
 GROUPING_KEY = "micro_batch_size (which rows meet)"
 BY_LENGTH = "rows of like length"
 BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
-"""What releases without a key did, where it is not what its default does."""
+"""Values in releases without a key, where it is not what its default does."""
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
 """How a step's rows are grouped."""
 WHOLE, NUMBER = (int,), (int, float)

@@ -67,7 +67,7 @@ class RunInfo:
     """The tracker's own name of the run that is continued."""
 
 
-class Sink(Protocol):
+class TrackerRun(Protocol):
     """A tracker's package, as far as it is used."""
 
     run_id: str | None
@@ -163,7 +163,7 @@ class Trackio:
         self._trackio.finish()
 
 
-SINKS: dict[str, Callable[[RunInfo], Sink]] = {
+SINKS: dict[str, Callable[[RunInfo], TrackerRun]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": Mlflow,

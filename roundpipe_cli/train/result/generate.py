@@ -27,7 +27,7 @@ from roundpipe_cli.units import format_bytes
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and how it is to be answered."""
+    """A question, and how it is to be answered."""
 
     text: str
     system: str | None = None
