@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.dispatch.emulate import OnBegun, Emulated, run_emulated
+from roundpipe_cli.engine.dispatch.emulate import Emulated, OnBegun, run_emulated
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
 from roundpipe_cli.units import counted, format_seconds
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from roundpipe_cli.dashboard.state import SIMULATED
-from roundpipe_cli.engine.dispatch.emulate import OnBegun, Emulated, EmulatedInWork
+from roundpipe_cli.engine.dispatch.emulate import Emulated, EmulatedInWork, OnBegun
 from roundpipe_cli.events import Notice, RunStarted, Span, StepFinished, StepTimeline, Tell, WorkSeen, run_clock
 from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.timeline import COMPUTE, UP, utilization
