@@ -22,9 +22,12 @@ MAX_SAMPLE_CHARACTERS = 6000
 
 
 def data(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.", show_default=False)],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value in place of the recipe's, such as max_seq_length=1024.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="key=value in place of the recipe's, such as max_seq_length=1024."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,

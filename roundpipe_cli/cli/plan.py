@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.", show_default=False)],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value in place of the recipe's, such as lora.r=32.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="key=value in place of the recipe's, such as lora.r=32."),
     ] = None,
     hardware: Annotated[
         str | None,
