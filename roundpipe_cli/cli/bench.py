@@ -345,6 +345,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
     table.add_column("schedule", no_wrap=True)
     for heading in ("stages", "makespan", "step", "bubble", "fill switch drain steady"):
         table.add_column(heading, justify="right", no_wrap=True)
+    best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
     for result in results:
         chosen = result.dealing.earliest_free and not flags.earliest_free
         stages = [sum(last >= first for first, last in ranges) for ranges in directions(result)]
@@ -357,6 +358,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
             format_seconds(result.step_s),
             f"{100 * parts.ratio:.1f} %",
             " ".join(f"{100 * share:5.1f}" for share in shares),
+            style="green" if result is best else None,
         )
     _print_whole(table)
     for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):

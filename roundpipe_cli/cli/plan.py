@@ -47,6 +47,7 @@ def plan(
 
     say(f"planning {recipe} ...")
     from roundpipe_cli.cli.built_model import build_counts
+    from roundpipe_cli.cli.colour import VERDICTS
     from roundpipe_cli.cli.plan_compare import show_comparison
     from roundpipe_cli.cli.watch_demo import write_plan_picture
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
@@ -76,7 +77,7 @@ def plan(
         say_data(json.dumps(plan_document(answer, solution), indent=1))
         return
     for line in wrapped(plan_text(answer, solution, details=verbose), terminal_width()):
-        say_data(line)
+        say_data(line, colours=VERDICTS)
 
 
 def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:
