@@ -37,6 +37,8 @@ def convert(
     Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
     """
     from roundpipe_cli.cli.output import say, say_data
+
+    say(f"reading {file} ...")
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.convert_file import convert_file

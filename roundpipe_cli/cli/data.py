@@ -117,19 +117,20 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     """The report without its samples, a line at a time."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
+    from roundpipe_cli.units import counted
 
     dataset, report = look.dataset, look.dataset.report
     lengths = sequence_lengths(dataset, look.rejected)
     yield f"rows    {report.filter_counts()}"
-    for source, counted in zip(dataset.sources, report.sources, strict=True):
+    for source, filtered in zip(dataset.sources, report.sources, strict=True):
         kept = "{1} rows in {0} sequences" if report.long_rows == "split" else "{0} of {1} rows kept"
-        yield f"  {counted.name}: type {counted.type}, " + kept.format(counted.rows_kept, counted.rows_read)
+        yield f"  {filtered.name}: type {filtered.type}, " + kept.format(filtered.rows_kept, filtered.rows_read)
         cut = {"truncate": "cut", "split": "split"}.get(report.long_rows, "too long, dropped")
-        bad = [number for number, _ in counted.bad_rows]
+        bad = [number for number, _ in filtered.bad_rows]
         for what, numbers in (
             ("bad", bad),
-            (cut, counted.too_long_rows),
-            ("dropped, no trained token", counted.untrained_rows),
+            (cut, filtered.too_long_rows),
+            ("dropped, no trained token", filtered.untrained_rows),
         ):
             if numbers:
                 yield f"    {what}: {_places(source.where, numbers)}"
@@ -140,8 +141,8 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
         yield f"pairs   {len(dataset.rows)}, each a chosen and a rejected sequence; pairs are not packed"
     else:
         yield (
-            f"packing {len(lengths)} rows in {look.fill.num_sequences} sequences of {max_seq_length} tokens, "
-            f"{100 * look.fill.ratio:.1f} % full"
+            f"packing {counted(len(lengths), 'row')} in {counted(look.fill.num_sequences, 'sequence')} of "
+            f"{max_seq_length} tokens, {100 * look.fill.ratio:.1f} % full"
         )
         if look.fill.choice is not None:
             yield look.fill.choice.describe()
