@@ -157,13 +157,26 @@ NO_RESULT = {"init", "recipes cp", "recipes show", "recipes schema"}
 """Commands that write files, or print a file as it is."""
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
-def test_every_command_that_prints_results_prints_json(words: str) -> None:
-    """`finetune`, `export` and `generate` had words only."""
+def command_of(words: str) -> Any:
+    """The parsed command line's command: `recipes ls`."""
     command: Any = typer.main.get_command(app)
     for name in words.split():
         command = command.resolve_command(command.make_context("roundpipe", [name], resilient_parsing=True), [name])[1]
-    has_json = any("--json" in param.opts for param in command.params)
+    return command
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
+def test_arguments_are_named_in_capitals(words: str) -> None:
+    """Half of the commands showed `{recipe} [overrides]`, the other half `{RECIPE} [KEY=VALUE]`."""
+    for param in command_of(words).params:
+        if param.param_type_name == "argument":
+            assert param.metavar is not None and param.metavar == param.metavar.upper(), param.name
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
+def test_every_command_that_prints_results_prints_json(words: str) -> None:
+    """`finetune`, `export` and `generate` had words only."""
+    has_json = any("--json" in param.opts for param in command_of(words).params)
     assert has_json == (words not in {*NO_RESULT, "recipes"})
 
 

@@ -98,7 +98,7 @@ def bench(
     from roundpipe_cli.schedule.dealing import Options
 
     case_flags = CaseFlags(workers, microbatches, accounting, staleness, steps)
-    question = _question(recipe, overrides or [], costs, hardware, case_flags)
+    question, machine = _question(recipe, overrides or [], costs, hardware, case_flags)
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
     answers = Answers()
@@ -109,7 +109,7 @@ def bench(
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
-        _write_svg(svg, question, results)
+        _write_svg(svg, question, machine, results)
     if run_really:
         from roundpipe_cli.cli.bench_emulated import run_emulated_bench
 
@@ -168,7 +168,8 @@ def _to_run(recipe: str | None, flags: RoundpipeFlags) -> str:
 
 def _question(
     recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, flags: CaseFlags
-) -> SimulationCase:
+) -> tuple[SimulationCase, str]:
+    """What to simulate, and the machine whose costs it has; empty with a costs file."""
     from roundpipe_cli.costs.cost import load_costs
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.planning.compare import SimulationCase
@@ -183,13 +184,14 @@ def _question(
         )
     if costs_file is not None:
         num_workers, num_microbatches = flags.counts()
-        return flags.applied_to(SimulationCase(load_costs(costs_file), num_workers, num_microbatches))
+        return flags.applied_to(SimulationCase(load_costs(costs_file), num_workers, num_microbatches)), ""
     assert recipe is not None
-    return flags.applied_to(_from_recipe(recipe, overrides, hardware))
+    case, machine = _from_recipe(recipe, overrides, hardware)
+    return flags.applied_to(case), machine
 
 
-def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> SimulationCase:
-    """The case that a recipe describes: costs, workers and microbatches."""
+def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[SimulationCase, str]:
+    """The case that a recipe describes: costs, workers and microbatches; and the machine's name."""
     from roundpipe_cli.cli.built_model import build_counts
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.planning.predict import stage_case
@@ -206,7 +208,7 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> Sim
         say(
             f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
         )
-    return stage_case(question)
+    return stage_case(question), question.hardware.description
 
 
 def _partitions(
@@ -281,7 +283,7 @@ def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
     return tuple((first, last) for first, last in data)
 
 
-def _write_svg(path: Path, question: SimulationCase, results: list[Result]) -> None:
+def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.schedule.pictures import svg_picture
     from roundpipe_cli.units import format_seconds
@@ -291,9 +293,9 @@ def _write_svg(path: Path, question: SimulationCase, results: list[Result]) -> N
         title = f"{result.schedule.name}: {format_seconds(result.makespan_s)}, bubble {100 * result.parts.ratio:.1f} %"
         rows.append((title, result.timeline))
     try:
-        text = svg_picture(
-            rows, heading=_case_words(question), note=f"simulated, {question.accounting} accounting, one step"
-        )
+        basis = f" with the costs of {machine}" if machine else ""
+        note = f"simulated{basis}, {question.accounting} accounting, one step"
+        text = svg_picture(rows, heading=_case_words(question), note=note)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RefusedError(
@@ -345,6 +347,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
     table.add_column("schedule", no_wrap=True)
     for heading in ("stages", "makespan", "step", "bubble", "fill switch drain steady"):
         table.add_column(heading, justify="right", no_wrap=True)
+    best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
     for result in results:
         chosen = result.dealing.earliest_free and not flags.earliest_free
         stages = [sum(last >= first for first, last in ranges) for ranges in directions(result)]
@@ -357,6 +360,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
             format_seconds(result.step_s),
             f"{100 * parts.ratio:.1f} %",
             " ".join(f"{100 * share:5.1f}" for share in shares),
+            style="green" if result is best else None,
         )
     _print_whole(table)
     for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(help="YAML file of axolotl, LLaMA-Factory or TRL.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML file of axolotl, LLaMA-Factory or TRL.", show_default=False)
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Recipe to write; without it the recipe goes to stdout.")
     ] = None,
@@ -35,11 +37,21 @@ def convert(
     Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
     """
     from roundpipe_cli.cli.output import say, say_data
+
+    say(f"reading {file} ...")
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.convert_file import convert_file
+    from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
+    if file.suffix in ROW_SUFFIXES and file.is_file():
+        raise RefusedError(
+            f"{file} is a file of rows, not a training file",
+            found=f"a {file.suffix} file",
+            expected="a YAML file of axolotl, LLaMA-Factory or TRL",
+            hint=f"`roundpipe init --data {file}` writes a recipe for it",
+        )
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)

@@ -22,9 +22,12 @@ MAX_SAMPLE_CHARACTERS = 6000
 
 
 def data(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.", show_default=False)],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value in place of the recipe's, such as max_seq_length=1024.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="key=value in place of the recipe's, such as max_seq_length=1024."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
@@ -114,19 +117,20 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     """The report without its samples, a line at a time."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
+    from roundpipe_cli.units import counted
 
     dataset, report = look.dataset, look.dataset.report
     lengths = sequence_lengths(dataset, look.rejected)
     yield f"rows    {report.filter_counts()}"
-    for source, counted in zip(dataset.sources, report.sources, strict=True):
+    for source, filtered in zip(dataset.sources, report.sources, strict=True):
         kept = "{1} rows in {0} sequences" if report.long_rows == "split" else "{0} of {1} rows kept"
-        yield f"  {counted.name}: type {counted.type}, " + kept.format(counted.rows_kept, counted.rows_read)
+        yield f"  {filtered.name}: type {filtered.type}, " + kept.format(filtered.rows_kept, filtered.rows_read)
         cut = {"truncate": "cut", "split": "split"}.get(report.long_rows, "too long, dropped")
-        bad = [number for number, _ in counted.bad_rows]
+        bad = [number for number, _ in filtered.bad_rows]
         for what, numbers in (
             ("bad", bad),
-            (cut, counted.too_long_rows),
-            ("dropped, no trained token", counted.untrained_rows),
+            (cut, filtered.too_long_rows),
+            ("dropped, no trained token", filtered.untrained_rows),
         ):
             if numbers:
                 yield f"    {what}: {_places(source.where, numbers)}"
@@ -137,8 +141,8 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
         yield f"pairs   {len(dataset.rows)}, each a chosen and a rejected sequence; pairs are not packed"
     else:
         yield (
-            f"packing {len(lengths)} rows in {look.fill.num_sequences} sequences of {max_seq_length} tokens, "
-            f"{100 * look.fill.ratio:.1f} % full"
+            f"packing {counted(len(lengths), 'row')} in {counted(look.fill.num_sequences, 'sequence')} of "
+            f"{max_seq_length} tokens, {100 * look.fill.ratio:.1f} % full"
         )
         if look.fill.choice is not None:
             yield look.fill.choice.describe()

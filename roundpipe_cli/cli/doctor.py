@@ -30,6 +30,7 @@ def doctor(
 
     say("checking this machine ...")
     from roundpipe_cli.cli.checks import all_checks
+    from roundpipe_cli.cli.colour import CHECKS
     from roundpipe_cli.cli.wrap import terminal_width
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.units import counted
@@ -39,7 +40,7 @@ def doctor(
         checks.append(check)
         if not json_:
             for line in check_lines(check, terminal_width()):
-                say_data(line)
+                say_data(line, colours=CHECKS)
     can_train = not any(check.state == "fails" for check in checks)
     if json_:
         import json
@@ -71,4 +72,5 @@ def check_lines(check: Check, width: int | None) -> Iterator[str]:
                 initial_indent=first,
                 subsequent_indent=indent,
                 break_on_hyphens=False,
+                break_long_words=False,
             )

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def download(
-    model: Annotated[str, typer.Argument(help="Hub id such as Qwen/Qwen3-8B, or a recipe file.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id such as Qwen/Qwen3-8B, or a recipe file.", show_default=False)
+    ],
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit. [default: the default branch]")
     ] = None,

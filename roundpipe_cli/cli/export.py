@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def export(
-    output_dir: Annotated[Path, typer.Argument(help="Folder of a finished run, or of any adapter in PEFT's format.")],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder of a finished run, or of any adapter in PEFT's format.")
+    ],
     merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base model's weights.")] = False,
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FOLDER", help="New folder. [default: OUTPUT_DIR/merged or exported]")

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def finetune(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, e.g. recipes/quickstart.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. lora.r=32 learning_rate=1e-4.")] = None,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="key=value, e.g. lora.r=32 learning_rate=1e-4.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="One line of JSON per step on stdout, as of watch; no dashboard.")

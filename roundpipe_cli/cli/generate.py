@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 
 def generate(
-    output_dir: Annotated[Path, typer.Argument(help="Folder of a finished run, of an adapter or of a model.")],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder of a finished run, of an adapter or of a model.")
+    ],
     prompt: Annotated[
         str | None,
-        typer.Argument(help="What the user says; `-` reads it from stdin. Without one, each line of stdin is a turn."),
+        typer.Argument(
+            metavar="PROMPT",
+            help="What the user says; `-` reads it from stdin. Without one, each line of stdin is a turn.",
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of the answer, at most.")] = 200,

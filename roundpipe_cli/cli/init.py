@@ -32,21 +32,27 @@ def init(
 
     Example: roundpipe init --model Qwen/Qwen3-8B --data rows.jsonl --hardware here --output mine.yaml
     """
-    from roundpipe_cli.cli.init_choice import choose_settings
     from roundpipe_cli.cli.output import say
-    from roundpipe_cli.cli.recipes import write_new
-    from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.recipe.load import load_recipe
 
     model = model or _ask("model", "Model (hub id, local folder or .gguf file)", "Qwen/Qwen3-8B")
     data = data or _ask("data", "Your rows (a file, or a hub id)", "data/train.jsonl")
     hardware = hardware or _ask("hardware", "Hardware (`here`, or for instance 2x3090,host_memory_gib=64)", HERE)
     path = output or Path(f"{_file_stem(model)}.yaml")
+    say(f"choosing settings for {model} ...")
+    from roundpipe_cli.cli.init_choice import choose_settings
+    from roundpipe_cli.cli.recipes import write_new
+    from roundpipe_cli.cli.wrap import terminal_width, wrapped
+    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.planning.row_counts import count_rows
+    from roundpipe_cli.recipe.load import load_recipe
+
     if path.exists():
         raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
-    choice = choose_settings(model, None if hardware.strip().lower() == HERE else hardware.strip(), path)
-    for reason in choice.reasons:
-        say(reason)
+    rows = count_rows(named_path(data)) if named_path(data).is_file() else None
+    machine = None if hardware.strip().lower() == HERE else hardware.strip()
+    choice = choose_settings(model, machine, path, rows.num_rows if rows is not None else None)
+    for line in wrapped(choice.reasons, terminal_width(2)):
+        say(line)
     write_new(path, recipe_text(choice, data, path).encode())
     load_recipe(path)
     say(f"wrote {path}")

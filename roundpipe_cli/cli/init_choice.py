@@ -27,6 +27,8 @@ BUSY_TOKENS = 4096
 """A worker gets `MICROBATCHES_PER_WORKER` times as many tokens of a step, where the rows are full (rule of thumb)."""
 ROWS_PER_STEP = 16
 MICROBATCHES_PER_WORKER = 4
+LEAST_STEPS = 10
+"""Of an epoch, where the data have few rows (rule of thumb)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,11 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def choose_settings(model: str, hardware: str | None, path: Path) -> Choice:
+def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int | None = None) -> Choice:
     """Settings for `model` on the machine `hardware` in words, or on this one.
+
+    Args:
+        num_rows: of the data; None: not known, as many as a step takes.
 
     Raises:
         RefusedError: no such model or hardware, or nothing of it fits.
@@ -60,7 +65,7 @@ def choose_settings(model: str, hardware: str | None, path: Path) -> Choice:
     method, why_method = _method(architecture, machine, dtype)
     settings = TrainingSettings(SEQUENCES[0], num_microbatches=1, method=method, dtype=dtype)
     settings, why_sequence = _sequence(architecture, settings, machine)
-    settings, why_rows = _rows(architecture, settings, machine)
+    settings, why_rows = _rows(architecture, settings, machine, num_rows)
     verdict = judge_coarsest(architecture, settings, machine)
     reasons = [
         f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
@@ -134,21 +139,27 @@ def _sequence(
     )
 
 
-def _rows(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> tuple[TrainingSettings, str]:
+def _rows(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, num_rows: int | None
+) -> tuple[TrainingSettings, str]:
     """Rows of a step, and the microbatches that `micro_batch_tokens: auto` makes of them."""
     workers = len(machine.devices)
     rows = max(1, min(ROWS_PER_STEP, BUSY_TOKENS // settings.max_seq_length))
     per_step = max(ROWS_PER_STEP, MICROBATCHES_PER_WORKER * workers * rows)
+    are_few = num_rows is not None and num_rows < LEAST_STEPS * per_step
+    if are_few:
+        per_step = max(1, (num_rows or 0) // LEAST_STEPS)
     recipe = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml").recipe
     by_row = replace(settings, num_microbatches=per_step)
     smallest = with_smallest_card(machine)
     by_row = choose_tier(architecture, by_row, smallest)
     may_hold = settings.method == "lora" and recipe.may_hold_all_weights
     tokens = choose_token_budget(architecture, by_row, smallest, may_hold=may_hold)
-    rows = tokens // settings.max_seq_length
+    rows = min(per_step, tokens // settings.max_seq_length)
     count = per_step // rows
+    why = f"the data have only {counted(num_rows or 0, 'row')}, for {LEAST_STEPS} steps an epoch; " if are_few else ""
     return replace(settings, micro_batch_size=rows, num_microbatches=count), (
         f"micro_batch_tokens auto: {tokens:,}, what the smallest device has room for and what keeps it busy. "
-        f"gradient_accumulation_steps {per_step}: {per_step} rows a step, {count} full microbatches, "
-        f"{count / workers:g} for each of {counted(workers, 'worker')}."
+        f"gradient_accumulation_steps {per_step}: {why}{counted(per_step, 'row')} a step, "
+        f"{counted(count, 'full microbatch')}, {count / workers:g} for each of {counted(workers, 'worker')}."
     )

@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,7 +30,7 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False) -> No
     target = sys.stderr if stream is None else stream
     if target is None or id(target) in _broken:
         return
-    line = text if painted else _printable(text)
+    line = text if painted else _fitted(_printable(text), target)
     try:
         try:
             print(line, file=target, flush=True)
@@ -40,10 +40,34 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False) -> No
         _broken.add(id(target))
 
 
-def say_data(text: str) -> None:
-    """Print one line to stdout."""
-    if sys.stdout is not None:  # None where the program was started without one
-        say(text, stream=sys.stdout)
+def _fitted(line: str, target: TextIO) -> str:
+    """A note cut between words where the terminal is narrower. Errors stay whole: their hints are to be copied."""
+    if not line.startswith(("note: ", "notice: ")):
+        return line
+    from roundpipe_cli.cli.wrap import terminal_width, wrapped
+
+    try:
+        width = terminal_width(target.fileno())
+    except (OSError, ValueError):
+        width = None
+    return "\n".join(wrapped(line.split("\n"), width))
+
+
+def say_data(text: str, *, colours: Mapping[str, str] | None = None) -> None:
+    """Print one line to stdout.
+
+    Args:
+        colours: of words, as `with_colours` takes them; only on a terminal are they used.
+    """
+    if sys.stdout is None:  # the program was started without one
+        return
+    if colours:
+        from roundpipe_cli.cli.colour import has_colour, with_colours
+
+        if has_colour(sys.stdout):
+            say(with_colours(_printable(text), colours), stream=sys.stdout, painted=True)
+            return
+    say(text, stream=sys.stdout)
 
 
 def open_closed_streams() -> None:

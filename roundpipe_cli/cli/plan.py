@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.", show_default=False)],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value in place of the recipe's, such as lora.r=32.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="key=value in place of the recipe's, such as lora.r=32."),
     ] = None,
     hardware: Annotated[
         str | None,
@@ -44,6 +47,7 @@ def plan(
 
     say(f"planning {recipe} ...")
     from roundpipe_cli.cli.built_model import build_counts
+    from roundpipe_cli.cli.colour import VERDICTS
     from roundpipe_cli.cli.plan_compare import show_comparison
     from roundpipe_cli.cli.watch_demo import write_plan_picture
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
@@ -73,7 +77,7 @@ def plan(
         say_data(json.dumps(plan_document(answer, solution), indent=1))
         return
     for line in wrapped(plan_text(answer, solution, details=verbose), terminal_width()):
-        say_data(line)
+        say_data(line, colours=VERDICTS)
 
 
 def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:

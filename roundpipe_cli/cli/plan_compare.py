@@ -23,6 +23,7 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
     import json
 
     from roundpipe_cli.cli.built_model import build_counts
+    from roundpipe_cli.cli.colour import VERDICTS
     from roundpipe_cli.cli.output import say_data
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.planning.what_if import compare_plans
@@ -32,7 +33,7 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
         say_data(json.dumps({"rows": [row_document(row) for row in rows]}, indent=1))
         return
     for line in wrapped(comparison_lines(rows), terminal_width()):
-        say_data(line)
+        say_data(line, colours=VERDICTS)
 
 
 def _progress() -> Any:

@@ -36,8 +36,8 @@ def find_converter(named: Path | None) -> Path:
     """
     found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
     if not found.is_file():
-        where = str(named) if named is not None else "the PATH"
-        raise RefusedError(f"--gguf needs llama.cpp's {CONVERTER}", where=where, found="no such file", hint=INSTALL)
+        missing = f"no file {named}" if named is not None else "it is not on the PATH"
+        raise RefusedError(f"--gguf needs llama.cpp's {CONVERTER}", found=missing, hint=INSTALL)
     return found
 
 

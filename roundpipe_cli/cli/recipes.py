@@ -58,7 +58,9 @@ def list_recipes(
 
 
 @recipes.command("show")
-def show(name: Annotated[str, typer.Argument(help="For instance qwen3-8b or qwen3/8b_lora_2x24gb.")]) -> None:
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="For instance qwen3-8b or qwen3/8b_lora_2x24gb.")],
+) -> None:
     """Print a recipe that comes with the tool.
 
     Example: roundpipe recipes show qwen3-8b
@@ -71,8 +73,8 @@ def show(name: Annotated[str, typer.Argument(help="For instance qwen3-8b or qwen
 
 @recipes.command("cp")
 def copy(
-    name: Annotated[str, typer.Argument(help="For instance qwen3-8b or qwen3/8b_lora_2x24gb.")],
-    dest: Annotated[Path, typer.Argument(help="File to write, or a folder.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="For instance qwen3-8b or qwen3/8b_lora_2x24gb.")],
+    dest: Annotated[Path, typer.Argument(metavar="DESTINATION", help="File to write, or a folder.")],
 ) -> None:
     """Copy a recipe that comes with the tool, to be changed. Nothing is overwritten.
 
@@ -137,8 +139,10 @@ def validate(
 
 @recipes.command("resolve", short_help="Print a recipe with every value in force, without a run.")
 def resolve(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, or ~key to remove one.")] = None,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="key=value, or ~key to remove one.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Print a recipe as a run would save it: with aliases read, overrides applied and every default written out.

@@ -26,13 +26,14 @@ def show_end(output_dir: Path) -> None:
     if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
         return  # the run was finished already
     report = read_report(output_dir)
-    for line in wrapped([summary(report)], terminal_width(2)):
+    width = terminal_width(2)
+    for line in wrapped([summary(report)], width):
         if line:
             say(line)
     if comparison(report):
         table = io.StringIO()  # not through a terminal, which may be gone
         Console(file=table, width=80).print(comparison_table(report))
-        say("\n".join(line for line in (table.getvalue().rstrip(), range_note(report)) if line))
+        say("\n".join(line for line in (table.getvalue().rstrip(), *wrapped([range_note(report)], width)) if line))
     try:
         write_page(output_dir, page)
     except RoundpipeError as error:  # the result itself is there

@@ -23,6 +23,7 @@ _EXAMPLES = {
     "roundpipe generate": 'roundpipe generate outputs/quickstart "How do I undo the last commit?"',
     "roundpipe export": "roundpipe export outputs/quickstart --merge",
     "roundpipe convert": "roundpipe convert axolotl.yaml --output mine.yaml",
+    "roundpipe download": "roundpipe download Qwen/Qwen3-8B",
     "roundpipe recipes show": "roundpipe recipes show qwen3-8b",
     "roundpipe recipes cp": "roundpipe recipes cp qwen3-8b mine.yaml",
     "roundpipe recipes validate": "roundpipe recipes validate mine.yaml",
@@ -41,7 +42,7 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     program = context.command_path if context else "roundpipe"
     kind = type(error).__name__
     if kind == "MissingParameter" and error.param is not None and error.param.param_type_name == "argument":
-        name = str(error.param.name)
+        name = str(error.param.metavar or error.param.name).lower()
         article = "an" if name[0] in "aeiou" else "a"
         return RefusedError(f"{program} needs {article} {name}", hint=_EXAMPLES.get(program, f"{program} --help"))
     if kind == "BadParameter" and error.param is not None:

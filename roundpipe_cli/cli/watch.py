@@ -58,21 +58,37 @@ def watch(
         return
     folder = _folder_of(words or ())
     files = RunFiles(folder)
+    if svg is not None or html is not None:
+        _refuse_json_beside_files(json_output)
     if svg is not None:
         from roundpipe_cli.dashboard.state import fold_all
 
         write_picture(fold_all(files.poll()[1]), svg, where=str(folder))
-    elif html is not None:
+    if html is not None:
         from roundpipe_cli.dashboard.html import write_page
 
         write_page(folder, named_path(html))
-        say(f"written: {html}")
-    elif json_output:
+        say(f"wrote {html}")
+    if svg is not None or html is not None:
+        return
+    if json_output:
         _as_json(files, follow)
     elif is_terminal() and not no_dashboard:
         _on_screen(files, follow)
     else:
         _as_lines(files, follow)
+
+
+def _refuse_json_beside_files(json_output: bool) -> None:
+    from roundpipe_cli.errors import RefusedError
+
+    if json_output:
+        raise RefusedError(
+            "--json prints a run, --svg and --html write it",
+            found="--json with --svg or --html",
+            expected="one of them at a time",
+            hint="leave --json out, and run the command again with --json alone",
+        )
 
 
 def _refuse_beside_demo(*, json_output: bool, html: str | None) -> None:

@@ -214,7 +214,7 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
         raise RefusedError("a GPU's name is missing", where=where, found=repr(group), expected="for instance 8x4090")
     if not 1 <= count <= MAX_WORKERS:
         raise RefusedError(
-            f"impossible number of {name}",
+            "impossible number of GPUs",
             where=where,
             found=str(count),
             expected=f"1 to {MAX_WORKERS}",

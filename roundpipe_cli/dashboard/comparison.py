@@ -80,4 +80,4 @@ def _bytes(value: float | None) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return f"{value:.0f}" if value else _NONE
+    return f"{value:,.0f}" if value else _NONE

@@ -30,12 +30,14 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
     step = state.step
     if step is None:
         return [("tokens/s", "-", ""), ("step", "-", ""), ("bubble", "-", "")]
-    median = "" if state.is_simulated else f" median {100 * state.median_bubble.value:.1f} %"
+    median = f"{100 * state.median_bubble.value:.1f} %"
     rows = [
         ("tokens/s", _grouped(step.tokens_per_s), ""),
         ("step", format_seconds(step.step_s), ""),
-        ("bubble", f"{100 * step.bubble_ratio:.1f} %", median),
+        ("bubble", f"{100 * step.bubble_ratio:.1f} %", "" if state.is_simulated else f" median {median}"),
     ]
+    if has_loss and state.is_over and not state.is_simulated:  # the end of a run says the median below
+        rows = [(f"{name}, last", value, "") for name, value, _ in rows[:2]] + [("bubble, median", median, "")]
     if state.is_simulated:
         return rows if step.tokens else rows[1:]
     if has_loss or (state.run is not None and state.run.goal != "loss"):

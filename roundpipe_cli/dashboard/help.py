@@ -11,6 +11,7 @@ from roundpipe_cli.dashboard.layout import fit
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
+from roundpipe_cli.units import counted
 
 HELP_KEY = "?"
 _LANES = (
@@ -35,8 +36,10 @@ def help_screen(
     meanings = "   ".join(f"{key} {meaning}" for key, meaning in keys)
     lines += [Text(" keys", style="bold"), *_indented(meanings, width)]
     lines += [Text(" lanes", style="bold"), *_indented(_LANES, width)]
+    rest = len(lines) - (height - 1)
+    back = f" {HELP_KEY} back" + (f"   {counted(rest, 'line')} more on a higher terminal" if rest > 0 else "")
     lines = [*lines, *[Text()] * height][: height - 1]
-    return [fit(line, width, theme) for line in (*lines, Text(f" {HELP_KEY} back", style=theme.faint))][:height]
+    return [fit(line, width, theme) for line in (*lines, Text(back, style=theme.faint))][:height]
 
 
 def _why(state: DashboardState) -> str:

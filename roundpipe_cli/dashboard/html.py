@@ -155,8 +155,8 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
     if state.evaluations:
         cards.append(("last evaluation", f"{state.evaluations[-1][1]:.4f}"))
     cards += [
-        ("tokens per second", f"{tokens_per_s:.0f}"),
-        ("seconds per step", format_seconds(measured.get("step_s") or step.step_s)),
+        ("tokens per second", f"{tokens_per_s:,.0f}"),
+        ("time per step", format_seconds(measured.get("step_s") or step.step_s)),
         ("bubble, median of steps", f"{100 * bubble:.1f} %"),
     ]
     if state.finished:

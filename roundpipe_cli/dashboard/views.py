@@ -31,6 +31,8 @@ FIGURES_WIDTH = 32
 MIN_CURVE_HEIGHT = 7
 """With its frame."""
 MIN_MESSAGES = 2
+NEWS_S = 5.0
+"""A message without room of its own is shown for this long, in place of the last figures."""
 NARROW = 66
 MIN_LEFT = 12
 """Columns for the program's name."""
@@ -68,9 +70,16 @@ def screen(
         middle = curve_and_figures(state, now_s, width, curve_height, theme)
     else:
         middle = _short_figures(state, now_s, width, min(2, room), theme)
+    if room == len(middle) > 0 and _has_news(state, now_s):  # an answer to a key is seen on the smallest screen too
+        middle = [*middle[:-1], *messages(state, width, 1, theme)]
     said = messages(state, width, room - len(middle), theme)
     blank = [Text()] * (room - len(middle) - len(said))
     return _exactly([*head, *workers, *middle, *said, *blank, *foot], width, height, theme)
+
+
+def _has_news(state: DashboardState, now_s: float) -> bool:
+    """Whether something was said in the last seconds of a run that continues."""
+    return bool(state.messages) and not state.is_over and now_s - state.messages[-1].time_s < NEWS_S
 
 
 def _exactly(lines: Sequence[Text], width: int, height: int, theme: Theme) -> list[Text]:
@@ -156,7 +165,11 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
         return curve
     rows = figure_lines(state, height - 2, side - 4, theme)
     block = framed(
-        Text(_whose(state) or "this step", style="bold"), "", [*rows, *[Text()] * (height - 2 - len(rows))], side, theme
+        Text(_whose(state) or ("last step" if state.is_over else "this step"), style="bold"),
+        "",
+        [*rows, *[Text()] * (height - 2 - len(rows))],
+        side,
+        theme,
     )
     return beside([curve, block], [curve_width, side], theme)
 

@@ -79,11 +79,12 @@ def resolve_model(
         return ModelSource(name, local)
     looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
     if looks_like_path or not HUB_ID.match(name):
+        folders = dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute())))
         raise RefusedError(
             "no such model folder or file",
             where="model",
             found=name,
-            expected=f"it in {' or in '.join(dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute()))))}",
+            expected=f"a folder or a .gguf file in {' or in '.join(folders)}",
             hint=_near_folder(name, recipe_folder) or "a hub id looks like Qwen/Qwen3-8B",
         )
     return _hub_model(name, revision, weights, tell, offline=offline, near=_near_folder(name, recipe_folder))

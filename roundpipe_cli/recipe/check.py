@@ -292,6 +292,8 @@ def _advice(value: Any, hint: Any) -> str | None:
         choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
         if "cuda:N" in wanted and not choices:  # an item of `devices`
             choices = ["cpu", *(f"cuda:{index}" for index in range(8))]
+        if "lora" in choices and value.lower() == "qlora":  # what other tools call a method is two keys here
+            return "method: lora, and a line `load_in_4bit: true`"
         return _mean(value, choices) or (f"write [{value}]" if "a list" in wanted else None)
     if isinstance(value, float) and "integer" in wanted and math.isfinite(value) and value == int(value) < 2**31:
         return f"write {int(value)}"

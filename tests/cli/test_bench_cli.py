@@ -116,6 +116,14 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert "cannot write the picture" in refusal(invoke(path, "--svg", str(tmp_path / "no" / "picture.svg")))
 
 
+def test_a_recipes_picture_names_the_machine(tmp_path: Path) -> None:
+    """Nobody could tell from the picture whose costs it shows."""
+    picture = tmp_path / "picture.svg"
+    words = ["qwen3-8b", "--hardware", "4x4090", "--schedule", "gpipe", "--svg", str(picture)]
+    assert CliRunner().invoke(APP, words).exit_code == 0
+    assert "simulated with the costs of 4x4090, default accounting" in picture.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

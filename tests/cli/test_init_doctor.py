@@ -27,7 +27,7 @@ from roundpipe_cli.kernels.grouped_choice import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.reach import reach_of
 from roundpipe_cli.recipe.load import load_recipe
-from tests.support.e2e import child_environment, command_line, run
+from tests.support.e2e import child_environment, command_line, make_model, make_workspace, run
 
 NO_GPU = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
 
@@ -93,6 +93,22 @@ def test_init_fits_the_machine_or_says_why_not() -> None:
     assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
     eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
     assert eight.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+
+
+def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
+    """A step had 128 rows, whatever the data: `finetune` refused the recipe that `init` had just written."""
+    make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    words = ("--model", "model", "--data", "rows.jsonl", "--hardware", "here", "--output", "mine.yaml")
+    done = run(tmp_path / "w", "init", *words, environment=NO_GPU).expect(0)
+    assert "the data have only 10 rows, for 10 steps an epoch; 1 row a step" in done.err
+    assert load_recipe(tmp_path / "w" / "mine.yaml").recipe.rows_per_step == 1
+    run(tmp_path / "w", "finetune", "mine.yaml", "max_steps=1", environment=NO_GPU).expect(0)
+
+
+def test_init_takes_what_is_known_of_the_rows() -> None:
+    path, machine = Path("recipe.yaml"), "8x4090,host_memory_gib=128"
+    by_rows = [choose_settings("Qwen/Qwen3-8B", machine, path, num_rows) for num_rows in (None, 640, 639, 25, 0)]
+    assert [choice.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------

@@ -162,6 +162,27 @@ def test_before_the_run_has_begun_a_message_has_no_time() -> None:
     assert "data: 233 rows" in text and not re.search(r"\dd\d\dh", text), text
 
 
+def test_news_is_seen_on_the_smallest_screen() -> None:
+    """Where no message has room, `s` seemed to do nothing."""
+    events = [*recorded_run(2), (0.0, Notice("saving now"))]
+    said_s = events[-2][0] + 60
+    events[-1] = (said_s, events[-1][1])
+    state = fold_all(events)
+    for later_s, is_seen in ((1.0, True), (6.0, False)):
+        text = "\n".join(line.plain for line in screen(state, said_s + later_s, 60, 15, COLOUR, KEYS))
+        assert ("saving now" in text, "bubble" in text, "loss" in text) == (is_seen, not is_seen, True), text
+
+
+def test_the_last_frame_does_not_contradict_the_end() -> None:
+    """It showed the bubble of the last step, right above the median of all steps, both as `bubble`."""
+    events = recorded_run(8)
+    state = fold_all([*events, (events[-1][0], ENDS["finished"])])
+    state = replace(state, median_bubble=Median().with_value(0.25))
+    for width, height in SIZES:
+        text = "\n".join(line.plain for line in screen(state, events[-1][0], width, height, COLOUR))
+        assert re.search(r"bubble, median +25\.0 %|last step ──", text), text
+
+
 def test_the_time_left_counts_down_between_steps() -> None:
     events = recorded_run(2)
     state, seen_s = fold_all(events), fold_all(events).step_seen_s

@@ -132,6 +132,7 @@ def test_help_says_why_the_worker_that_waited_most_waited() -> None:
         assert [line.cell_len for line in lines] == [width] * height
         text = " ".join(" ".join(line.plain for line in lines).split())
         assert "worker 2 waited" in text and "of step 40 (26 %): " in text and "? back" in text
+        assert ("more on a higher terminal" in text) == (height == 15), "what was cut is missed by nobody otherwise"
     assert "no step is finished yet" in help_screen(DashboardState(), 80, 24, Theme(), KEYS)[1].plain
 
 

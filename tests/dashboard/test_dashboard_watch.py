@@ -16,7 +16,7 @@ import pytest
 from roundpipe_cli.dashboard.comparison import comparison
 from roundpipe_cli.dashboard.html import page, read_report, report_page
 from roundpipe_cli.dashboard.replay import Life, RunFiles
-from roundpipe_cli.dashboard.state import DashboardState, fold_all
+from roundpipe_cli.dashboard.state import DashboardState, Median, fold_all
 from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
 from tests.support.recorded import recorded_run
@@ -117,6 +117,15 @@ def test_watch_needs_a_run(tmp_path: Path) -> None:
     assert "there is no run in this folder" in done.err and "no such folder" in done.err
 
 
+def test_a_page_and_a_picture_in_one_go(finished: Path, tmp_path: Path) -> None:
+    """Of `--html` and `--svg` together only the picture was written, without a word."""
+    done = run(tmp_path, "watch", str(finished), "--html", "run.html", "--svg", "run.svg").expect(0)
+    assert done.err.splitlines() == ["wrote run.svg", "wrote run.html"]
+    assert {path.name for path in tmp_path.glob("run.*")} == {"run.svg", "run.html"}
+    refused = run(tmp_path, "watch", str(finished), "--html", "run.html", "--json").expect(2)
+    assert "one of them at a time" in refused.err
+
+
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +139,9 @@ def test_figures_equal_those_of_the_trace(finished: Path) -> None:
     means = [worker.mean_utilization.value for worker in state.workers]
     assert means == pytest.approx(busy, abs=0.01)
     ratios = [row["bubble_ratio"] for row in metrics(finished)]
-    assert state.median_bubble.value == pytest.approx(statistics.median(ratios), abs=1e-3)
-    assert read_report(finished)["measured"]["bubble_ratio"] == pytest.approx(statistics.median(ratios))
+    assert state.median_bubble.value == pytest.approx(statistics.median_low(ratios), abs=1e-3)
+    assert read_report(finished)["measured"]["bubble_ratio"] == statistics.median_low(ratios)
+    assert Median().with_value(0.294).with_value(0.319).value == 0.294, "of two steps the end said 30.6 %"
 
 
 def test_comparison_says_how_far_off() -> None:

@@ -12,6 +12,7 @@ import torch
 from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.units import counted
 
 MAX_CHECKED_STEPS = 100_000
 """Every step of a run is checked up to here, in a fraction of a second; of a longer one evenly spaced ones, and those
@@ -135,7 +136,7 @@ def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) ->
     if highest < recipe.learning_rate * (1 - ROUNDING):
         lines.append(
             f"the learning rate is {highest:.3g} at most and never reaches {recipe.learning_rate:g} in this run of "
-            f"{num_steps} steps, {warmup} of them warmup"
+            f"{counted(num_steps, 'step')}, {warmup} of them warmup"
         )
     last = next((step for step in reversed(rates) if rates[step] > 0), None)
     if last is not None and last + 2 < num_steps:

@@ -83,7 +83,8 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "step_s": _median([row.step_s for row in rows]),
             "pipeline_s": _median(figures.pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
-            "bubble_ratio": _median([row.bubble_ratio for row in rows]),
+            # A step's own figure, so that it is the one that the dashboard shows for the run.
+            "bubble_ratio": statistics.median_low([row.bubble_ratio for row in rows]) if rows else None,
             "launch_bound_ratio": _median(figures.launch_bound),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
