@@ -118,7 +118,7 @@ class PackedFormat:
     """None: a scale for each row."""
     needs_bitsandbytes: bool = True
     passes: int = 1
-    """Over a weight while it is unpacked on a GPU, each of which writes it and the next one, or a product, reads it."""
+    """Over a weight while it is unpacked on a GPU, each of which writes it whole, and all but the first read it so."""
 
     @property
     def key(self) -> str:

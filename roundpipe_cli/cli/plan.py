@@ -110,7 +110,7 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
                 "activation_bytes": layer.activation_bytes,
                 "recompute_skippable_s": layer.recompute_skippable_s,
             }
-            for layer in answer.question.analytic.costs.layers
+            for layer in answer.layers
         ],
         "predicted": {
             "step_s": answer.step_s,

@@ -9,6 +9,8 @@ backward              2x the forward's products when the weights are trained, 1x
 rate                  on an RTX 4090 with float16 accumulation 1 / (1/220 + 0.0034 (2048/hidden)^2) TFLOPS, fitted
                       to published training runs; other devices by the ratios of their data sheets
 floor                 reading the weights once from device memory
+unpacking             of 4-bit, 8-bit and FP8 weights: at the rate of device memory, in each forward, recompute and
+                      backward, or once per visit of a stage
 host                  the interpreter launches operators one after the other for all workers together: about 5 us
                       each (20 ms for 4,100 operators of one published expert layer), added to the step
 """
@@ -196,12 +198,14 @@ class _Timer:
         attention_s = 4 * query * context * tokens * per_flop
         linear_s = 2 * tokens * per_flop * (block.attention_params + block.active_mlp_params / self._expert_fill(block))
         trains = settings.method == "full"
-        read_s = self._weight_read_s(block)
+        read_s = block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
+        unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
+        each_s = 0.0 if settings.unpacks_once else unpack_s
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
         active = architecture.num_experts_per_tok / block.num_experts if block.num_experts else 1.0
         adapter_s = 2 * tokens * per_flop * adapters * active
-        forward_s = max(linear_s + attention_s + adapter_s, read_s)
-        backward_s = max((2 if trains else 1) * linear_s + 2.5 * attention_s + 2 * adapter_s, read_s)
+        forward_s = max(linear_s + attention_s + adapter_s, read_s) + each_s
+        backward_s = max((2 if trains else 1) * linear_s + 2.5 * attention_s + 2 * adapter_s, read_s) + each_s
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < tokens:  # backward computes it again
             backward_s += self._mlp_s(block)
@@ -216,6 +220,8 @@ class _Timer:
             if settings.recompute == "layer"
             else activation_bytes(architecture, block, settings),
             recompute_skippable_s=0.0 if settings.recompute == "none" else skippable_s,
+            visit_s=unpack_s - each_s,
+            whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
         )
 
     def _mlp_s(self, block: Block) -> float:
@@ -255,13 +261,6 @@ class _Timer:
             return 1.0
         per_expert = self.settings.tokens_per_mlp_call * self.architecture.num_experts_per_tok / block.num_experts
         return per_expert / (per_expert + EXPERT_TILE_TOKENS)
-
-    def _weight_read_s(self, block: Block) -> float:
-        """Time to read the block's weights once; packed weights are also written and read in 16 bit."""
-        settings = self.settings
-        if packed := settings.packed_bytes_per_param:
-            return block.params * (packed + settings.unpacking_bytes_per_param) / self.device.memory_bytes_per_s
-        return block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:
         """Bytes of a visit: CPU workers use the host's weights where they lie."""

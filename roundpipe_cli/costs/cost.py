@@ -41,6 +41,11 @@ class LayerCost:
     """Part of the recompute that can be left out because backward never reads its result."""
     recompute_s: float | None = None
     """Seconds of the recompute where they differ from `forward_s`; see `skip_projections`. Not in costs files."""
+    visit_s: float = 0.0
+    """Seconds that a visit takes once, however many microbatches pass: packed weights are unpacked. See
+    `share_out_visits`. Not in costs files."""
+    whole_bytes: int = 0
+    """Bytes of its packed weights, unpacked, where they stay so for a visit. Not in costs files."""
 
     @property
     def recomputed_s(self) -> float:
@@ -48,6 +53,11 @@ class LayerCost:
         if not self.recompute:
             return 0.0
         return self.forward_s if self.recompute_s is None else self.recompute_s
+
+    @property
+    def visit_bytes(self) -> int:
+        """Bytes on the device while a backward visit computes a microbatch, beside weights and gradients."""
+        return self.activation_bytes + self.whole_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,33 @@ def keep_activations(costs: CostModel, kept: Collection[int]) -> CostModel:
     return replace(costs, layers=layers)
 
 
-_FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name != "recompute_s")
+def without_unpacked(costs: CostModel) -> CostModel:
+    """The same model where no weights stay unpacked for a visit; times stay as they are."""
+    return replace(costs, layers=tuple(replace(layer, whole_bytes=0) for layer in costs.layers))
+
+
+def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
+    """The same model where each microbatch bears its share of what a visit takes once.
+
+    A visit begins with a forward, or with a recompute or backward, of which the backward bears it here.
+
+    Args:
+        microbatches: of a visit, on average.
+    """
+    if not any(layer.visit_s for layer in costs.layers):
+        return costs
+    layers = []
+    for layer in costs.layers:
+        forward_s, backward_s = (
+            each_s + layer.visit_s / microbatches for each_s in (layer.forward_s, layer.backward_s)
+        )
+        recompute_s = layer.recomputed_s if layer.recompute else None
+        layers.append(replace(layer, forward_s=forward_s, recompute_s=recompute_s, backward_s=backward_s, visit_s=0.0))
+    return replace(costs, layers=tuple(layers))
+
+
+_NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
+_FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
 _MAX_NUMBER = 1e300
 """Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _REQUIRED = ("name", "forward_s", "backward_s")

@@ -2,7 +2,7 @@
 
 device   slots x (weights and gradient accumulators of the largest stage), activations of one microbatch of one
          stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context; with
-         packed weights those of one block, unpacked for its call
+         packed weights those of one block, unpacked for its call, or those of a stage for its visit
 host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 24 at staleness 1
          (two weights, two gradients), 16 and 24 in float32; frozen weights; boundary activations; page-locked rings
 disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
@@ -86,10 +86,14 @@ def device_need(
     layers = costs.layers
     slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages)
     fixed = fixed_device_need(costs, architecture, settings, hardware)
+    activations = _activations(layers, settings, hardware, backward_stages)
+    without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
+    whole_bytes = largest_visit_bytes(layers, forward_stages, backward_stages) - without
     return Need(
         (
             NeedPart(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
-            NeedPart("activations", _activations(layers, settings, hardware, backward_stages)),
+            NeedPart("activations", activations),
+            *([NeedPart("weights of a stage, unpacked", whole_bytes)] if settings.unpacks_once else []),
             NeedPart("kept activations", _kept_activations(layers, settings)),
             *fixed.parts,
         )
@@ -105,6 +109,17 @@ def largest_stage_bytes(
         + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
         default=0,
     )
+
+
+def largest_visit_bytes(
+    layers: Sequence[LayerCost], forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
+) -> int:
+    """Bytes that a stage at work takes beside its slot: unpacked weights, and of a backward stage activations too, but
+    for the head's, which are counted apart."""
+    blocks = layers[:-1]
+    forward = [sum(layer.whole_bytes for layer in blocks[first : last + 1]) for first, last in forward_stages]
+    backward = [sum(layer.visit_bytes for layer in blocks[first : last + 1]) for first, last in backward_stages]
+    return max(forward + backward, default=0)
 
 
 def spare_for_cache(memory_bytes: int, needed_bytes: int, layers: Sequence[LayerCost], *, share: float) -> int:
@@ -182,7 +197,7 @@ def fixed_device_need(
         NeedPart("boundary tensors", 4 * boundary),
         NeedPart("workspace of backward", workspace),
     ]
-    if settings.packed_bytes_per_param:
+    if settings.packed_bytes_per_param and not settings.unpacks_once:
         matrices = max((block.params for block in architecture.blocks), default=0)
         parts.append(NeedPart("weights of a block, unpacked", matrices * settings.dtype_bytes))
     if settings.recompute == "layer":

@@ -32,6 +32,8 @@ class TrainingSettings:
     """Matrix products of float16 add up in float16."""
     packed_as: PackedName | None = None
     """Format of the blocks' frozen weights; None: they lie whole."""
+    unpacks_once: bool = False
+    """Packed weights are unpacked once per visit of a stage, and not for each microbatch and pass."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
     optimizer: OptimizerName = "adamw"
@@ -86,6 +88,8 @@ class TrainingSettings:
         return PACKED_FORMATS[self.packed_as].bytes_per_param
 
     @property
-    def unpacking_bytes_per_param(self) -> int:
-        """Bytes of a GPU's memory, in 16 bit, that unpacking a weight and using it once writes and reads."""
-        return 4 * PACKED_FORMATS[self.packed_as].passes if self.packed_as else 0
+    def unpacking_bytes_per_param(self) -> float:
+        """Bytes of a GPU's memory that unpacking a weight to 16 bit reads and writes; 0 where it is not packed."""
+        if not self.packed_bytes_per_param or self.packed_as is None:
+            return 0.0
+        return self.packed_bytes_per_param + 4 * PACKED_FORMATS[self.packed_as].passes - 2

@@ -110,8 +110,7 @@ class Engine:
                 index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
             )
             slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
-            runner = StageRunner(layers)
-            self._workers.append(Worker(runner, store, slots, split.layer_names(), transfers.chunk_bytes))
+            self._workers.append(Worker(StageRunner(layers), store, slots, split.layer_names(), transfers.chunk_bytes))
             self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""
@@ -136,6 +135,11 @@ class Engine:
         """Let each device keep weights in so much of its memory from the next step on; see `weight_cache.py`."""
         for worker in self._workers:
             worker.slots.grant_cache(num_bytes)
+
+    def unpack_per_visit(self, once: bool) -> None:
+        """Unpack packed weights once in a visit from the next step on, or for each microbatch and pass."""
+        for worker in self._workers:
+            worker.whole_per_visit = once
 
     @property
     def late_layers(self) -> frozenset[int]:

@@ -71,7 +71,7 @@ class FoundAgain:
         offset = tensor.data_ptr() - self._start
         if 0 <= offset < self._num_bytes:
             return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
-        return tensor
+        return tensor.detach()  # an output would hold its own graph, which a failed step leaves without a backward
 
     def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

@@ -50,7 +50,7 @@ class EngineOptions:
     the same worker. Blocks with packed weights are recomputed all the same."""
     whole_per_visit: bool = False
     """Packed weights are dequantised once in a visit and held until its end, 2 bytes (in 16 bit) for each weight of a
-    stage, not for each microbatch and pass. The same bits; `costs/memory.py` does not count their bytes yet."""
+    stage, not for each microbatch and pass. The same bits."""
     num_slots: int = 2
     """Stages whose weights are on a device at once."""
     weight_cache_bytes: int = 0

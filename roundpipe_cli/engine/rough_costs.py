@@ -27,6 +27,8 @@ class LayerSizes:
     """In a layer with experts, how many compute a token."""
     activation_bytes: Sequence[int] | None = None
     """Per layer, what a microbatch keeps on the device for its backward; None: a rough figure."""
+    unpacks_once: bool = False
+    """Packed weights stay unpacked for a visit."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens
                 boundary_bytes=sizes.boundary_columns * tokens * item_bytes,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
                 activation_bytes=kept if activation_bytes is None else activation_bytes[index],
+                whole_bytes=layout.whole_bytes if sizes.unpacks_once else 0,
             )
         )
     return CostModel(

@@ -106,6 +106,11 @@ class LayerLayout:
         return sum(place.num_elements for place in self.places)
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of the packed weights, unpacked."""
+        return sum(place.num_elements * place.dtype.itemsize for place in self.places if place.packed_as)
+
+    @property
     def trainable_num_bytes(self) -> int:
         """Bytes of the trainable part of the buffer."""
         return self.num_trainable_elements * self.trainable_dtype.itemsize

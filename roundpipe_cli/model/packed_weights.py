@@ -257,20 +257,21 @@ def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iter
         every: also into modules that multiply packed weights (`MULTIPLIES_PACKED`).
     """
     by_storage: dict[int, PackedParameter] = {}
-    for module, attribute, parameter in places:
-        if MULTIPLIES_PACKED in module.__dict__ and not every:
-            continue
-        whole = parameter.dequantized()
-        by_storage[whole.untyped_storage().data_ptr()] = parameter
-        module._parameters[attribute] = whole  # type: ignore[assignment]  # modules read it, nobody trains it
 
     def pack(tensor: torch.Tensor) -> Any:
         parameter = by_storage.get(tensor.untyped_storage().data_ptr())
         if parameter is None:
-            return tensor
+            # An output would hold its own graph here: nothing frees one that no backward goes through, after a failure.
+            return tensor.detach()
         return _Kept(parameter, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     try:
+        for module, attribute, parameter in places:
+            if MULTIPLIES_PACKED in module.__dict__ and not every:
+                continue
+            whole = parameter.dequantized()
+            by_storage[whole.untyped_storage().data_ptr()] = parameter
+            module._parameters[attribute] = whole  # type: ignore[assignment]  # modules read it, nobody trains it
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
     finally:

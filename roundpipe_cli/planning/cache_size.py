@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.planning.verdict import Verdict
@@ -21,9 +22,14 @@ def with_all_weights(question: PlanRequest) -> PlanRequest | None:
         chained = recipe.overlaps_steps(on_cpu=True)
         return None if gpus or chained or question.num_workers == 1 else question
     cache_bytes = whole_cache_bytes(costs.layers)
-    settings = replace(question.settings, weight_cache_bytes=cache_bytes)
+    settings, unpacking = replace(question.settings, weight_cache_bytes=cache_bytes), question.unpacking
+    if settings.unpacks_once and unpacking is not None:  # a stage has most of the model then, a visit one microbatch
+        settings, unpacking = replace(settings, unpacks_once=False), replace(unpacking, once=False)
+        link_bytes_per_s = costs.link_bytes_per_s
+        costs = analytic_costs(question.architecture, settings, question.hardware).costs
+        costs = replace(costs, link_bytes_per_s=link_bytes_per_s)
     analytic = replace(question.analytic, costs=with_cached_weights(costs, cache_bytes, settings.dtype_bytes))
-    return replace(question, settings=settings, analytic=analytic)
+    return replace(question, settings=settings, analytic=analytic, unpacking=unpacking)
 
 
 def has_room(question: PlanRequest, verdict: Verdict) -> bool:

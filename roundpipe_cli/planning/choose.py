@@ -17,7 +17,7 @@ from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_stages, chunk_shapes, fastest_shape
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, costs_per_microbatch, run
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
@@ -147,11 +147,12 @@ def choose(name: ScheduleName, case: SimulationCase, keeps: Keeps | None = None,
         ResourceError: roundpipe, and no cut keeps the case's limits.
     """
     allowed = _allowed(case, keeps)
+    unshared, case = case, replace(case, costs=costs_per_microbatch(name, case))
     if SCHEDULE_KINDS[name].binds_stages:
         return _bound_cut(name, case, allowed, effort)
     if case.sequence_chunks > 1:
         return chunk_cut(case, allowed)
-    planned = _alone(case, allowed, effort) or _planned(case, effort)
+    planned = _alone(unshared, allowed, effort) or _planned(case, effort)
     if case.options != Options():
         # The planner knows the published dispatch only; for another one even stages may be better than its own.
         return dealt_cut(planned, case, allowed)
@@ -361,7 +362,7 @@ def _whole_model_fits(costs: CostModel) -> bool:
     """Whether every slot of a device could hold it, and its activations."""
     layers, limit = costs.layers, costs.device_memory_bytes
     held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
-    return limit is None or held + sum(layer.activation_bytes for layer in layers) <= limit
+    return limit is None or held + sum(layer.visit_bytes for layer in layers) <= limit
 
 
 def _fits(result: Result, case: SimulationCase) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.costs.cost import CostModel, StageRange, without_bytes
+from roundpipe_cli.choices import SCHEDULE_KINDS
+from roundpipe_cli.costs.cost import CostModel, StageRange, share_out_visits, without_bytes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
@@ -101,12 +103,27 @@ def check_case(case: SimulationCase) -> None:
         )
 
 
+def costs_per_microbatch(name: str, case: SimulationCase, microbatches_per_round: int | None = None) -> CostModel:
+    """The case's costs with what visits take once in the times of their microbatches.
+
+    Args:
+        microbatches_per_round: None: as few as there can be.
+    """
+    kind, per_visit = SCHEDULE_KINDS[name], float(case.num_microbatches)
+    if not kind.takes_chunks:  # visits take turns, and only one's weights stay unpacked
+        per_visit = 1.0
+    elif not kind.binds_stages:
+        per_visit /= math.ceil(case.num_microbatches / max(1, microbatches_per_round or case.num_workers))
+    return share_out_visits(case.costs, per_visit)
+
+
 def run(name: str, cut: StageCut, case: SimulationCase) -> Result:
     """Simulate one schedule.
 
     Raises:
         RefusedError: stages that do not suit the schedule.
     """
+    case = replace(case, costs=costs_per_microbatch(name, case, cut.microbatches_per_round))
     first = _timed(name, cut, case, 1)
     makespan = makespan_s(first[1])
     step_s = makespan

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.memory import largest_visit_bytes
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.simulate import simulate_program
@@ -37,15 +38,16 @@ def forward_stages(
     Args:
         own: a step's stages that cover every layer once, in order. One or two stay as they are: each microbatch then
             stays on a worker.
-        others: the step's other stages, whose size a slot has too.
+        others: the step's other stages, whose size a slot has too, and what they unpack.
     """
     layers = costs.layers
     weights = [sum(layer.param_bytes for layer in layers[first : last + 1]) for first, last in (*own, *others)]
     if len(own) <= 2:
         return tuple(own)
-    if sum(layer.param_bytes for layer in layers) <= max(weights):
+    most = max(weights), largest_visit_bytes(layers, (*own, *others), ())
+    if _keeps(layers, most):
         return ((0, len(layers) - 1),)
-    even = (_even(layers, count, max(weights)) for count in range(num_workers, len(layers), num_workers))
+    even = (_even(layers, count, most) for count in range(num_workers, len(layers), num_workers))
     tried = [tuple(own), *islice(filter(None, even), COUNTS_TRIED)]
 
     def taken_s(stages: tuple[StageRange, ...]) -> float:
@@ -55,7 +57,13 @@ def forward_stages(
     return min(tried, key=taken_s)
 
 
-def _even(layers: Sequence[LayerCost], count: int, most_bytes: int) -> tuple[StageRange, ...] | None:
+def _keeps(layers: Sequence[LayerCost], most_bytes: tuple[int, int]) -> bool:
+    """Whether a stage of these layers takes at most so many bytes of weights, and of unpacked ones."""
+    weights, whole = sum(layer.param_bytes for layer in layers), sum(layer.whole_bytes for layer in layers)
+    return weights <= most_bytes[0] and whole <= most_bytes[1]
+
+
+def _even(layers: Sequence[LayerCost], count: int, most_bytes: tuple[int, int]) -> tuple[StageRange, ...] | None:
     """`count` stages of at most so many bytes, the longest as short as can be; None where they are too few."""
     # A head's time may be known for its backward alone, which begins with its forward.
     seconds = [layer.forward_s or layer.backward_s / 2 for layer in layers]
@@ -77,17 +85,17 @@ def _even(layers: Sequence[LayerCost], count: int, most_bytes: int) -> tuple[Sta
 
 
 def _filled(
-    layers: Sequence[LayerCost], seconds: Sequence[float], most_s: float, most_bytes: int
+    layers: Sequence[LayerCost], seconds: Sequence[float], most_s: float, most_bytes: tuple[int, int]
 ) -> list[StageRange] | None:
     """Stages filled up one after the other; None where a layer alone takes longer. The first block is always with the
     embedding, which takes no time and no weights."""
     stages: list[StageRange] = []
-    first, taken_s, taken_bytes = 0, 0.0, 0
-    for index, layer in enumerate(layers):
-        if index > 1 and (taken_s + seconds[index] > most_s or taken_bytes + layer.param_bytes > most_bytes):
+    first, taken_s = 0, 0.0
+    for index in range(len(layers)):
+        if index > 1 and (taken_s + seconds[index] > most_s or not _keeps(layers[first : index + 1], most_bytes)):
             stages.append((first, index - 1))
-            first, taken_s, taken_bytes = index, 0.0, 0
-        taken_s, taken_bytes = taken_s + seconds[index], taken_bytes + layer.param_bytes
-        if taken_s > most_s or taken_bytes > most_bytes:
+            first, taken_s = index, 0.0
+        taken_s += seconds[index]
+        if taken_s > most_s or not _keeps(layers[first : index + 1], most_bytes):
             return None
     return [*stages, (first, len(layers) - 1)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
-from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.costs.cost import LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
 from roundpipe_cli.errors import Problem, ResourceError
@@ -30,6 +30,7 @@ from roundpipe_cli.planning.simulated_step import (
     overlaps_steps,
     per_round_of,
     reference_s,
+    shared_costs,
     simulate_step,
     step_document,
     step_from,
@@ -81,6 +82,11 @@ class Plan:
         return timeline
 
     @property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """Costs of each layer for one microbatch."""
+        return shared_costs(self.question, self.cut).layers
+
+    @property
     def tokens_per_s(self) -> float:
         settings = self.question.settings
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
@@ -109,7 +115,7 @@ def check_fits(loaded: LoadedRecipe) -> None:
     memory = host_memory()
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
-    settings = question.settings
+    settings = replace(question.settings, unpacks_once=False)  # what needs least
     if loaded.recipe.weights == "auto":
         settings = choose_tier(question.architecture, settings, machine)
     if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
@@ -340,6 +346,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
         f"model: {architecture.source}",
         *architecture.notes,
         *question.choices,
+        *([question.unpacking.describe()] if question.unpacking is not None else []),
         *unproven(architecture, question.loaded.recipe),
         *hardware.notes,
     ]

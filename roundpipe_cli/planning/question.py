@@ -16,6 +16,7 @@ from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.admission import check_adapters, check_model, packing_note, packing_obstacle
 from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
+from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
@@ -40,6 +41,8 @@ class PlanRequest:
     choices: tuple[str, ...] = ()
     """The value of `auto` for some keys, a line each."""
 
+    unpacking: Unpacking | None = None
+    """How packed weights are unpacked; None: there are none."""
     packs: bool = False
     """Rows will be packed, by the recipe or as far as `auto` can be told before they are read."""
 
@@ -138,13 +141,16 @@ def ask(
         skip_last_projection=_skips(recipe, architecture, settings, machine),
         keep_blocks=_kept_blocks(recipe, len(machine.devices)),
     )
+    unpacking = choose_unpacking(architecture, settings, machine, recipe.pipeline)
+    if unpacking is not None:
+        settings = replace(settings, unpacks_once=unpacking.once)
     analytic = analytic_costs(architecture, settings, machine)
     in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
     reads_disk = analytic is not in_memory
     made = tuple(filter(None, choices))
-    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, made, packs)
+    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, made, unpacking, packs)
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:

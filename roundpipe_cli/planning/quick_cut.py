@@ -57,8 +57,8 @@ def quick_cut(
 def _sizes(costs: CostModel, limits: StageLimits, num_workers: int) -> list[tuple[int, int]]:
     """Blocks per (forward, backward) stage that keep the limits; backward does three times the work."""
     blocks = costs.layers[1:-1]
-    weights = max(layer.param_bytes for layer in blocks)
-    whole = max(layer.param_bytes + layer.grad_bytes + layer.activation_bytes for layer in blocks)
+    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
+    whole = max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
     most_forward = _most(limits.forward_bytes, weights, len(blocks))
     most_backward = _most(limits.backward_bytes, whole, len(blocks))
     enough_stages = max(1, len(blocks) // (2 * num_workers))

@@ -9,7 +9,7 @@ from typing import Any
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.planning.answers import number
-from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
@@ -101,7 +101,7 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
     """Seconds of a step in which the base model looks at its pairs first (`train/preference.py`)."""
     if question.loaded.recipe.objective != "dpo":
         return 0.0
-    costs, workers, wanted = _costs_for_links(question), question.num_workers, question.settings.num_microbatches
+    costs, workers, wanted = step_costs(question, cut), question.num_workers, question.settings.num_microbatches
     covered = max((last for _, last in cut.forward_stages), default=-1)
     own = cut.forward_stages + (cut.backward_stages[:1] if covered < len(costs.layers) - 1 else ())
     once = min(wanted, SCORED_PER_WORKER * workers)
@@ -119,16 +119,23 @@ class _Simulated:
     links: LinkBytes
 
 
-def _costs_for_links(question: PlanRequest) -> CostModel:
-    """Costs of the layers, where those in the weight cache upload only what is trained."""
-    costs, settings = question.analytic.costs, question.settings
+def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
+    """Costs of the layers, with what visits take once in the times of their microbatches."""
+    case = SimulationCase(question.analytic.costs, question.num_workers, question.settings.num_microbatches)
+    return costs_per_microbatch(question.loaded.recipe.pipeline.schedule, case, cut.microbatches_per_round)
+
+
+def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
+    """Costs of the layers in a step: those in the weight cache upload only what is trained, and what visits take once
+    is shared out over their microbatches."""
+    settings, costs = question.settings, shared_costs(question, cut)
     if not settings.weight_cache_bytes:
         return costs
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
 
 
 def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> _Simulated:
-    costs, staleness = _costs_for_links(question), question.settings.staleness
+    costs, staleness = step_costs(question, cut), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
     options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)

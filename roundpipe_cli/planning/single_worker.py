@@ -38,8 +38,8 @@ def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) ->
     """Large and middling stages, in short rounds and in such as links need."""
     num_blocks = len(costs.layers) - 2
     blocks = costs.layers[1:-1]
-    weights = max(layer.param_bytes for layer in blocks)
-    whole = max(layer.param_bytes + layer.grad_bytes + layer.activation_bytes for layer in blocks)
+    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
+    whole = max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
     head = costs.layers[-1]
     head_bytes = head.param_bytes + head.grad_bytes + head.activation_bytes
     most_head = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes

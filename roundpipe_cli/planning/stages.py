@@ -22,7 +22,7 @@ class StageLimits:
     """The most bytes that one stage may hold on a device, and the longest round. None: no limit.
 
     A forward stage holds its weights. A backward stage holds its weights, its gradient accumulators and the activations
-    of one microbatch.
+    of one microbatch. Both hold what they unpack for a visit.
     """
 
     forward_bytes: int | None = None
@@ -51,12 +51,14 @@ class StageSums:
         self.backward_s = _sums(layers, lambda layer: layer.backward_s)
         self.param_bytes = _sums(layers, lambda layer: layer.param_bytes)
         self.grad_bytes = _sums(layers, lambda layer: layer.grad_bytes)
-        self.activation_bytes = _sums(layers, lambda layer: layer.activation_bytes)
+        self.forward_bytes = _sums(layers, lambda layer: layer.param_bytes + layer.whole_bytes)
+        """On the device while a forward stage runs."""
+        self.visit_bytes = _sums(layers, lambda layer: layer.visit_bytes)
         self.boundary_bytes = [float(layer.boundary_bytes) for layer in layers]
 
     def backward_bytes(self, first: int, stop: int) -> float:
         """Bytes on the device while the backward stage `first:stop` runs one microbatch."""
-        return self.param_bytes[first][stop] + self.grad_bytes[first][stop] + self.activation_bytes[first][stop]
+        return self.param_bytes[first][stop] + self.grad_bytes[first][stop] + self.visit_bytes[first][stop]
 
 
 def within_limits(
@@ -72,7 +74,7 @@ def within_limits(
     if not limits.keeps_round(microbatches_per_round):
         return False
     head_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
-    held = [(sums.param_bytes[first][last + 1], limits.forward_bytes) for first, last in forward_stages]
+    held = [(sums.forward_bytes[first][last + 1], limits.forward_bytes) for first, last in forward_stages]
     for index, (first, last) in enumerate(backward_stages):
         held.append((sums.backward_bytes(first, last + 1), limits.backward_bytes if index else head_bytes))
     return all(most is None or num_bytes <= most for num_bytes, most in held)
@@ -81,9 +83,9 @@ def within_limits(
 def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | None = None) -> StageLimits:
     """Limits under which every cut fits a device; the smallest stages may all the same be too large for it.
 
-    Stages of b blocks backward and f forward need slots x max(f weights, b (weights + gradients), head's) + b
-    activations <= `free_bytes`. The planner wants forward stages about three times as large, since backward does three
-    times the work, so b is the largest for which f = 3 b fits as well.
+    Stages of b blocks backward and f forward need slots x max(f weights, b (weights + gradients), head's) + max(b
+    (activations + unpacked weights), f unpacked weights) <= `free_bytes`. The planner wants forward stages about three
+    times as large, since backward does three times the work, so b is the largest for which f = 3 b fits as well.
 
     Args:
         costs: of embedding, blocks and head.
@@ -93,19 +95,25 @@ def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | 
     blocks, head = costs.layers[1:-1], costs.layers[-1]
     weights = max(layer.param_bytes for layer in blocks)
     trained = weights + max(layer.grad_bytes for layer in blocks)
-    kept = max(layer.activation_bytes for layer in blocks)
+    kept, whole = max(layer.visit_bytes for layer in blocks), max(layer.whole_bytes for layer in blocks)
     head_bytes = head.param_bytes + head.grad_bytes
     count = 1
     while count < len(blocks):
         larger = count + 1
-        widest = max(min(3 * larger, len(blocks)) * weights, larger * trained, head_bytes)
-        if costs.slots * widest + larger * kept > free_bytes:
+        wide = min(3 * larger, len(blocks))
+        widest = max(wide * weights, larger * trained, head_bytes)
+        if costs.slots * widest + max(larger * kept, wide * whole) > free_bytes:
             break
         count = larger
     slot_bytes = max((free_bytes - count * kept) // costs.slots, weights, trained, head_bytes)
     beside_head = min(count, max(0, slot_bytes - head_bytes) // max(1, trained))
+    forward_bytes = slot_bytes
+    if whole:
+        beside_slots = (free_bytes - costs.slots * max(count * trained, head_bytes)) // whole
+        most = min(beside_slots, free_bytes // (costs.slots * weights + whole), slot_bytes // max(1, weights))
+        forward_bytes = max(1, most) * (weights + whole)
     return StageLimits(
-        forward_bytes=slot_bytes,
+        forward_bytes=forward_bytes,
         backward_bytes=count * (trained + kept),
         head_bytes=head_bytes + head.activation_bytes + beside_head * (trained + kept),
         microbatches_per_round=microbatches_per_round,

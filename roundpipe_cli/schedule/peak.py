@@ -1,6 +1,7 @@
 """Device memory over time, from a program and the times of its operations. Bytes.
 
-Counted: weights and gradient accumulators of a visit while it holds its slot, activations between recompute (or the
+Counted: weights and gradient accumulators of a visit while it holds its slot, its weights that lie unpacked while it
+computes, activations between recompute (or the
 fused head's forward) and backward, and boundary tensors while they wait or travel.
 """
 
@@ -19,6 +20,7 @@ def device_peak_bytes(program: Program, costs: CostModel, start_s: list[float], 
     """The most bytes that each worker held at once."""
     changes: list[_Changes] = [[] for _ in program.compute]
     _add_visits(program, changes, start_s, end_s)
+    _add_unpacked(program, costs, changes, start_s, end_s)
     _add_activations(program, costs, changes, start_s, end_s)
     _add_boundaries(program, changes, start_s, end_s)
     return tuple(_peak(worker_changes) for worker_changes in changes)
@@ -29,6 +31,15 @@ def _add_visits(program: Program, changes: list[_Changes], start_s: list[float],
         taken = start_s[visit.upload] if visit.upload >= 0 else start_s[visit.ops[0]]
         freed = max(end_s[op_id] for op_id in (*visit.downloads, visit.ops[-1]))
         _hold(changes[visit.worker], max(freed, end_s[visit.ops[-1]]), taken, visit.num_bytes)
+
+
+def _add_unpacked(
+    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], end_s: list[float]
+) -> None:
+    for visit in program.visits:
+        first, last = visit.layers
+        whole = sum(layer.whole_bytes for layer in costs.layers[first : last + 1])
+        _hold(changes[visit.worker], end_s[visit.ops[-1]], start_s[visit.ops[0]], whole)
 
 
 def _add_activations(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.costs.cost import CostModel, StageRange, without_unpacked
 from roundpipe_cli.costs.machine import num_machines
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
@@ -61,6 +61,15 @@ class AutoCache:
         """Granted to each worker."""
         self.holds_all = False
         """Whether stages are cut for devices that hold all weights."""
+        self._unpacks_once = any(layer.whole_bytes for layer in planner.costs.layers)
+        """Whether a stage's packed weights stay unpacked for a visit, where stages are the usual ones."""
+
+    @property
+    def spare(self) -> str | None:
+        """The part of a device's memory that nobody asked for and `give_up` drops first, in words; None: nothing."""
+        if self.num_bytes:
+            return "the weight cache; pipeline.weight_cache=0 never has one"
+        return "packed weights that stay unpacked for a visit" if self._unpacks_once else None
 
     @property
     def is_open(self) -> bool:
@@ -104,7 +113,7 @@ class AutoCache:
         if self._trained_bytes is None or usual.layers[0].name != "embed":
             return False
         cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
-        costs = with_cached_weights(usual, cache_bytes, self._trained_bytes)
+        costs = with_cached_weights(without_unpacked(usual), cache_bytes, self._trained_bytes)
         room = int(DEVICE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - unexplained_bytes
 
         def keeps(partition: StageCut) -> bool:
@@ -119,7 +128,10 @@ class AutoCache:
         self.num_bytes, self.holds_all = cache_bytes, True
         self._planner.keep_stages(schedule, costs, DEALING)
         engine.grant_weight_cache(cache_bytes)
+        engine.unpack_per_visit(False)
         text = f"weight cache (auto): all {format_bytes(cache_bytes)} of weights stay on each GPU"
+        if self._unpacks_once:
+            text += " (unpacked for each microbatch and pass)"
         self._tell(Notice(f"{text}, and each microbatch on one; pipeline.weight_cache=0 uploads them every time"))
         return True
 
@@ -129,9 +141,13 @@ class AutoCache:
         if self.holds_all:
             self.keep_usual_stages()
             self._planner.release_stages()
+            engine.unpack_per_visit(self._unpacks_once)
         if self.num_bytes:
             self.num_bytes = 0
             engine.grant_weight_cache(0)
+        else:
+            self._unpacks_once = False
+            engine.unpack_per_visit(False)
 
     def keep_usual_stages(self) -> None:
         """From now on no stages that count on all weights: a device has run out of memory, now or in an earlier run."""
@@ -143,11 +159,10 @@ def modelled_bytes(
 ) -> int:
     """Memory that a device needs for these stages by the memory model."""
     slot = largest_stage_bytes(costs.layers, forward_stages, backward_stages)
-    activations = (
-        sum(layer.activation_bytes for layer in costs.layers[first : last + 1]) for first, last in backward_stages
-    )
+    visits = [sum(layer.visit_bytes for layer in costs.layers[first : last + 1]) for first, last in backward_stages]
+    visits += [sum(layer.whole_bytes for layer in costs.layers[first : last + 1]) for first, last in forward_stages]
     boundary = max(layer.boundary_bytes for layer in costs.layers)
-    return costs.slots * slot + max(activations, default=0) + 4 * boundary
+    return costs.slots * slot + max(visits, default=0) + 4 * boundary
 
 
 def make_auto_cache(setup: Setup, planner: AdaptivePlanner, tell: Tell) -> AutoCache:

@@ -70,6 +70,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             attends_in_rows=setup.attends_in_rows,
             keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
             keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
+            whole_per_visit=setup.unpacks_once,
             weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
             watchdog_s=recipe.watchdog_s or None,
         ),
@@ -116,7 +117,9 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
     active = active_parameters(setup.model, list(layouts))
     memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
     experts = max(1, experts_per_token(text_config))
-    sizes = LayerSizes(layouts, active, setup.split.boundary_columns, experts, memory_parts.activation_bytes)
+    sizes = LayerSizes(
+        layouts, active, setup.split.boundary_columns, experts, memory_parts.activation_bytes, setup.unpacks_once
+    )
     link_bytes_per_s = slowest_link_bytes_per_s(setup.devices) if on_gpu else SHARED_BYTES_PER_S
     device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s)
     costs = rough_costs(sizes, device, method=recipe.method, tokens=form.tokens)
@@ -185,8 +188,8 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
     boundary = form.tokens * setup.split.boundary_columns * size
     shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
-    packed = (sum(one.num_elements for one in layout.places if one.packed_as) for layout in setup.store.layouts)
-    shared += size * max(packed)
+    if not setup.unpacks_once:
+        shared += max(layout.whole_bytes for layout in setup.store.layouts)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
     options = WorkerOptions(None, setup.fused, setup.attends_in_rows)
@@ -242,6 +245,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "keep_activations": recipe.pipeline.keep_activations,
             "packed_as": recipe.packed_as,
             "fp8_products": recipe.fp8_products,
+            "unpacks_once": setup.unpacks_once,
         }
     )
 

@@ -288,17 +288,17 @@ class Trainer:
                 microbatches, num_tokens = self._microbatches(step, batches)
                 return run(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
-                keeps_less = self._auto_cache.num_bytes > 0 and not self._updates_early and self._machines.is_only
+                spare = self._auto_cache.spare if self._machines.is_only and not self._updates_early else None
                 smaller = self._fit.smaller(step + 1) if self.recipe.on_oom == "adapt" else None
-                if not keeps_less and smaller is None:
+                if spare is None and smaller is None:
                     raise
                 problem = error.problems[0]
                 error.__cause__ = None  # its frames hold what was computed
             gc.collect()
             self._auto_cache.give_up(engine)
-            if keeps_less or smaller is None:  # what nobody asked for must not end a run
-                text = "computing it again without the weight cache; pipeline.weight_cache=0 never has one"
-                self._tell(Notice(f"step {step + 1}: {problem.what} ({problem.where}: {problem.found}); {text}"))
+            if spare is not None or smaller is None:  # what nobody asked for must not end a run
+                text = f"{problem.what} ({problem.where}: {problem.found}); computing it again without {spare}"
+                self._tell(Notice(f"step {step + 1}: {text}"))
                 continue
             self._fit = smaller
             engine.use_less_memory()

@@ -54,6 +54,7 @@ from roundpipe_cli.train.rows import (
 from roundpipe_cli.train.sampling import rows_of_steps
 from roundpipe_cli.train.token_budget import with_token_budget
 from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
+from roundpipe_cli.train.unpacking import decide_unpacking
 from roundpipe_cli.units import format_bytes, format_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -88,6 +89,8 @@ class Setup:
     """See `config_fingerprint`."""
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
+    unpacks_once: bool = False
+    """Packed weights are unpacked once per visit of a stage."""
 
     @functools.cached_property
     def attends_in_rows(self) -> bool:
@@ -179,6 +182,7 @@ def prepare(
         fingerprint.result(),
         config_fingerprint(base.source),
         fused,
+        decide_unpacking(loaded, base.packed_as, tell),
     )
 
 

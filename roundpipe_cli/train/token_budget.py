@@ -29,13 +29,13 @@ def with_token_budget(
         return loaded
     tokens = None
     with suppress(RefusedError):  # another check says what is wrong, if anything
-        tokens = ask(loaded, here=True, build=_counted).loaded.recipe.token_budget
+        tokens = ask(loaded, here=True, build=count_blocks).loaded.recipe.token_budget
     recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
     tell(Notice(f"{describe_budget(recipe)}, or more shorter ones"))
     return replace(loaded, recipe=recipe)
 
 
-def _counted(found: FoundConfig) -> Mapping[str, Any] | None:
+def count_blocks(found: FoundConfig) -> Mapping[str, Any] | None:
     """The counts that `plan` takes of a model that the tables do not know."""
     try:
         return count_on_meta(found.config, found.name, found.folder)

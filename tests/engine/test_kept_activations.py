@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli.engine.kept import kept_activations
+from roundpipe_cli.engine.kept import kept_activations, weights_found_again
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
@@ -102,3 +104,14 @@ def test_memory_of_what_is_kept() -> None:
     assert 0 < third < 1.2 * max(second, 1) + weights / 2
     # tokens x 4 bytes x (hidden states, attention, three of the intermediate size and their products), three times
     assert third <= 3 * 2 * 16 * 4 * (14 * 128 + 5 * 512)
+
+
+def test_a_graph_without_a_backward_is_freed() -> None:
+    """What a step that ran out of memory had kept stayed on the GPU."""
+    weight = torch.randn(64, 64)
+    with weights_found_again(True, lambda: weight, weight.nbytes):
+        output = (torch.randn(2, 64, requires_grad=True) @ weight).exp()  # whose backward reads the output itself
+    alive = weakref.ref(output)
+    del output
+    gc.collect()
+    assert alive() is None

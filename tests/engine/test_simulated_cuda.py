@@ -41,6 +41,12 @@ def test_the_bits_are_those_of_the_processor(name: str) -> None:
         assert case.waits or max(waits.values(), default=0) <= (not case.leaves_a_trace), f"seed {seed}: {waits}"
 
 
+@pytest.mark.parametrize("name", ["4-bit", "8-bit", "fp8"])
+def test_weights_unpacked_once_in_a_visit_give_the_bits_of_each_pass(name: str) -> None:
+    """And both those of the processor, by the test above."""
+    assert is_equal(expected(f"{name}-once"), expected(name))
+
+
 @pytest.mark.parametrize("model_type", ["axk1", "dbrx"])
 def test_attention_and_experts_of_other_kinds(model_type: str) -> None:
     """Heads whose keys and values differ in width, and experts chosen by `one_hot`; all types by a script."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import packed_weights
-from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize, require_bitsandbytes
+from roundpipe_cli.model.packed_weights import (
+    PackedParameter,
+    dequantize,
+    packed_bytes,
+    quantize,
+    require_bitsandbytes,
+    whole_weights,
+)
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
 from tests.engine.test_parity import check_parity
@@ -168,6 +177,32 @@ def test_a_graph_keeps_no_unpacked_weights() -> None:
     assert peaks["4bit"] < 0.45 * peaks[None]
     slots = 2 * sum(layout.num_bytes for layout in rig.store.layouts)
     assert peaks["4bit"] < slots + 3 * whole, "one unpacked block, and what is on its way"
+
+
+def test_a_graph_without_a_backward_is_freed() -> None:
+    """What a step that ran out of memory had computed stayed on the GPU, and what its retries computed too."""
+    values, packed = torch.randn(64, 64), torch.empty(packed_bytes(torch.Size([64, 64]), "4bit"), dtype=torch.uint8)
+    quantize(values, packed, "4bit")
+    linear = nn.Linear(64, 64, bias=False)
+    place = linear, "weight", PackedParameter.of(packed, values.shape, torch.float32, "4bit")
+    with whole_weights([place]):
+        output = linear(torch.randn(2, 64, requires_grad=True)).exp()  # whose backward reads the output itself
+    alive = weakref.ref(output)
+    del output
+    gc.collect()
+    assert alive() is None
+
+
+def test_memory_that_ends_between_two_weights_leaves_none_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = torch.zeros(packed_bytes(torch.Size([64, 64]), "4bit"), dtype=torch.uint8)
+    places = [
+        (nn.Linear(64, 64), "weight", PackedParameter.of(packed, torch.Size([64, 64]), torch.float32, "4bit"))
+        for _ in range(2)
+    ]
+    monkeypatch.setattr(places[1][2], "dequantized", lambda: torch.empty(2**60))
+    with pytest.raises(RuntimeError, match="memory"), whole_weights(places):
+        pass
+    assert all(module.weight is parameter for module, _, parameter in places)
 
 
 def test_bytes_uploaded_and_held() -> None:

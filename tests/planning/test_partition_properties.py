@@ -138,7 +138,7 @@ def test_device_memory_holds_slots_and_activations() -> None:
     sums = StageSums(costs)
     held = [sums.param_bytes[first][last + 1] for first, last in plan.forward_stages]
     held += [sums.param_bytes[a][b + 1] + sums.grad_bytes[a][b + 1] for a, b in plan.backward_stages]
-    kept = max(sums.activation_bytes[first][last + 1] for first, last in plan.backward_stages)
+    kept = max(sums.visit_bytes[first][last + 1] for first, last in plan.backward_stages)
     assert 2 * max(held) + kept <= 900
 
 

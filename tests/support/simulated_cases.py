@@ -266,6 +266,7 @@ def _same(one: object, other: object, bound: float) -> bool:
 _DROPOUT = {"attention_dropout": 0.1, "lora_dropout": 0.1}
 _REFERENCE = {"kernels": "reference"}
 _CACHED = {"weight_cache_bytes": 10**9}
+_UNPACKED_ONCE = {"whole_per_visit": True}
 CASES: dict[str, Case] = {
     "lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES)),
     "full": Case("llama", "full", num_steps=2, microbatches=random_microbatches(MORE_SIZES)),
@@ -292,6 +293,9 @@ CASES: dict[str, Case] = {
     "4-bit": Case("llama", "lora", {"packed_as": "4bit"}),
     "8-bit": Case("llama", "lora", {"packed_as": "8bit"}),
     "fp8": Case("llama", "lora", {"packed_as": "fp8"}),
+    "4-bit-once": Case("llama", "lora", {"packed_as": "4bit"}, engine=_UNPACKED_ONCE),
+    "8-bit-once": Case("llama", "lora", {"packed_as": "8bit"}, engine=_UNPACKED_ONCE),
+    "fp8-once": Case("llama", "lora", {"packed_as": "fp8"}, engine=_UNPACKED_ONCE),
     "float16": Case("llama", "full", {"dtype": torch.float16}, loss_scale=1024.0),
     "bfloat16": Case("llama", "lora", {"dtype": torch.bfloat16}),
     "evaluation": Case("llama", "lora", _REFERENCE, steps=evaluate),

@@ -18,6 +18,7 @@ from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.link_speed import LinkSpeed
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished, StepTimeline
+from roundpipe_cli.model import packed_weights
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build, devices
 from roundpipe_cli.train.bench_run import compare_for_real
@@ -157,6 +158,39 @@ def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, monkeypatch: py
     labels = 2 * 4096  # of each worker's microbatch that was copied ahead, or was not yet
     assert len(left) > 2 and max(left) <= slots + labels, "a step that failed leaves nothing on a device but the slots"
     assert losses(adapted) == pytest.approx(losses(usual), rel=1e-6)  # microbatches may have been divided too
+
+
+def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plan says, with the processor's numbers; and not any more once a card runs out of memory."""
+    monkeypatch.setattr(memory, "SEGMENT_BYTES", memory.BLOCK_BYTES)
+    monkeypatch.setattr(memory, "LARGE_SEGMENT_BYTES", memory.BLOCK_BYTES)
+    stages = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,3],[0,2]]", "pipeline.weight_cache=0")
+    words = ("load_in_4bit=true", "dtype=float32", "max_steps=3", "check_longest_rows=false", *stages)
+    dequantize, done = packed_weights.dequantize, list[int]()
+
+    def counted(packed: torch.Tensor, *args: Any) -> torch.Tensor:
+        whole = dequantize(packed, *args)
+        done.append(whole.nbytes)
+        return whole
+
+    def limit(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            for index in range(2):
+                most = peak - block_bytes // 2
+                torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info(index)[1], index)
+
+    on_cpu = finetune(*words, ON_CPU, "output_dir=cpu")
+    monkeypatch.setattr(packed_weights, "dequantize", counted)
+    once = finetune(*words, ON_CARDS, "output_dir=once")
+    said = "4-bit weights are unpacked once per visit of a stage"
+    assert said in notices(on_cpu) and said in notices(once)
+    num_once, peak = len(done), max(event.device_peak_bytes for event in once if isinstance(event, StepFinished))
+    block_bytes = sum(done[-7:])  # of seven projections
+    done.clear()
+    short = finetune(*words, ON_CARDS, "output_dir=short", watch=limit)
+    assert "without packed weights that stay unpacked for a visit" in notices(short)
+    assert len(done) > num_once
+    assert losses(short) == losses(once) == losses(on_cpu) and len(losses(short)) == 3
 
 
 def test_bench_compares_schedules(folder: Path) -> None:

@@ -109,7 +109,7 @@ class BatchScorer:
         self.boundary_bytes = numpy.array([0.0, *sums.boundary_bytes])
         self.allowed = _allowed(numpy, sums, limits) if limits else None
         self.memory = memory
-        self.activation_bytes = numpy.array(sums.activation_bytes)
+        self.visit_bytes = numpy.array(sums.visit_bytes)
         self.num_scored = 0
 
     def works(self, batch: Batch) -> tuple[Works, Array]:
@@ -142,7 +142,7 @@ class BatchScorer:
             fits &= (self.allowed[kind, first, stop] | ~real).all(axis=0)
         if self.memory:
             held = self.param_bytes[first, stop] + numpy.where(is_forward, 0.0, self.grad_bytes[first, stop])
-            kept = numpy.where(is_forward, 0.0, self.activation_bytes[first, stop])
+            kept = numpy.where(is_forward, 0.0, self.visit_bytes[first, stop])
             peak = self.memory.slots * held.max(axis=0) + kept.max(axis=0) + 4 * self.boundary_bytes.max()
             fits &= peak <= self.memory.num_bytes
         return works, fits
@@ -298,8 +298,8 @@ class _Walk:
 
 def _allowed(numpy: Any, sums: StageSums, limits: StageLimits) -> Array:
     """(3, L + 1, L + 1) whether a forward, backward or head stage of the layers first:stop keeps its limit."""
-    forward = numpy.array(sums.param_bytes)
-    backward = forward + numpy.array(sums.grad_bytes) + numpy.array(sums.activation_bytes)
+    forward = numpy.array(sums.forward_bytes)
+    backward = numpy.array(sums.param_bytes) + numpy.array(sums.grad_bytes) + numpy.array(sums.visit_bytes)
     head_bytes = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
     tables = ((forward, limits.forward_bytes), (backward, limits.backward_bytes), (backward, head_bytes))
     return numpy.array([table <= (INFEASIBLE if most is None else most) for table, most in tables])

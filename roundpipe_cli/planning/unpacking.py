@@ -1,0 +1,88 @@
+"""How often packed weights (4 bit, 8 bit, FP8) are unpacked: the one answer for `plan`, `bench` and a run. No torch.
+
+    once per visit      a visit begins          all microbatches pass            it ends
+                        its blocks unpacked ... and stay so ...................  dropped
+    otherwise           each block for each microbatch, in forward, recompute and backward
+
+The same bits either way. Once per visit saves time and takes memory: that of a stage's unpacked weights in place of one
+block's. Stages are then cut smaller, so memory allows it wherever stages of one block fit; and the host has to have
+room for the boundaries of so many stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.choices import PACKED_FORMATS, SCHEDULE_KINDS
+from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.costs.hardware import Hardware
+from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need, usable_host_bytes
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.planning.choose import given_cut
+from roundpipe_cli.planning.stages import even_stages
+from roundpipe_cli.planning.verdict import judge_coarsest, stages_of_blocks, worker_budget_bytes
+from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacking:
+    """The decision, and what is in its way."""
+
+    label: str
+    """The format, for readers."""
+    once: bool
+    """Per visit of a stage; otherwise for each microbatch and pass."""
+    lacking: str = ""
+    """`3 GiB of GPU memory`, where that is why."""
+
+    def describe(self) -> str:
+        """A line for the user."""
+        what = f"{self.label.replace(' ', '-')} weights are unpacked"
+        if self.once:
+            return f"{what} once per visit of a stage"
+        return f"{what} for each microbatch and pass" + (f", for lack of {self.lacking}" if self.lacking else "")
+
+
+def choose_unpacking(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, pipeline: PipelineConfig
+) -> Unpacking | None:
+    """How packed weights are unpacked; None where none are.
+
+    Args:
+        settings: as they are apart from this decision.
+        pipeline: the recipe's section, which may give the stages.
+    """
+    if not settings.packed_bytes_per_param or settings.packed_as is None:
+        return None
+    label = PACKED_FORMATS[settings.packed_as].label
+    tried = replace(settings, unpacks_once=True)
+    analytic = analytic_costs(architecture, tried, machine)
+    forward, backward = _least_stages(pipeline, len(analytic.costs.layers), len(machine.devices))
+    needed = device_need(analytic.costs, architecture, tried, machine, forward, backward).total_bytes
+    sizes = [device.memory_bytes for device in machine.devices if not device.is_cpu]
+    on_cpu = worker_budget_bytes(architecture, tried, machine, analytic)
+    lacking = needed - (int(DEVICE_SHARE * min(sizes)) if sizes else on_cpu)
+    if lacking > 0:
+        return Unpacking(label, False, f"{format_bytes(lacking)} of {'GPU' if sizes else 'host'} memory")
+    verdict = judge_coarsest(architecture, tried, machine)
+    if verdict.fits or not judge_coarsest(architecture, settings, machine).fits:
+        return Unpacking(label, verdict.fits)
+    over = max(verdict.host.total_bytes, verdict.loading.total_bytes) - usable_host_bytes(machine)
+    return Unpacking(label, False, f"{format_bytes(max(0, over))} of host memory")
+
+
+def _least_stages(
+    pipeline: PipelineConfig, num_layers: int, num_workers: int
+) -> tuple[Sequence[StageRange], Sequence[StageRange]]:
+    """Forward and backward stages that take least of a device: the recipe's own, or the smallest of its schedule."""
+    given = given_cut(pipeline, num_workers)
+    if given is not None:
+        return given.forward_stages, given.backward_stages
+    if SCHEDULE_KINDS[pipeline.schedule].one_stage_each:
+        stages = even_stages(num_layers, num_workers)
+        return stages, tuple(reversed(stages))
+    return stages_of_blocks(num_layers, 1)
