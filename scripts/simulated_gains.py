@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.costs.activations import head_chunk_bytes
-from roundpipe_cli.costs.analytic import attended_tokens, lora_params
+from roundpipe_cli.costs.block_work import attended_tokens, lora_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes

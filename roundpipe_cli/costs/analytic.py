@@ -15,9 +15,11 @@ host                  the interpreter launches operators one after the other for
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.activations import activation_bytes, head_chunk_bytes
+from roundpipe_cli.costs.block_work import Work, block_work, lora_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
 from roundpipe_cli.costs.models import Architecture, Block
@@ -115,37 +117,6 @@ def trainable_params(architecture: Architecture, settings: TrainingSettings) -> 
     ]
 
 
-def lora_params(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
-    """Weights of a block's adapters: r x (inputs + outputs) for each adapted matrix, each expert's included.
-
-    Fused experts hold gate and up in one matrix of twice the width, which gets one adapter.
-    """
-    hidden, width = architecture.hidden_size, architecture.intermediate_size
-    query = architecture.num_attention_heads * architecture.head_dim
-    key_value = architecture.num_key_value_heads * architecture.head_dim
-    sums = {
-        "q_proj": hidden + query,
-        "k_proj": hidden + key_value,
-        "v_proj": hidden + key_value,
-        "o_proj": query + hidden,
-    }
-    if block.num_experts:
-        sums["gate_up_proj"] = block.num_experts * (hidden + 2 * width)
-        sums["down_proj"] = block.num_experts * (width + hidden)
-    else:
-        names = ("gate_proj", "up_proj", "down_proj") if architecture.gated_mlp else ("up_proj", "down_proj")
-        sums |= dict.fromkeys(names, hidden + width)
-    targets = settings.lora_targets
-    return settings.lora_r * sum(size for name, size in sums.items() if targets is None or name in targets)
-
-
-def attended_tokens(max_seq_length: int, window: int | None) -> float:
-    """Average context of a token of a full causal sequence, cut to the last `window` tokens."""
-    if window is None or window >= max_seq_length:
-        return max_seq_length / 2
-    return window - window * window / (2 * max_seq_length)
-
-
 def matmul_s_per_flop(device: Device, hidden_size: int, dtype: DType, accumulate: Accumulate) -> float:
     """Seconds per FLOP of a layer of this hidden size: the formula at the head of this file.
 
@@ -190,20 +161,12 @@ class _Timer:
     def block(self, block: Block) -> LayerCost:
         """Seconds, bytes and boundary of one block for one microbatch, counted from its matrices and its attention."""
         architecture, settings = self.architecture, self.settings
-        tokens, per_flop = settings.tokens_per_microbatch, self._s_per_flop
-        query = architecture.num_attention_heads * architecture.head_dim
-        context = attended_tokens(settings.max_seq_length, block.window)
-        attention_s = 4 * query * context * tokens * per_flop
-        linear_s = 2 * tokens * per_flop * (block.attention_params + block.active_mlp_params / self._expert_fill(block))
-        trains = settings.method == "full"
-        read_s = self._weight_read_s(block)
+        work, read_s = block_work(architecture, block, settings), self._weight_read_s(block)
+        forward_s = max(self._products_s(work.forward, block), read_s)
+        backward_s = max(self._products_s(work.backward, block), read_s)
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
-        active = architecture.num_experts_per_tok / block.num_experts if block.num_experts else 1.0
-        adapter_s = 2 * tokens * per_flop * adapters * active
-        forward_s = max(linear_s + attention_s + adapter_s, read_s)
-        backward_s = max((2 if trains else 1) * linear_s + 2.5 * attention_s + 2 * adapter_s, read_s)
         skippable_s = self._skippable_s(block)
-        if settings.tokens_per_mlp_call < tokens:  # backward computes it again
+        if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
             backward_s += self._mlp_s(block)
         return LayerCost(
             name="block",
@@ -217,6 +180,11 @@ class _Timer:
             else activation_bytes(architecture, block, settings),
             recompute_skippable_s=0.0 if settings.recompute == "none" else skippable_s,
         )
+
+    def _products_s(self, work: Work, block: Block) -> float:
+        """Of a pass's matrix products and what goes with them; experts' last tiles are partly empty."""
+        wasted = work.expert_flops * (1 / self._expert_fill(block) - 1)
+        return (work.product_flops + wasted) * self._s_per_flop
 
     def _mlp_s(self, block: Block) -> float:
         """Forward of the feed-forward part."""
@@ -272,17 +240,11 @@ class _Timer:
 
 
 def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:
-    """Interpreter time to launch all operators of one microbatch, forward, recompute and backward.
-
-    An eager block of transformers launches about 45 operators forward; norms of q and k add 12, grouped experts 30, an
-    adapter 4. Backward launches twice as many.
-    """
+    """Interpreter time to launch all operators of one microbatch, forward, recompute and backward."""
+    num_forwards = 1 if settings.recompute == "none" else 2
     operators = 0.0
-    passes = 3 if settings.recompute == "none" else 4
-    for block in architecture.blocks:
-        forward = 45 + (12 if architecture.qk_norm else 0) + (30 if block.num_experts else 0)
-        if settings.method == "lora":
-            forward += 4 * (7 if architecture.gated_mlp and not block.num_experts else 6)
-        operators += passes * forward
+    for block, count in Counter(architecture.blocks).items():
+        work = block_work(architecture, block, settings)
+        operators += count * (num_forwards * work.forward.operators + work.backward.operators)
     chunks = max(1.0, settings.tokens_per_microbatch / settings.head_chunk_tokens)
     return (operators + 45 * chunks) * HOST_S_PER_OPERATOR

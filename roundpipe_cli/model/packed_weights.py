@@ -256,16 +256,16 @@ def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iter
     Args:
         every: also into modules that multiply packed weights (`MULTIPLIES_PACKED`).
     """
-    by_storage: dict[int, PackedParameter] = {}
+    by_storage: dict[int, PackedParameter] = {}  # by the storage itself: on the meta device all addresses are 0
     for module, attribute, parameter in places:
         if MULTIPLIES_PACKED in module.__dict__ and not every:
             continue
         whole = parameter.dequantized()
-        by_storage[whole.untyped_storage().data_ptr()] = parameter
+        by_storage[whole.untyped_storage()._cdata] = parameter
         module._parameters[attribute] = whole  # type: ignore[assignment]  # modules read it, nobody trains it
 
     def pack(tensor: torch.Tensor) -> Any:
-        parameter = by_storage.get(tensor.untyped_storage().data_ptr())
+        parameter = by_storage.get(tensor.untyped_storage()._cdata)
         if parameter is None:
             return tensor
         return _Kept(parameter, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
