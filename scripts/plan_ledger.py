@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from roundpipe_cli.costs.block_work import BlockWork, Work, block_work
+from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.shipped_models import figures_of
+from roundpipe_cli.costs.tally import Tally, Work
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.model.block_launches import BlockLaunches, block_launches
 from roundpipe_cli.model.fused import find_fused_ops
@@ -42,6 +43,8 @@ RANK = 16
 TOLERANCE = 0.03
 CASES = (("lora", False), ("lora", True), ("full", False))
 """(method, in 4 bit); full training refuses packed weights."""
+NOT_SHIPPED = {"sliding_window": None, "norm_topk_prob": True}
+"""What the models' configurations say, other than transformers' defaults for Mistral and Qwen3 with experts."""
 LAYERS = {"gemma3_text": 6}
 """Blocks after which kinds repeat; 2 in other families."""
 
@@ -52,7 +55,7 @@ class Compared:
 
     block: int
     """The first of its kind."""
-    plan: BlockWork
+    plan: Tally
     ledger: BlockLaunches
 
     def pairs(self) -> Iterator[tuple[str, str, float, float]]:
@@ -96,8 +99,7 @@ def compare(model: str, method: str, in_4bit: bool, tokens: int) -> list[Compare
     """Each kind of block of a shipped model, by both."""
     known = figures_of(model)
     assert known is not None, model
-    # transformers' default for Mistral is a window, which the shipped figures leave out where the model has none
-    figures: dict[str, Any] = {"sliding_window": None, **known[0], "vocab_size": 1024}
+    figures: dict[str, Any] = {**NOT_SHIPPED, **known[0], "vocab_size": 1024}
     figures["num_hidden_layers"] = LAYERS.get(figures["model_type"], 2)
     skeleton = build_skeleton(configuration(figures), torch.bfloat16)
     split = split_model(skeleton)

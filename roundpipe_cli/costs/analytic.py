@@ -19,10 +19,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.activations import activation_bytes, head_chunk_bytes
-from roundpipe_cli.costs.block_work import Work, block_work, lora_params
+from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
+from roundpipe_cli.costs.matrices import lora_params
 from roundpipe_cli.costs.models import Architecture, Block
+from roundpipe_cli.costs.tally import Work
 from roundpipe_cli.costs.training import DType, TrainingSettings
 
 REFERENCE_PEAK_FLOPS_PER_S = 330.4e12
