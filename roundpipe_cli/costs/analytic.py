@@ -110,7 +110,8 @@ def _layers(
 def trainable_params(architecture: Architecture, settings: TrainingSettings) -> list[int]:
     """Per layer (`embed`, blocks, `head`). A tied matrix counts once, with the head."""
     if settings.method == "lora":
-        return [0, *(lora_params(architecture, block, settings) for block in architecture.blocks), 0]
+        by_block = {block: lora_params(architecture, block, settings) for block in set(architecture.blocks)}
+        return [0, *(by_block[block] for block in architecture.blocks), 0]
     shared = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
     return [
         architecture.embed_params - shared - architecture.unreached_params,
