@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.costs.activations import head_chunk_bytes
-from roundpipe_cli.costs.analytic import attended_tokens, lora_params
+from roundpipe_cli.costs.block_work import attended_tokens
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.matrices import lora_params
 from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.shipped_models import shipped_architecture

@@ -6,6 +6,7 @@ They are what torch's autograd keeps for backward of the eager model of transfor
 
 from __future__ import annotations
 
+from roundpipe_cli.costs.block_work import has_mask
 from roundpipe_cli.costs.models import Architecture, Block
 from roundpipe_cli.costs.training import TrainingSettings
 
@@ -58,7 +59,7 @@ def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSett
     if architecture.keeps_scores:
         each = 4 + (size if size < 4 else 0) + (size if architecture.caps_scores else 0)
         return int(heads * pairs * each)
-    if not architecture.has_sinks and (block.window is None or block.window >= settings.max_seq_length):
+    if not has_mask(architecture, block, settings.max_seq_length):
         return 0
     repeated = 2 * (heads - architecture.num_key_value_heads) * architecture.head_dim
     wider = 4 * heads * 8 if architecture.has_sinks else 0

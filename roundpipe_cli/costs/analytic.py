@@ -17,12 +17,16 @@ host                  the interpreter launches operators one after the other for
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.activations import activation_bytes, head_chunk_bytes
+from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
+from roundpipe_cli.costs.matrices import lora_params
 from roundpipe_cli.costs.models import Architecture, Block
+from roundpipe_cli.costs.tally import Work
 from roundpipe_cli.costs.training import DType, TrainingSettings
 
 REFERENCE_PEAK_FLOPS_PER_S = 330.4e12
@@ -108,44 +112,14 @@ def _layers(
 def trainable_params(architecture: Architecture, settings: TrainingSettings) -> list[int]:
     """Per layer (`embed`, blocks, `head`). A tied matrix counts once, with the head."""
     if settings.method == "lora":
-        return [0, *(lora_params(architecture, block, settings) for block in architecture.blocks), 0]
+        by_block = {block: lora_params(architecture, block, settings) for block in set(architecture.blocks)}
+        return [0, *(by_block[block] for block in architecture.blocks), 0]
     shared = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
     return [
         architecture.embed_params - shared - architecture.unreached_params,
         *(block.params for block in architecture.blocks),
         architecture.head_params,
     ]
-
-
-def lora_params(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
-    """Weights of a block's adapters: r x (inputs + outputs) for each adapted matrix, each expert's included.
-
-    Fused experts hold gate and up in one matrix of twice the width, which gets one adapter.
-    """
-    hidden, width = architecture.hidden_size, architecture.intermediate_size
-    query = architecture.num_attention_heads * architecture.head_dim
-    key_value = architecture.num_key_value_heads * architecture.head_dim
-    sums = {
-        "q_proj": hidden + query,
-        "k_proj": hidden + key_value,
-        "v_proj": hidden + key_value,
-        "o_proj": query + hidden,
-    }
-    if block.num_experts:
-        sums["gate_up_proj"] = block.num_experts * (hidden + 2 * width)
-        sums["down_proj"] = block.num_experts * (width + hidden)
-    else:
-        names = ("gate_proj", "up_proj", "down_proj") if architecture.gated_mlp else ("up_proj", "down_proj")
-        sums |= dict.fromkeys(names, hidden + width)
-    targets = settings.lora_targets
-    return settings.lora_r * sum(size for name, size in sums.items() if targets is None or name in targets)
-
-
-def attended_tokens(max_seq_length: int, window: int | None) -> float:
-    """Average context of a token of a full causal sequence, cut to the last `window` tokens."""
-    if window is None or window >= max_seq_length:
-        return max_seq_length / 2
-    return window - window * window / (2 * max_seq_length)
 
 
 def matmul_s_per_flop(device: Device, hidden_size: int, dtype: DType, accumulate: Accumulate) -> float:
@@ -192,22 +166,15 @@ class _Timer:
     def block(self, block: Block) -> LayerCost:
         """Seconds, bytes and boundary of one block for one microbatch, counted from its matrices and its attention."""
         architecture, settings = self.architecture, self.settings
-        tokens, per_flop = settings.tokens_per_microbatch, self._s_per_flop
-        query = architecture.num_attention_heads * architecture.head_dim
-        context = attended_tokens(settings.max_seq_length, block.window)
-        attention_s = 4 * query * context * tokens * per_flop
-        linear_s = 2 * tokens * per_flop * (block.attention_params + block.active_mlp_params / self._expert_fill(block))
-        trains = settings.method == "full"
+        work = block_work(architecture, block, settings)
         read_s = block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
         unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
         each_s = 0.0 if settings.unpacks_once else unpack_s
+        forward_s = max(self._products_s(work.forward, block), read_s) + each_s
+        backward_s = max(self._products_s(work.backward, block), read_s) + each_s
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
-        active = architecture.num_experts_per_tok / block.num_experts if block.num_experts else 1.0
-        adapter_s = 2 * tokens * per_flop * adapters * active
-        forward_s = max(linear_s + attention_s + adapter_s, read_s) + each_s
-        backward_s = max((2 if trains else 1) * linear_s + 2.5 * attention_s + 2 * adapter_s, read_s) + each_s
         skippable_s = self._skippable_s(block)
-        if settings.tokens_per_mlp_call < tokens:  # backward computes it again
+        if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
             backward_s += self._mlp_s(block)
         return LayerCost(
             name="block",
@@ -223,6 +190,11 @@ class _Timer:
             visit_s=unpack_s - each_s,
             whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
         )
+
+    def _products_s(self, work: Work, block: Block) -> float:
+        """Of a pass's matrix products and what goes with them; experts' last tiles are partly empty."""
+        wasted = work.expert_flops * (1 / self._expert_fill(block) - 1)
+        return (work.product_flops + wasted) * self._s_per_flop
 
     def _mlp_s(self, block: Block) -> float:
         """Forward of the feed-forward part."""
@@ -271,17 +243,11 @@ class _Timer:
 
 
 def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:
-    """Interpreter time to launch all operators of one microbatch, forward, recompute and backward.
-
-    An eager block of transformers launches about 45 operators forward; norms of q and k add 12, grouped experts 30, an
-    adapter 4. Backward launches twice as many.
-    """
+    """Interpreter time to launch all operators of one microbatch, forward, recompute and backward."""
+    num_forwards = 1 if settings.recompute == "none" else 2
     operators = 0.0
-    passes = 3 if settings.recompute == "none" else 4
-    for block in architecture.blocks:
-        forward = 45 + (12 if architecture.qk_norm else 0) + (30 if block.num_experts else 0)
-        if settings.method == "lora":
-            forward += 4 * (7 if architecture.gated_mlp and not block.num_experts else 6)
-        operators += passes * forward
+    for block, count in Counter(architecture.blocks).items():
+        work = block_work(architecture, block, settings)
+        operators += count * (num_forwards * work.forward.operators + work.backward.operators)
     chunks = max(1.0, settings.tokens_per_microbatch / settings.head_chunk_tokens)
     return (operators + 45 * chunks) * HOST_S_PER_OPERATOR

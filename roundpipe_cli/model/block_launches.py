@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli.choices import PackedName
 from roundpipe_cli.kernels.grouped_choice import takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.fused import FusedOps
@@ -24,11 +25,13 @@ from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.launches import LaunchCounter, Launches
+from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantizable_names
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.model.worker_options import WorkerOptions
 
 META = torch.device("meta")
+TIMED_PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -47,33 +50,40 @@ class BlockLaunches:
 
 
 @torch.library.custom_op("roundpipe::attention", mutates_args=())
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> torch.Tensor:
     raise NotImplementedError("stands for attention on meta tensors only")
 
 
 @_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 @torch.library.custom_op("roundpipe::attention_backward", mutates_args=())
 def _attention_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> list[torch.Tensor]:
     raise NotImplementedError("stands for attention on meta tensors only")
 
 
 @_attention_backward.register_fake
-def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+def _(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> list[torch.Tensor]:
     return [torch.empty_like(one) for one in (query, key, value)]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
+    ctx.is_causal = inputs[4]
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_attention_backward(gradient, *ctx.saved_tensors), None)
+    return (*_attention_backward(gradient, *ctx.saved_tensors, ctx.is_causal), None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
@@ -136,10 +146,11 @@ class FusedFunctions(TorchFunctionMode):
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value, *rest = args
-        mask = rest[0] if rest else (kwargs or {}).get("attn_mask")
+        given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)), **(kwargs or {})}
+        mask = given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
-        return _attention(query, key, value, mask)
+        return _attention(query, key, value, mask, bool(given.get("is_causal")))
 
 
 def block_launches(
@@ -147,32 +158,37 @@ def block_launches(
     split: ModelSplit,
     tokens: int,
     capability: tuple[int, int] = (9, 0),
-    tries: int = 2,
     fused: FusedOps | None = None,
+    packed: PackedName | None = None,
 ) -> list[BlockLaunches]:
     """Launches of one block of each kind, for a sequence of `tokens`.
 
     Args:
         model: parameters on the meta device, adapters included; is left as it is.
         capability: of the GPU that is counted for.
-        tries: passes that are timed.
         fused: modules that compute by fused operators; None: all by their own code, experts too.
+        packed: form of the frozen matrices; None: they lie whole.
     """
     found = []
-    for passes in block_passes(model, split, tokens, capability, fused):
+    for passes in block_passes(model, split, tokens, capability, fused, packed):
         forward, recompute, backward = (
             _counted(run, capability) for run in (passes.forward, passes.recompute, passes.backward)
         )
-        host_s = min(_timed(passes) for _ in range(max(1, tries)))
+        host_s = min(_timed(passes) for _ in range(TIMED_PASSES))
         found.append(BlockLaunches(passes.blocks, forward, recompute, backward, host_s))
     return found
 
 
 def block_passes(
-    model: nn.Module, split: ModelSplit, tokens: int, capability: tuple[int, int], fused: FusedOps | None
+    model: nn.Module,
+    split: ModelSplit,
+    tokens: int,
+    capability: tuple[int, int],
+    fused: FusedOps | None,
+    packed: PackedName | None = None,
 ) -> list[BlockPasses]:
     """One block of each kind on meta tensors, ready to be issued; see `block_launches`."""
-    worker = worker_on_meta(model, split, fused)
+    worker = worker_on_meta(model, split, fused, packed)
     use_grouped_kernel(worker.blocks, partial(takes_triton, [capability], allowed=fused is not None))
     prologue = worker.prologue(torch.zeros((1, tokens), dtype=torch.long))
     moved: dict[int, torch.Tensor] = {}
@@ -188,15 +204,25 @@ def block_passes(
     return [BlockPasses(worker, tuple(blocks), calls[blocks[0]], hidden) for blocks in kinds.values()]
 
 
-def worker_on_meta(model: nn.Module, split: ModelSplit, fused: FusedOps | None = None) -> WorkerModel:
+def worker_on_meta(
+    model: nn.Module, split: ModelSplit, fused: FusedOps | None = None, packed: PackedName | None = None
+) -> WorkerModel:
     """A worker whose blocks are bound to meta tensors; its embedding gathers zeros on the host."""
     names = dict(model.named_parameters())
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
     worker = WorkerModel(model, split, host, trainable, META, WorkerOptions(fused=fused))
+    in_form = quantizable_names(model, split.blocks_path) if packed else frozenset()
+
+    def on_meta(name: str) -> nn.Parameter:
+        whole = names[name]
+        if packed is None or name not in in_form:
+            return nn.Parameter(whole.to(META), name in trainable)
+        stored = torch.empty(packed_bytes(whole.shape, packed), dtype=torch.uint8, device=META)
+        return PackedParameter.of(stored, whole.shape, whole.dtype, packed)
+
     for layer in range(1, len(worker.blocks) + 1):
-        bound = {name: nn.Parameter(names[name].to(META), name in trainable) for name in worker.names_of(layer)}
-        worker.bind(layer, bound)
+        worker.bind(layer, {name: on_meta(name) for name in worker.names_of(layer)})
     return worker
 
 

@@ -1,8 +1,10 @@
-"""Launches on a device, counted as it is dispatched: operators, bytes of traffic, products, host waits.
+"""Launches on a device, counted as it is dispatched: operators, bytes of traffic, products and their FLOPs, host waits.
 
 A launch is an operator that writes memory; views and allocations are none. Gradient adds and casts count. A custom
 operator counts as often as `KERNELS_OF_CUSTOM` says, once otherwise. Traffic is the bytes of all tensors that an
-operator reads and writes, each once: what a kernel must move at least. Works on meta tensors, so at any size.
+operator reads and writes, each once: what a kernel must move at least. FLOPs are those of matrix products, 2 for each
+multiplication and addition; attention with `is_causal` skips half of them, a mask that is a tensor skips none. Works on
+meta tensors, so at any size.
 
     counter = LaunchCounter()
     with counter:
@@ -13,6 +15,7 @@ operator reads and writes, each once: what a kernel must move at least. Works on
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +36,10 @@ HOST_WAITS = frozenset(
     | {"unique_consecutive"}
 )
 """On a device the host waits in these: it needs a number, or the size of the result."""
+_FILLS = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"})
+"""Their argument gives shape and type, and is not read."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward, of its forward's: the scores again, and four products (arXiv 2205.14135)."""
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "_has_same_storage_numel"})
 KERNELS_OF_CUSTOM: dict[str, int] = {}
@@ -43,11 +50,14 @@ KERNELS_OF_CUSTOM: dict[str, int] = {}
 class Launches:
     """Counts of one pass."""
 
+    num_operators: int = 0
+    """Dispatched; one may launch several kernels."""
     num_launches: int = 0
     num_products: int = 0
-    """Matrix products and attention among them."""
+    """Matrix products and attention among the launches."""
     traffic_bytes: int = 0
     """Read and written by all that are no products."""
+    product_flops: float = 0.0
     num_host_waits: int = 0
     operators: Counter[str] = field(default_factory=Counter)
     """By name."""
@@ -87,12 +97,16 @@ class LaunchCounter(TorchDispatchMode):
         if not made and not waits and not any(one.alias_info for one in func._schema.arguments):
             return
         found.num_host_waits += waits
+        found.num_operators += 1
         found.num_launches += count
         found.operators[name] += count
         if name in PRODUCTS:
             found.num_products += count
+            names = (one.name for one in func._schema.arguments)
+            found.product_flops += product_flops(name, tensors, {**dict(zip(names, args, strict=False)), **kwargs})
         else:
-            found.traffic_bytes += sum(map(touched_bytes, {id(one): one for one in (*tensors, *made)}.values()))
+            read = () if name in _FILLS else tensors
+            found.traffic_bytes += sum(map(touched_bytes, {id(one): one for one in (*read, *made)}.values()))
             written = func._schema.arguments
             if any(one.alias_info is not None and one.alias_info.is_write for one in written) and _reads_target(name):
                 found.traffic_bytes += sum(map(touched_bytes, made[:1]))
@@ -114,3 +128,27 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= 1 if stride == 0 and length else length
     return count * tensor.element_size()
+
+
+def product_flops(name: str, tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> float:
+    """FLOPs of one operator of `PRODUCTS`.
+
+    Args:
+        tensors: among its arguments, in their order.
+        arguments: all, by name.
+    """
+    if "attention" in name:
+        is_backward = "backward" in name
+        query, key, value = tensors[1:4] if is_backward else tensors[:3]
+        pairs = query.shape[:-1].numel() * key.shape[-2] / (2 if arguments.get("is_causal") else 1)
+        return 2 * pairs * (query.shape[-1] + value.shape[-1]) * (ATTENTION_BACKWARD if is_backward else 1)
+    left, right = tensors[1:3] if "add" in name else tensors[:2]
+    if name == "linear":
+        return 2 * left.numel() * right.shape[0]
+    if name == "grouped_outer":  # [S, M], [S, N]
+        return 2 * left.numel() * right.shape[1]
+    flops = 2 * left.numel() * right.shape[-1]
+    if name == "grouped_mm_lora":
+        low, b = tensors[2:4]
+        flops += 2 * low.numel() * b.shape[-1]
+    return flops

@@ -256,10 +256,10 @@ def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iter
     Args:
         every: also into modules that multiply packed weights (`MULTIPLIES_PACKED`).
     """
-    by_storage: dict[int, PackedParameter] = {}
+    by_storage: dict[int, PackedParameter] = {}  # by the storage itself: on the meta device all addresses are 0
 
     def pack(tensor: torch.Tensor) -> Any:
-        parameter = by_storage.get(tensor.untyped_storage().data_ptr())
+        parameter = by_storage.get(tensor.untyped_storage()._cdata)
         if parameter is None:
             # An output would hold its own graph here: nothing frees one that no backward goes through, after a failure.
             return tensor.detach()
@@ -270,7 +270,7 @@ def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iter
             if MULTIPLIES_PACKED in module.__dict__ and not every:
                 continue
             whole = parameter.dequantized()
-            by_storage[whole.untyped_storage().data_ptr()] = parameter
+            by_storage[whole.untyped_storage()._cdata] = parameter
             module._parameters[attribute] = whole  # type: ignore[assignment]  # modules read it, nobody trains it
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield

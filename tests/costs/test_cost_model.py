@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, attended_tokens
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
+from roundpipe_cli.costs.block_work import attended_tokens
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.gguf_header import read_gguf_config

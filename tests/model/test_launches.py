@@ -90,7 +90,7 @@ def launches(
     if method == "lora":
         add_lora(model, LoraSettings(r=rank, alpha=16), dtype=dtype, base_name="counted")
     fused = find_fused_ops(model, split) if kernels == "auto" else None
-    return block_launches(model, split, tokens, capability, tries=1, fused=fused)[0]
+    return block_launches(model, split, tokens, capability, fused)[0]
 
 
 @pytest.mark.parametrize(("model_type", "method", "kernels"), EXPECTED)
