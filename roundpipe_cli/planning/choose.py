@@ -17,7 +17,7 @@ from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_stages, chunk_shapes, fastest_shape
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run, run_step_s
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
@@ -203,7 +203,7 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
         return searched
     # The search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut.
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_WEIGHED_MICROBATCHES))
-    return min(searched, _quick(case), key=lambda cut: run("roundpipe", cut, short).step_s)
+    return min(searched, _quick(case), key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _quick(case: SimulationCase) -> StageCut:
@@ -240,7 +240,7 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     for breaks, least_s, loops, cut in drafts:  # transfers only add to the published time
         if scored and (breaks, least_s) > min(scored, key=lambda one: one[:3])[:2]:
             break
-        scored.append((breaks, run(name, cut, replace(case, num_steps=1)).makespan_s, loops, cut))
+        scored.append((breaks, run_step_s(name, cut, replace(case, num_steps=1)), loops, cut))
     return min(scored, key=lambda one: one[:3])[3]
 
 
@@ -279,7 +279,7 @@ def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
     found = fastest_shape(
         shapes,
         lambda shape: keeps is None or keeps(StageCut(*shape)),
-        lambda shape: run("roundpipe", StageCut(*shape), replace(case, num_steps=1)).makespan_s,
+        lambda shape: run_step_s("roundpipe", StageCut(*shape), replace(case, num_steps=1)),
     )
     return StageCut(*found)
 
@@ -312,7 +312,7 @@ def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None 
 
 def faster(planned: StageCut, other: StageCut, case: SimulationCase) -> StageCut:
     """The other one if it is faster by more than the simulator can be trusted with."""
-    planned_s, other_s = (run("roundpipe", partition, case).step_s for partition in (planned, other))
+    planned_s, other_s = (run_step_s("roundpipe", partition, case) for partition in (planned, other))
     return other if other_s < planned_s * (1 - MIN_GAIN) else planned
 
 
@@ -336,7 +336,7 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
         for num_backward in counts
         for per_round in (rounds[:1] if case.accounting == "published" else rounds)
     ]
-    scored = [(run("roundpipe", planned, short).step_s, 0, planned)]
+    scored = [(run_step_s("roundpipe", planned, short), 0, planned)]
     for candidate in filter(keeps, candidates):
         result = run("roundpipe", candidate, short)
         if result.step_s < scored[0][0] * (1 - 1e-9) and _fits(result, case):
@@ -346,7 +346,7 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
         whole = _whole_model(case.costs, case.num_microbatches)
         if (keeps is None or keeps(whole)) and _whole_model_fits(case.costs):
             finalists.append(whole)
-    return min(finalists, key=lambda partition: run("roundpipe", partition, whole_step).step_s)
+    return min(finalists, key=lambda partition: run_step_s("roundpipe", partition, whole_step))
 
 
 def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut:

@@ -11,7 +11,7 @@ from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.simulate import simulate, simulated_makespan_s
 from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, chained_step_s, makespan_s
 
 
@@ -119,6 +119,18 @@ def run(name: str, cut: StageCut, case: SimulationCase) -> Result:
     per_round = case.num_workers if published else first[0].microbatches_per_round
     dealing = cut.dealing or case.options
     return Result(first[0], first[1], makespan, bubble(first[1]), step_s, per_round, dealing)
+
+
+def run_step_s(name: str, cut: StageCut, case: SimulationCase) -> float:
+    """`step_s` of what `run` returns, without its figures: for searches.
+
+    Raises:
+        RefusedError: as `run`.
+    """
+    if case.num_steps > 1:
+        return run(name, cut, case).step_s
+    schedule = make_schedule(name, cut, case)
+    return simulated_makespan_s(schedule, case.costs, accounting=case.accounting, staleness=case.staleness)
 
 
 def make_schedule(name: str, cut: StageCut, case: SimulationCase, num_steps: int = 1) -> Schedule:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.stages import StageLimits, backward_ranges, even_sizes, forward_ranges
 
@@ -31,7 +31,7 @@ def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> Stage
     longest = max(cut.microbatches_per_round or 1 for cut in cuts)
     simulated = min(case.num_microbatches, max(MAX_SIMULATED_MICROBATCHES, longest))
     short = replace(case, num_microbatches=simulated)
-    return min(cuts, key=lambda cut: run("roundpipe", cut, short).step_s)
+    return min(cuts, key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
