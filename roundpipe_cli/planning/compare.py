@@ -12,7 +12,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.simulate import simulate, simulated_makespan_s
-from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, chained_step_s, makespan_s
+from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, busy_s, chained_step_s, makespan_s
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run(name: str, cut: StageCut, case: SimulationCase) -> Result:
         half = case.num_steps // 2
         span_s = [makespan_s(_timed(name, cut, case, count)[1]) for count in (half, case.num_steps)]
         speeds = case.costs.worker_speed or (1.0,) * case.num_workers
-        step_s = chained_step_s(first[1], (span_s[0], span_s[1]), half, speeds)
+        step_s = chained_step_s(busy_s(first[1]), (span_s[0], span_s[1]), half, speeds)
     published = case.accounting == "published"
     per_round = case.num_workers if published else first[0].microbatches_per_round
     dealing = cut.dealing or case.options

@@ -33,6 +33,7 @@ from roundpipe_cli.planning.simulated_step import (
     simulate_step,
     step_document,
     step_from,
+    timeline_of_step,
 )
 from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_idle_gpus, without_small_cards
@@ -66,8 +67,6 @@ class Plan:
     bubble_ratio: float
     links: LinkBytes
     cut: StageCut
-    known_timeline: Timeline | None
-    """See `timeline`; None where the step's figures are remembered."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
     needs_s: Mapping[str, float]
@@ -76,9 +75,7 @@ class Plan:
     @property
     def timeline(self) -> Timeline:
         """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
-        timeline = self.known_timeline or simulate_step(self.question, self.cut).timeline
-        assert timeline is not None
-        return timeline
+        return timeline_of_step(self.question, self.cut)
 
     @property
     def tokens_per_s(self) -> float:
@@ -194,7 +191,6 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
         bubble_ratio=step.bubble_ratio,
         links=step.links,
         cut=cut,
-        known_timeline=step.timeline,
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),

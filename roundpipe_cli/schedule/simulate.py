@@ -12,6 +12,7 @@ A link moves one transfer at a time. A more urgent one that turns up meanwhile g
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
@@ -43,15 +44,33 @@ def simulate(schedule: Schedule, costs: CostModel, *, accounting: str = "default
 def simulated_makespan_s(
     schedule: Schedule, costs: CostModel, *, accounting: str = "default", staleness: int = 0
 ) -> float:
-    """The makespan of what `simulate` returns, in three quarters of the time: for searches.
+    """The makespan of what `simulate` returns, in three quarters of the time.
 
     Raises:
         ValueError: as `simulate`.
     """
     if accounting != "default":
         return makespan_s(simulate(schedule, costs, accounting=accounting, staleness=staleness))
-    run = _run(lower(schedule, costs, staleness=staleness), costs)
-    return run.makespan_s(updates_overlap=staleness == 1)
+    return simulated_ends(lower(schedule, costs, staleness=staleness), costs).makespan_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The figures of a timeline that tell how fast a schedule is, see `timeline.py`."""
+
+    makespan_s: float
+    busy_s: list[float]
+    """Per worker."""
+
+
+def simulated_ends(program: Program, costs: CostModel) -> Ends:
+    """The figures of what `simulate_program` returns, without its intervals and memory.
+
+    Raises:
+        ValueError: the program deadlocks.
+    """
+    run = _run(program, costs)
+    return Ends(run.makespan_s(updates_overlap=program.staleness == 1), run.busy_s())
 
 
 def simulate_program(program: Program, costs: CostModel) -> Timeline:
@@ -282,6 +301,10 @@ class _Run:
             ),
             default=0.0,
         )
+
+    def busy_s(self) -> list[float]:
+        """As `timeline.busy_s` of a timeline of these intervals."""
+        return [sum((self.end_s[op] - self.start_s[op] for op in row), 0.0) for row in self.compute]
 
     def intervals(self) -> list[Interval]:
         """Compute operations worker by worker, then the pieces on links and host."""
