@@ -43,7 +43,8 @@ MIN_GAIN = 0.01
 MAX_PLANNED_ROUNDS = 4
 """Microbatches per worker that a quick search looks at: later rounds repeat."""
 MAX_SEARCHED_LAYERS = 72
-"""With more layers than these a quick choice simulates a few even cuts: the search takes seconds."""
+"""With more layers than these a quick choice simulates a few even cuts: the search takes seconds. Bound schedules then
+try fewer numbers of stages."""
 MAX_WEIGHED_MICROBATCHES = 64
 """Microbatches by which two cuts with rounds of different length are compared."""
 STALE_STEPS = 4
@@ -228,7 +229,8 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     max_loops = 1 if kind.one_stage_each else -(-num_layers // num_workers)
     per_round = num_workers if kind.keeps_few else case.num_microbatches
     drafts: list[tuple[bool, float, int, StageCut]] = []
-    for loops in range(1, max_loops + 1):
+    is_deep = effort == "quick" and num_layers > MAX_SEARCHED_LAYERS
+    for loops in _loops(num_layers, num_workers, max_loops) if is_deep else range(1, max_loops + 1):
         num_stages = loops * num_workers
         candidates = {balanced_stages(case.costs, num_stages), even_stages(num_layers, num_stages)}
         cuts = [StageCut(stages, tuple(reversed(stages))) for stages in sorted(candidates)]
@@ -242,6 +244,18 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
             break
         scored.append((breaks, run_step_s(name, cut, replace(case, num_steps=1)), loops, cut))
     return min(scored, key=lambda one: one[:3])[3]
+
+
+def _loops(num_layers: int, num_workers: int, most: int) -> list[int]:
+    """Stages per worker to try of deep models: the fewest for each size of the largest stage.
+
+    Sizes are counted with the embedding as a layer and without.
+    """
+    fewest = {}
+    for loops in range(most, 0, -1):
+        stages = loops * num_workers
+        fewest[-(-(num_layers - 1) // stages), -(-(num_layers - 2) // stages)] = loops
+    return sorted(fewest.values())
 
 
 Keeps = Callable[[StageCut], bool]
