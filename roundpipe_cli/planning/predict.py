@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import StageRange
@@ -52,7 +53,7 @@ from roundpipe_cli.units import counted, format_bytes, format_seconds
 RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The answer."""
 
@@ -72,7 +73,7 @@ class Plan:
     needs_s: Mapping[str, float]
     """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
         """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
         return timeline_of_step(self.question, self.cut)

@@ -20,6 +20,10 @@ from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, chained_step_s
 
 MAX_SIMULATED_MICROBATCHES = 64
+"""Longer steps are extrapolated."""
+EXTRAPOLATED_PER_WORKER = 4
+"""Microbatches per worker from which a longer step is extrapolated, at least `MAX_SIMULATED_MICROBATCHES / 2` and at
+most `MAX_SIMULATED_MICROBATCHES` together. As many are simulated, and two rounds fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +83,20 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     rounds, full = _rounds(question, cut), _num_simulated(question, cut)
     program = _program(question, cut, full, num_steps=1)
     one = simulated_ends(program, costs)
-    busy, step_s = sum(one.busy_s), one.makespan_s
+    busy, step_s, num_bytes = sum(one.busy_s), one.makespan_s, _link_bytes(program)
     if overlaps_steps(question):
         ends = [simulated_ends(_program(question, cut, full, num_steps=n), costs) for n in (2, 4)]
         ends_s = ends[0].makespan_s, ends[1].makespan_s
         step_s = chained_step_s(one.busy_s, ends_s, 2, (1.0,) * question.num_workers)
     if full < wanted:
-        fewer = simulated_ends(_program(question, cut, full - 2 * rounds, num_steps=1), costs)
-        growth_s = (one.makespan_s - fewer.makespan_s) * (wanted - full) / (2 * rounds)
-        step_s, busy = step_s + growth_s, busy * wanted / full
+        shorter, growth = _program(question, cut, full - 2 * rounds, num_steps=1), (wanted - full) / (2 * rounds)
+        fewer = simulated_ends(shorter, costs)
+        step_s, busy = step_s + growth * (one.makespan_s - fewer.makespan_s), busy * wanted / full
+        num_bytes = [
+            int(most + growth * (most - less)) for most, less in zip(num_bytes, _link_bytes(shorter), strict=True)
+        ]
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
-    return SimulatedStep(step_s, max(0.0, bubble), _link_bytes(program, wanted / full))
+    return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes))
 
 
 def timeline_of_step(question: PlanRequest, cut: StageCut) -> Timeline:
@@ -99,8 +106,9 @@ def timeline_of_step(question: PlanRequest, cut: StageCut) -> Timeline:
 
 
 def _rounds(question: PlanRequest, cut: StageCut) -> int:
-    """By how many microbatches a step can be shortened."""
-    return 1 if question.loaded.recipe.pipeline.binds_stages else max(1, per_round_of(question, cut))
+    """Microbatches after which a step repeats itself: a round's, or with bound stages one for each worker."""
+    binds = question.loaded.recipe.pipeline.binds_stages
+    return question.num_workers if binds else max(1, per_round_of(question, cut))
 
 
 def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
@@ -108,8 +116,10 @@ def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
     wanted, rounds = question.settings.num_microbatches, _rounds(question, cut)
     if wanted <= MAX_SIMULATED_MICROBATCHES:
         return wanted
-    surplus = wanted - MAX_SIMULATED_MICROBATCHES
-    return max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
+    enough = EXTRAPOLATED_PER_WORKER * question.num_workers
+    surplus = wanted - min(max(enough, MAX_SIMULATED_MICROBATCHES // 2), MAX_SIMULATED_MICROBATCHES)
+    least = 2 * rounds + question.settings.sequence_chunks
+    return min(wanted, max(least, wanted - math.ceil(surplus / rounds) * rounds))
 
 
 def reference_s(question: PlanRequest, cut: StageCut) -> float:
@@ -168,11 +178,10 @@ def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num
     return lower(schedule, costs, staleness=staleness)
 
 
-def _link_bytes(program: Program, factor: float) -> LinkBytes:
-    """Bytes of a step from those of the simulated part of it: rounds repeat."""
+def _link_bytes(program: Program) -> list[int]:
+    """Bytes on the links, in the order of `LinkBytes`."""
     sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
     for op in program.ops:
         if op.lane in (UP, DOWN):
             sums[op.lane, op.payload in (WEIGHTS, WEIGHT_GRADIENT)] += op.num_bytes
-    up, down = ((int(sums[lane, True] * factor), int(sums[lane, False] * factor)) for lane in (UP, DOWN))
-    return LinkBytes(*up, *down)
+    return list(sums.values())
