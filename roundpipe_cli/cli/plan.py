@@ -157,7 +157,7 @@ def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) 
     if not details:
         return [*lines, "`-v` shows stages, memory by part, links, and what this rests on"]
     lines += [*_stage_lines(answer), ""]
-    unequal = who_does_what(answer.question, answer.timeline)
+    unequal = who_does_what(answer.question, lambda: answer.timeline)
     lines += [*unequal, ""] if unequal else []
     lines += [*_memory_lines(answer), ""]
     lines += [*_link_lines(answer), ""]

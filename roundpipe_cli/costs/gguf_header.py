@@ -22,6 +22,7 @@ _MAX_TEXTS = 1 << 22
 """Largest length of one array; the largest vocabularies have 2^18 tokens, and a few times as many merges."""
 _MAX_ELEMENTS = 1 << 48
 _MAX_KEPT_STRING_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -88,11 +89,24 @@ class _Header:
         if item in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[item]))
         elif item == _STRING and count <= min(_MAX_TEXTS, self._size // 8):
-            for _ in range(count):
-                self._skip(self._number("<Q"))
+            self._skip_texts(count)
         else:
             raise ValueError(f"an array of {count} values of type {item}")
         return count
+
+    def _skip_texts(self, count: int) -> None:
+        """Pass by texts, of which only the lengths are looked at: a vocabulary has 10^5 of them."""
+        length_at, block, place = struct.Struct("<Q").unpack_from, b"", 0
+        for _ in range(count):
+            if place + 8 > len(block):
+                block, place = block[place:] + self._stream.read(_BLOCK_BYTES), 0
+                if len(block) < 8:
+                    raise ValueError("it ends in the middle of its header")
+            place += 8 + length_at(block, place)[0]
+            if place > len(block):
+                self._skip(place - len(block))
+                block, place = b"", 0
+        self._stream.seek(place - len(block), 1)
 
     def _string(self) -> str:
         length = self._number("<Q")

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
@@ -93,6 +92,8 @@ def is_offline() -> bool:
 
 def hub_answers() -> bool:
     """Whether the hub's host takes a connection: nothing is asked of it."""
+    from urllib.request import getproxies  # with the libraries of HTTP: nobody else needs them
+
     if getproxies():  # the proxy resolves names
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")

@@ -169,7 +169,9 @@ class AdaptivePlanner:
 
         half = PREDICTED_STEPS // 2
         first, to_half, to_end = (simulate(build(count), costs, staleness=1) for count in (1, half, 2 * half))
-        step_s = chained_step_s(first, (makespan_s(to_half), makespan_s(to_end)), half, (1.0,) * self._num_workers)
+        step_s = chained_step_s(
+            busy_s(first), (makespan_s(to_half), makespan_s(to_end)), half, (1.0,) * self._num_workers
+        )
         return (StepChain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:

@@ -17,7 +17,7 @@ from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_stages, chunk_shapes, fastest_shape
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, costs_per_microbatch, run
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, costs_per_microbatch, run, run_step_s
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
@@ -43,7 +43,8 @@ MIN_GAIN = 0.01
 MAX_PLANNED_ROUNDS = 4
 """Microbatches per worker that a quick search looks at: later rounds repeat."""
 MAX_SEARCHED_LAYERS = 72
-"""With more layers than these a quick choice simulates a few even cuts: the search takes seconds."""
+"""With more layers than these a quick choice simulates a few even cuts: the search takes seconds. Bound schedules then
+try fewer numbers of stages."""
 MAX_WEIGHED_MICROBATCHES = 64
 """Microbatches by which two cuts with rounds of different length are compared."""
 STALE_STEPS = 4
@@ -204,7 +205,7 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
         return searched
     # The search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut.
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_WEIGHED_MICROBATCHES))
-    return min(searched, _quick(case), key=lambda cut: run("roundpipe", cut, short).step_s)
+    return min(searched, _quick(case), key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _quick(case: SimulationCase) -> StageCut:
@@ -229,7 +230,8 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     max_loops = 1 if kind.one_stage_each else -(-num_layers // num_workers)
     per_round = num_workers if kind.keeps_few else case.num_microbatches
     drafts: list[tuple[bool, float, int, StageCut]] = []
-    for loops in range(1, max_loops + 1):
+    is_deep = effort == "quick" and num_layers > MAX_SEARCHED_LAYERS
+    for loops in _loops(num_layers, num_workers, max_loops) if is_deep else range(1, max_loops + 1):
         num_stages = loops * num_workers
         candidates = {balanced_stages(case.costs, num_stages), even_stages(num_layers, num_stages)}
         cuts = [StageCut(stages, tuple(reversed(stages))) for stages in sorted(candidates)]
@@ -241,8 +243,20 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     for breaks, least_s, loops, cut in drafts:  # transfers only add to the published time
         if scored and (breaks, least_s) > min(scored, key=lambda one: one[:3])[:2]:
             break
-        scored.append((breaks, run(name, cut, replace(case, num_steps=1)).makespan_s, loops, cut))
+        scored.append((breaks, run_step_s(name, cut, replace(case, num_steps=1)), loops, cut))
     return min(scored, key=lambda one: one[:3])[3]
+
+
+def _loops(num_layers: int, num_workers: int, most: int) -> list[int]:
+    """Stages per worker to try of deep models: the fewest for each size of the largest stage.
+
+    Sizes are counted with the embedding as a layer and without.
+    """
+    fewest = {}
+    for loops in range(most, 0, -1):
+        stages = loops * num_workers
+        fewest[-(-(num_layers - 1) // stages), -(-(num_layers - 2) // stages)] = loops
+    return sorted(fewest.values())
 
 
 Keeps = Callable[[StageCut], bool]
@@ -280,7 +294,7 @@ def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
     found = fastest_shape(
         shapes,
         lambda shape: keeps is None or keeps(StageCut(*shape)),
-        lambda shape: run("roundpipe", StageCut(*shape), replace(case, num_steps=1)).makespan_s,
+        lambda shape: run_step_s("roundpipe", StageCut(*shape), replace(case, num_steps=1)),
     )
     return StageCut(*found)
 
@@ -313,7 +327,7 @@ def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None 
 
 def faster(planned: StageCut, other: StageCut, case: SimulationCase) -> StageCut:
     """The other one if it is faster by more than the simulator can be trusted with."""
-    planned_s, other_s = (run("roundpipe", partition, case).step_s for partition in (planned, other))
+    planned_s, other_s = (run_step_s("roundpipe", partition, case) for partition in (planned, other))
     return other if other_s < planned_s * (1 - MIN_GAIN) else planned
 
 
@@ -337,7 +351,7 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
         for num_backward in counts
         for per_round in (rounds[:1] if case.accounting == "published" else rounds)
     ]
-    scored = [(run("roundpipe", planned, short).step_s, 0, planned)]
+    scored = [(run_step_s("roundpipe", planned, short), 0, planned)]
     for candidate in filter(keeps, candidates):
         result = run("roundpipe", candidate, short)
         if result.step_s < scored[0][0] * (1 - 1e-9) and _fits(result, case):
@@ -347,7 +361,7 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
         whole = _whole_model(case.costs, case.num_microbatches)
         if (keeps is None or keeps(whole)) and _whole_model_fits(case.costs):
             finalists.append(whole)
-    return min(finalists, key=lambda partition: run("roundpipe", partition, whole_step).step_s)
+    return min(finalists, key=lambda partition: run_step_s("roundpipe", partition, whole_step))
 
 
 def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut:

@@ -13,8 +13,8 @@ from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule, place_on
 from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, chained_step_s, makespan_s
+from roundpipe_cli.schedule.simulate import simulate, simulated_makespan_s
+from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, busy_s, chained_step_s, makespan_s
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,24 @@ def run(name: str, cut: StageCut, case: SimulationCase) -> Result:
         half = case.num_steps // 2
         span_s = [makespan_s(_timed(name, cut, case, count)[1]) for count in (half, case.num_steps)]
         speeds = case.costs.worker_speed or (1.0,) * case.num_workers
-        step_s = chained_step_s(first[1], (span_s[0], span_s[1]), half, speeds)
+        step_s = chained_step_s(busy_s(first[1]), (span_s[0], span_s[1]), half, speeds)
     published = case.accounting == "published"
     per_round = case.num_workers if published else first[0].microbatches_per_round
     dealing = cut.dealing or case.options
     return Result(first[0], first[1], makespan, bubble(first[1]), step_s, per_round, dealing)
+
+
+def run_step_s(name: str, cut: StageCut, case: SimulationCase) -> float:
+    """`step_s` of what `run` returns, without its figures: for searches.
+
+    Raises:
+        RefusedError: as `run`.
+    """
+    if case.num_steps > 1:
+        return run(name, cut, case).step_s
+    case = replace(case, costs=costs_per_microbatch(name, case, cut.microbatches_per_round))
+    schedule = make_schedule(name, cut, case)
+    return simulated_makespan_s(schedule, case.costs, accounting=case.accounting, staleness=case.staleness)
 
 
 def make_schedule(name: str, cut: StageCut, case: SimulationCase, num_steps: int = 1) -> Schedule:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import LayerCost, StageRange
@@ -34,6 +35,7 @@ from roundpipe_cli.planning.simulated_step import (
     simulate_step,
     step_document,
     step_from,
+    timeline_of_step,
 )
 from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.unequal import describe_idle_gpus, without_small_cards
@@ -52,7 +54,7 @@ from roundpipe_cli.units import counted, format_bytes, format_seconds
 RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits needs no recompute"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The answer."""
 
@@ -67,19 +69,15 @@ class Plan:
     bubble_ratio: float
     links: LinkBytes
     cut: StageCut
-    known_timeline: Timeline | None
-    """See `timeline`; None where the step's figures are remembered."""
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
     needs_s: Mapping[str, float]
     """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
         """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
-        timeline = self.known_timeline or simulate_step(self.question, self.cut).timeline
-        assert timeline is not None
-        return timeline
+        return timeline_of_step(self.question, self.cut)
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
@@ -200,7 +198,6 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
         bubble_ratio=step.bubble_ratio,
         links=step.links,
         cut=cut,
-        known_timeline=step.timeline,
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),

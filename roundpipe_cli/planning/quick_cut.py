@@ -14,8 +14,7 @@ from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.planning.verdict import stages_of_blocks
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import makespan_s
+from roundpipe_cli.schedule.simulate import simulated_makespan_s
 
 MAX_LINK_SHARE = 0.7
 MAX_SIMULATED_MICROBATCHES = 32
@@ -41,7 +40,7 @@ def quick_cut(
             rounds=Rounds(simulated, per_round=cut[2], staleness=staleness),
             costs=costs,
         )
-        return makespan_s(simulate(schedule, costs, staleness=staleness))
+        return simulated_makespan_s(schedule, costs, staleness=staleness)
 
     cuts = [
         (

@@ -15,11 +15,15 @@ from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
 from roundpipe_cli.schedule.dealing import Rounds, options_of
 from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
-from roundpipe_cli.schedule.simulate import simulate_program
-from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, busy_s, chained_step_s, makespan_s
+from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS, Program
+from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
+from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, chained_step_s
 
 MAX_SIMULATED_MICROBATCHES = 64
+"""Longer steps are extrapolated."""
+EXTRAPOLATED_PER_WORKER = 4
+"""Microbatches per worker from which a longer step is extrapolated, at least `MAX_SIMULATED_MICROBATCHES / 2` and at
+most `MAX_SIMULATED_MICROBATCHES` together. As many are simulated, and two rounds fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,11 @@ def per_round_of(question: PlanRequest, cut: StageCut) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One optimizer step; the timeline is that of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    """The figures of one optimizer step."""
 
     step_s: float
     bubble_ratio: float
     links: LinkBytes
-    timeline: Timeline | None
-    """None where the figures are remembered."""
 
 
 def step_document(step: SimulatedStep) -> dict[str, Any]:
@@ -59,13 +61,13 @@ def step_document(step: SimulatedStep) -> dict[str, Any]:
 
 
 def step_from(document: Any) -> SimulatedStep:
-    """The inverse of `step_document`, without the timeline.
+    """The inverse of `step_document`.
 
     Raises:
         ValueError, TypeError, KeyError: not such a document.
     """
     links = {field.name: int(number(document["links"][field.name])) for field in fields(LinkBytes)}
-    return SimulatedStep(number(document["step_s"]), number(document["bubble_ratio"]), LinkBytes(**links), None)
+    return SimulatedStep(number(document["step_s"]), number(document["bubble_ratio"]), LinkBytes(**links))
 
 
 def overlaps_steps(question: PlanRequest) -> bool:
@@ -77,24 +79,47 @@ def overlaps_steps(question: PlanRequest) -> bool:
 
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
-    wanted, is_dealt = question.settings.num_microbatches, not question.loaded.recipe.pipeline.binds_stages
-    rounds = max(1, per_round_of(question, cut)) if is_dealt else 1
-    full = wanted
-    if wanted > MAX_SIMULATED_MICROBATCHES:
-        surplus = wanted - MAX_SIMULATED_MICROBATCHES
-        full = max(2 * rounds + question.settings.sequence_chunks, wanted - math.ceil(surplus / rounds) * rounds)
-    one = _simulated(question, cut, full, num_steps=1)
-    busy, alone_s = sum(busy_s(one.timeline)), makespan_s(one.timeline)
-    step_s = alone_s
+    wanted, costs = question.settings.num_microbatches, _costs_of_workers(question, cut)
+    rounds, full = _rounds(question, cut), _num_simulated(question, cut)
+    program = _program(question, cut, full, num_steps=1)
+    one = simulated_ends(program, costs)
+    busy, step_s, num_bytes = sum(one.busy_s), one.makespan_s, _link_bytes(program)
     if overlaps_steps(question):
-        ends_s = [makespan_s(_simulated(question, cut, full, num_steps=n).timeline) for n in (2, 4)]
-        step_s = chained_step_s(one.timeline, (ends_s[0], ends_s[1]), 2, (1.0,) * question.num_workers)
+        ends = [simulated_ends(_program(question, cut, full, num_steps=n), costs) for n in (2, 4)]
+        ends_s = ends[0].makespan_s, ends[1].makespan_s
+        step_s = chained_step_s(one.busy_s, ends_s, 2, (1.0,) * question.num_workers)
     if full < wanted:
-        fewer = _simulated(question, cut, full - 2 * rounds, num_steps=1)
-        growth_s = (alone_s - makespan_s(fewer.timeline)) * (wanted - full) / (2 * rounds)
-        step_s, busy = step_s + growth_s, busy * wanted / full
+        shorter, growth = _program(question, cut, full - 2 * rounds, num_steps=1), (wanted - full) / (2 * rounds)
+        fewer = simulated_ends(shorter, costs)
+        step_s, busy = step_s + growth * (one.makespan_s - fewer.makespan_s), busy * wanted / full
+        num_bytes = [
+            int(most + growth * (most - less)) for most, less in zip(num_bytes, _link_bytes(shorter), strict=True)
+        ]
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
-    return SimulatedStep(step_s, max(0.0, bubble), _scaled(one.links, wanted / full), one.timeline)
+    return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes))
+
+
+def timeline_of_step(question: PlanRequest, cut: StageCut) -> Timeline:
+    """The timeline of one step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
+    program = _program(question, cut, _num_simulated(question, cut), num_steps=1)
+    return simulate_program(program, _costs_of_workers(question, cut))
+
+
+def _rounds(question: PlanRequest, cut: StageCut) -> int:
+    """Microbatches after which a step repeats itself: a round's, or with bound stages one for each worker."""
+    binds = question.loaded.recipe.pipeline.binds_stages
+    return question.num_workers if binds else max(1, per_round_of(question, cut))
+
+
+def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
+    """Microbatches that are simulated: all of a step's, or whole rounds less."""
+    wanted, rounds = question.settings.num_microbatches, _rounds(question, cut)
+    if wanted <= MAX_SIMULATED_MICROBATCHES:
+        return wanted
+    enough = EXTRAPOLATED_PER_WORKER * question.num_workers
+    surplus = wanted - min(max(enough, MAX_SIMULATED_MICROBATCHES // 2), MAX_SIMULATED_MICROBATCHES)
+    least = 2 * rounds + question.settings.sequence_chunks
+    return min(wanted, max(least, wanted - math.ceil(surplus / rounds) * rounds))
 
 
 def reference_s(question: PlanRequest, cut: StageCut) -> float:
@@ -107,16 +132,10 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
     once = min(wanted, SCORED_PER_WORKER * workers)
     stages = forward_stages(costs, own, cut.backward_stages, num_workers=workers, num_microbatches=once)
     schedule = build_forward(stages, num_workers=workers, num_microbatches=once)
-    forward_s = makespan_s(simulate_program(lower(schedule, costs), costs))
+    forward_s = simulated_ends(lower(schedule, costs), costs).makespan_s
     passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
     host_s = once * question.analytic.host_s_per_microbatch / passes
     return (forward_s + host_s) * wanted / once
-
-
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    timeline: Timeline
-    links: LinkBytes
 
 
 def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
@@ -134,13 +153,20 @@ def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
 
 
-def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> _Simulated:
-    costs, staleness = step_costs(question, cut), question.settings.staleness
+def _costs_of_workers(question: PlanRequest, cut: StageCut) -> CostModel:
+    """`step_costs`, with the speeds of those workers that get stages."""
+    costs = step_costs(question, cut)
+    if costs.worker_speed is None or not cut.workers:
+        return costs
+    return replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in cut.workers))
+
+
+def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> Program:
+    """The lowered steps, to be simulated with `_costs_of_workers`."""
+    costs, staleness = _costs_of_workers(question, cut), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
     pipeline = question.loaded.recipe.pipeline
     options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)
-    if costs.worker_speed is not None:
-        costs = replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in workers))
     schedule = build_schedule(
         pipeline.schedule,
         forward_stages=cut.forward_stages,
@@ -156,20 +182,13 @@ def _simulated(question: PlanRequest, cut: StageCut, num_microbatches: int, *, n
         ),
         costs=costs,
     )
-    program = lower(schedule, costs, staleness=staleness)
+    return lower(schedule, costs, staleness=staleness)
+
+
+def _link_bytes(program: Program) -> list[int]:
+    """Bytes on the links, in the order of `LinkBytes`."""
     sums = {(lane, weights): 0 for lane in (UP, DOWN) for weights in (True, False)}
     for op in program.ops:
         if op.lane in (UP, DOWN):
             sums[op.lane, op.payload in (WEIGHTS, WEIGHT_GRADIENT)] += op.num_bytes
-    links = LinkBytes(sums[UP, True], sums[UP, False], sums[DOWN, True], sums[DOWN, False])
-    return _Simulated(simulate_program(program, costs), links)
-
-
-def _scaled(links: LinkBytes, factor: float) -> LinkBytes:
-    """Bytes of a step from those of the simulated part of it: rounds repeat."""
-    return LinkBytes(
-        int(links.weights_up * factor),
-        int(links.boundaries_up * factor),
-        int(links.gradients_down * factor),
-        int(links.boundaries_down * factor),
-    )
+    return list(sums.values())

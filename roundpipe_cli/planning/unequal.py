@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -47,13 +47,17 @@ def describe_idle_gpus(question: PlanRequest, fewer: PlanRequest, *, fits: bool)
     return f"{names} left out: {why}; write pipeline.devices: [{listed}]"
 
 
-def who_does_what(question: PlanRequest, timeline: Timeline) -> list[str]:
-    """One line for each kind of device: its speed and its part of the work; none where all are alike."""
+def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) -> list[str]:
+    """One line for each kind of device: its speed and its part of the work; none where all are alike.
+
+    Args:
+        make_timeline: simulates a step; not called where all are alike.
+    """
     devices = question.hardware.devices
     speeds = question.analytic.costs.worker_speed or (1.0,) * len(devices)
     if len({(device.name, device.memory_bytes, speed) for device, speed in zip(devices, speeds, strict=True)}) == 1:
         return []
-    work = [seconds * speed for seconds, speed in zip(busy_s(timeline), speeds, strict=True)]
+    work = [seconds * speed for seconds, speed in zip(busy_s(make_timeline()), speeds, strict=True)]
     smallest = min(devices, key=lambda device: device.memory_bytes)
     lines = [f"unequal workers; stages are sized for the smallest, {_memory(smallest)}"]
     kinds = sorted(zip(devices, speeds, work, strict=True), key=lambda one: (-one[1], one[0].name))

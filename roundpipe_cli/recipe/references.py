@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.strict_yaml import KeyPath, format_key, shown_value
 
@@ -91,6 +89,8 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
     for path in texts:
         if path in findings.refused:
             _replace(data, path, None)
+    from omegaconf import OmegaConf  # takes longer to import than a recipe to read, and few need it
+
     plain = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}

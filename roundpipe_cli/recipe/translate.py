@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.errors import Problem, RecipeError, closest
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, Writes, is_off, note, value_alias
 from roundpipe_cli.recipe.check import Findings
 from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
 from roundpipe_cli.recipe.strict_yaml import MAX_DEPTH, KeyPath, Place, format_key, parse_text, shown_value
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _PATH = re.compile(r"[^.\[\]=\s]+(\.[^.\[\]=\s]+|\[\d{1,5}\])*")
 _LINE_OF_OVERRIDES = 10**8
@@ -37,6 +37,8 @@ def apply_overrides(
     """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
     if not overrides:
         return data
+    from omegaconf import DictConfig, OmegaConf  # takes longer to import than a recipe to read
+
     config = OmegaConf.create(data)
     assert isinstance(config, DictConfig)
     for number, text in enumerate(overrides):
@@ -79,6 +81,8 @@ def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
 
 def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> DictConfig:
     """The recipe without a key or an item of a list that the file has; its default is in force again."""
+    from omegaconf import DictConfig, OmegaConf
+
     plain = OmegaConf.to_container(config, resolve=False)
     path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
     section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else MISSING
@@ -253,6 +257,9 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, findings: Findings) -> None:
     """One override into the merged recipe; mappings are merged, everything else replaced."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     if not isinstance(value, dict):
         for inner in [known for known in findings.places if known[: len(path)] == path]:
             del findings.places[inner]

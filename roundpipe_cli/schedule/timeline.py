@@ -85,18 +85,20 @@ def busy_s(timeline: Timeline) -> list[float]:
     return busy
 
 
-def chained_step_s(first: Timeline, ends_s: tuple[float, float], num_steps: int, speeds: Sequence[float]) -> float:
+def chained_step_s(
+    first_busy_s: Sequence[float], ends_s: tuple[float, float], num_steps: int, speeds: Sequence[float]
+) -> float:
     """Time per step of steps that follow each other without a barrier: of `num_steps` more of them.
 
     Never less than all work at the speed of all workers: where few steps are compared, their last actions may end
     early or late by chance.
 
     Args:
-        first: the first step alone.
+        first_busy_s: of the first step alone, as `busy_s`.
         ends_s: makespans before and after those steps.
         speeds: relative speed of each worker.
     """
-    work_s = sum(seconds * speed for seconds, speed in zip(busy_s(first), speeds, strict=True))
+    work_s = sum(seconds * speed for seconds, speed in zip(first_busy_s, speeds, strict=True))
     return max((ends_s[1] - ends_s[0]) / num_steps, work_s / sum(speeds))
 
 

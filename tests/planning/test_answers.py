@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -46,12 +47,25 @@ def files() -> list[Path]:
 
 
 def test_a_question_that_comes_again_is_not_searched_again(searches: list[object]) -> None:
-    """The second plan is the first one's, figures and stages; its timeline is made when it is asked for."""
+    """The second plan is the first one's, figures and stages, and so is its timeline."""
     first, again = plan(), plan()
     assert len(searches) == 1
-    assert again.known_timeline is None
-    assert replace(again, known_timeline=first.known_timeline) == first
+    assert again == first
     assert again.timeline == first.timeline
+
+
+def test_cycles_are_not_searched_for_while_an_answer_is_worked_out() -> None:
+    """They are again afterwards, also where the work fails."""
+    answers = Answers()
+
+    def work() -> int:
+        if gc.isenabled():
+            return 1
+        raise ValueError("off")
+
+    with pytest.raises(ValueError, match="off"):
+        answers.once("a question", work, lambda number: {"number": number}, lambda document: int(document["number"]))
+    assert gc.isenabled()
 
 
 def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,11 +333,13 @@ def test_lora_keys_with_full_fine_tuning_are_noticed(tmp_path: Path) -> None:
     assert loaded.notices == ("lora: not used, since method is full",)
 
 
-def test_loading_imports_no_torch() -> None:
+@pytest.mark.parametrize(("overrides", "also"), [(["lora.r=4"], set()), ([], {"omegaconf"})])
+def test_loading_imports_no_torch(overrides: list[str], also: set[str]) -> None:
+    """A recipe without overrides and references needs no omegaconf, which takes longer to import than it to read."""
     code = (
         "import sys; from roundpipe_cli.recipe.load import load_recipe;"
-        "load_recipe('recipes/qwen3-32b.yaml', ['lora.r=4']);"
-        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'rich', 'typer'} & set(sys.modules);"
+        f"load_recipe('recipes/qwen3-32b.yaml', {overrides});"
+        f"heavy = {{'torch', 'transformers', 'datasets', 'numpy', 'rich', 'typer', *{also or ()}}} & set(sys.modules);"
         "sys.exit(','.join(heavy) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)

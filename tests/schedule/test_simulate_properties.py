@@ -15,7 +15,7 @@ from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import Program
-from roundpipe_cli.schedule.simulate import simulate, simulate_program
+from roundpipe_cli.schedule.simulate import simulate, simulate_program, simulated_makespan_s
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
     DOWN,
@@ -175,6 +175,16 @@ def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Sc
     total = sum(op.num_bytes for op in program.ops)
     moved = (sum(link_busy_s(timeline, UP)) + sum(link_busy_s(timeline, DOWN))) * costs.link_bytes_per_s
     assert moved == pytest.approx(total, rel=1e-6, abs=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(with_bytes=True), st.sampled_from(["default", "published"]))
+def test_searches_get_the_makespan_of_the_timeline(case: tuple[Schedule, CostModel, int], accounting: str) -> None:
+    """To the last bit, under both accountings and with updates beside the next step or before it."""
+    schedule, costs, staleness = case
+    timeline = simulate(schedule, costs, accounting=accounting, staleness=staleness)
+    quick_s = simulated_makespan_s(schedule, costs, accounting=accounting, staleness=staleness)
+    assert quick_s == makespan_s(timeline)
 
 
 @settings(max_examples=150, deadline=None)
