@@ -103,10 +103,14 @@ def place(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
+OLD_TYPER = "ignore:'click.utils.:DeprecationWarning"
+"""typer 0.22 imports names that the newest click warns of."""
+
+
 def run_python(code: str, *, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-W", OLD_TYPER, "-c", code],
         capture_output=True,
         text=True,
         timeout=timeout_s,

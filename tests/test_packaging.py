@@ -227,6 +227,8 @@ def test_constraints_are_exact_versions() -> None:
 
 def test_constraints_pin_every_dependency(wheel: zipfile.ZipFile) -> None:
     """Direct and indirect, for running and for development, as far as they are installed on this platform."""
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("older or newer packages have other dependencies")
     pinned = pins()
     waiting = [(one, "dev") for one in requirements_of(wheel)]
     seen = set()

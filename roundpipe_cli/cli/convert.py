@@ -37,7 +37,7 @@ def convert(
     from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.recipe.convert import convert_file
+    from roundpipe_cli.recipe.convert_file import convert_file
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
     try:

@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.block_sums import DamageError
 from roundpipe_cli.data.chat import TEMPLATE_DATE
-from roundpipe_cli.data.chunks import ChunkResult, TemplateFacts
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.keys import digest_tokenizer, shard_key
 from roundpipe_cli.data.processes import Chunk, EncoderPool
 from roundpipe_cli.data.report import MAX_LISTED, DataReport, SourceReport, listed
+from roundpipe_cli.data.row_chunks import ChunkResult, TemplateFacts
 from roundpipe_cli.data.rows import RawRow, fault_problem, in_chunks
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.data.shards import Shard, ShardWriter, load_shard

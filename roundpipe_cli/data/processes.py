@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast
 
-from roundpipe_cli.data.chunks import ChunkResult, RowEncoder, TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
+from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, TemplateFacts
 from roundpipe_cli.data.rows import RawRow
 from roundpipe_cli.data.settings import DataSettings
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError

@@ -112,6 +112,9 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     if config.model_type in sink_attention.MODEL_TYPES:
         sink_attention.register()
         config, attention = copy.deepcopy(config), {"attn_implementation": sink_attention.NAME}
+    elif getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # transformers 5.17 would take torch's fused attention for Gemma 2, which leaves the soft cap out
+        attention = {"attn_implementation": "eager"}
     where = str(getattr(config, "model_type", "model"))
     with refusing("transformers cannot build this model", where, _null_sizes(config)), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -64,26 +64,26 @@ def _renamed(target: str) -> AliasConversion:
 
 
 def _precision(dtype: str) -> AliasConversion:
-    def convert(value: Any) -> Writes:
+    def writes_of(value: Any) -> Writes:
         if value is True or value in ("auto", "full"):
             return {"dtype": dtype}
         if value is False or value is None:
             return {}
         raise ValueError(f"write `dtype: {dtype}` or delete the line")
 
-    return convert
+    return writes_of
 
 
 def _one_of(choices: dict[Any, Writes]) -> AliasConversion:
     """A fixed table of values; anything else has no counterpart."""
 
-    def convert(value: Any) -> Writes:
+    def writes_of(value: Any) -> Writes:
         for choice, writes in choices.items():
             if type(choice) is type(value) and choice == value:
                 return dict(writes)
         raise ValueError("expected one of " + ", ".join(str(choice).lower() for choice in choices))
 
-    return convert
+    return writes_of
 
 
 def _target_list(value: Any) -> Writes:

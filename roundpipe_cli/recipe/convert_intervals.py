@@ -34,7 +34,7 @@ def _eval_steps(value: Any, data: Data) -> Writes:
 def _per_epoch(target: str) -> ConversionRule:
     """axolotl's number of saves or evaluations in an epoch: it makes a share of all steps of it."""
 
-    def convert(value: Any, data: Data) -> Writes:
+    def writes_of(value: Any, data: Data) -> Writes:
         if target == "eval_steps" and not (data.get("val_set_size") or data.get("test_datasets")):
             return {}
         if value == 1 and not data.get("max_steps"):
@@ -46,7 +46,7 @@ def _per_epoch(target: str) -> ConversionRule:
             return {target: 1 / (value * epochs)}
         return {target: "epoch" if target == "save_steps" else None}
 
-    return convert
+    return writes_of
 
 
 def _eval_strategy(value: Any, data: Data) -> Writes:

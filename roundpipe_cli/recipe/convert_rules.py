@@ -115,12 +115,12 @@ def _sampling(value: Any, data: Data) -> Writes:
 def _on_by_default(change: str) -> ConversionRule:
     """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
 
-    def convert(value: Any, data: Data) -> Writes:
+    def writes_of(value: Any, data: Data) -> Writes:
         if value is False:
             raise LeaveOutError("cannot be turned off here", change)
         return {}
 
-    return convert
+    return writes_of
 
 
 def _thinking(value: Any, data: Data) -> Writes:

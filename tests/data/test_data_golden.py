@@ -7,7 +7,6 @@ not trained. A change of one of them is a change of what users train.
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
-from tests.support.e2e import smollm2_folder
+from roundpipe_cli.model.load import load_tokenizer
+from tests.support.e2e import smollm2_source
 
 GOLDEN = Path(__file__).parents[1] / "golden_data"
 CHATML = (
@@ -90,12 +90,7 @@ REFUSED = {("smollm2", "chat_with_tools"): "leaves the tools of this conversatio
 
 def load_smollm() -> Any:
     """SmolLM2's tokenizer with Llama 3's special tokens added."""
-    folder = smollm2_folder()
-    from transformers import AutoTokenizer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    tokenizer = load_tokenizer(smollm2_source())
     names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer.add_tokens(names, special_tokens=True)
     return tokenizer

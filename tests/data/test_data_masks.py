@@ -8,7 +8,6 @@ token id stands for.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from roundpipe_cli.data.encode import encode_batch
 from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
-from tests.support.e2e import smollm2_folder
+from roundpipe_cli.model.load import load_tokenizer
+from tests.support.e2e import smollm2_source
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -72,12 +72,7 @@ WITHOUT_PROMPT = (
 
 @pytest.fixture(scope="module")
 def smollm() -> Any:
-    folder = smollm2_folder()
-    from transformers import AutoTokenizer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    return load_tokenizer(smollm2_source())
 
 
 def byte_table() -> dict[str, int]:

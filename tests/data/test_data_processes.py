@@ -15,9 +15,9 @@ import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.data import processes
-from roundpipe_cli.data.chunks import RowEncoder
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.processes import EncoderPool
+from roundpipe_cli.data.row_chunks import RowEncoder
 from roundpipe_cli.data.rows import RawRow
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset

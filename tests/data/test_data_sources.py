@@ -18,6 +18,7 @@ from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import Source, find_sources, parse_split
 from roundpipe_cli.errors import RefusedError
+from tests.support.versions import at_least
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -354,7 +355,10 @@ def test_a_parquet_column_of_two_names_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_parquet_head_that_ends_pyarrow_is_one_error(tmp_path: Path) -> None:
-    """Story: a column of texts that says it is of numbers ended the whole program by SIGABRT, without a word."""
+    """Story: a column of texts that says it is of numbers ended the whole program by SIGABRT, without a word.
+
+    pyarrow 16 finds the fault itself.
+    """
     path, refused = tmp_path / "x.parquet", []
     pyarrow.parquet.write_table(pyarrow.table({"question": ["hello"] * 50}), path)
     whole = path.read_bytes()
@@ -364,7 +368,8 @@ def test_a_parquet_head_that_ends_pyarrow_is_one_error(tmp_path: Path) -> None:
             read(path)
         except RefusedError as error:
             refused.append(str(error))
-    assert any("reading the head of the parquet file ended its process" in text for text in refused), refused
+    said = "ended its process" if at_least("pyarrow", "26") else "cannot be applied to primitive type"
+    assert any(said in text for text in refused), refused
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,7 +17,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.converted import FOLDER, convert_once
 from roundpipe_cli.model.load import _tokenizer_values, end_as_the_model_does, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource, resolve_model
-from tests.support.e2e import make_tokenizer, smollm2_folder
+from tests.support.e2e import make_tokenizer, smollm2_source
 
 TEXTS = [
     "",
@@ -198,7 +198,7 @@ def test_the_files_own_token_ends_a_text() -> None:
     """transformers 5.17 takes the first special token of a GGUF for both ends: rows of text ended with a beginning."""
     from transformers import AutoTokenizer
 
-    source = ModelSource("smollm2", smollm2_folder(), next(smollm2_folder().glob("*.gguf")).name)
+    source = smollm2_source()
     config = load_config(source)
     assert config.eos_token_id == 2
     tokenizer = AutoTokenizer.from_pretrained(str(source.folder), **source.load_arguments)

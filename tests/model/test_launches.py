@@ -20,6 +20,7 @@ from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped
+from tests.support.versions import at_least
 
 TOKENS = 512
 EXPECTED = {
@@ -41,6 +42,10 @@ EXPECTED = {
 }
 """Operators of the first block at few tokens, where no window needs a mask: forward, and backward with one add for each
 trained parameter."""
+
+
+GROUPED_AS_COUNTED = at_least("transformers", "5.18")
+MASKS_MORE = "transformers 5.17 masks rows of experts by five operators more"
 
 
 def counted(run: Any) -> tuple[int, int, int]:
@@ -91,6 +96,8 @@ def launches(
 @pytest.mark.parametrize(("model_type", "method", "kernels"), EXPECTED)
 def test_a_blocks_launches(model_type: str, method: str, kernels: str) -> None:
     """The number is the same at any length, and recompute is forward once more; no host waits."""
+    if model_type == "gpt_oss" and not GROUPED_AS_COUNTED:
+        pytest.skip(MASKS_MORE)
     found = launches(model_type, method, TOKENS, kernels=kernels)
     counts = found.forward.num_launches, found.backward.num_launches
     assert counts == EXPECTED[model_type, method, kernels], (found.forward.operators, found.backward.operators)
@@ -142,6 +149,7 @@ def test_our_kernels_take_all_experts_at_once(method: str, capability: tuple[int
     assert products["grouped_mm"] + products["grouped_mm_lora"] == ours and "baddbmm" not in products
 
 
+@pytest.mark.skipif(not GROUPED_AS_COUNTED, reason=MASKS_MORE)
 def test_a_feed_forward_part_of_128_experts_is_a_few_launches() -> None:
     """Router and experts with adapters on sm86, 28 launches of the block's: six are products, a few sort and gather."""
     figures = shipped(FAMILIES["qwen3_moe"], num_hidden_layers=2, vocab_size=64)

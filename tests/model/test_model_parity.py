@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.choices import PACKED_FORMATS, PackedFormat
@@ -106,6 +107,17 @@ def test_experts_that_are_drawn_are_the_same_in_the_recompute() -> None:
         **values, num_attention_heads=2, num_key_value_heads=2, num_local_experts=8, router_jitter_noise=0.4
     )
     assert prove(*skeleton_of(config)).gradient_error < 1e-5
+
+
+def test_a_soft_cap_of_attention_is_computed() -> None:
+    """transformers 5.17 took torch's fused attention for Gemma 2, which leaves the cap out without a word."""
+    found = []
+    for cap in (50.0, 0.01):
+        torch.manual_seed(0)
+        model = build_skeleton(tiny_config("gemma2", attn_logit_softcapping=cap), torch.float32)
+        weights = {name: torch.randn(meta.shape) * 0.3 for name, meta in model.named_parameters()}
+        found.append(functional_call(model, weights, args=(torch.arange(20)[None],)).logits)
+    assert not torch.allclose(*found, rtol=0.01), "the cap changes nothing"
 
 
 def test_layers_that_are_left_out_by_chance_are_all_kept_with_a_notice() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
@@ -45,11 +46,12 @@ def asked(mask_function: Any, **changes: Any) -> dict[str, Any]:
 
 
 def within_rows(mask_function: Any) -> Any:
-    """As transformers has it: rows numbered, places counted from each row's start."""
-    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
-
+    """As transformers has it: rows numbered, places counted from each row's start (5.17: from the microbatch's)."""
     places = positions(ROWS)
-    return packed_sequence_compatibility_function(mask_function, places, find_packed_sequence_indices(places))
+    rows = masking_utils.find_packed_sequence_indices(places)
+    if not hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(rows), mask_function)
+    return masking_utils.packed_sequence_compatibility_function(mask_function, places, rows)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -266,7 +266,7 @@ def test_types_that_plan_was_taught_are_counted_right() -> None:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     wrong = {}
-    for model_type in sorted(COUNTED_TYPES):
+    for model_type in sorted(COUNTED_TYPES.intersection(CONFIG_MAPPING.keys())):  # older releases know fewer
         base = CONFIG_MAPPING[model_type]() if model_type != "hunyuan_v1_dense" else None
         experts = {key: value for key, value in EXTRA.get(model_type, {}).items() if key in OF_EXPERTS}
         values = {key: value for key, value in {**MIDDLE, **experts}.items() if base is None or hasattr(base, key)}

@@ -15,7 +15,7 @@ from roundpipe_cli.recipe import convert_tables as tables
 from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
 from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
 from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert import convert_file
+from roundpipe_cli.recipe.convert_file import convert_file
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Tool
 from roundpipe_cli.recipe.load import load_recipe, load_text

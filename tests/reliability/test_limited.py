@@ -102,6 +102,6 @@ def test_no_template_is_rendered_outside_a_child() -> None:
     names = re.compile(r"apply_chat_template\(|render_jinja_template\(|ChatTemplate\(")
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if names.search(path.read_text())}
     assert callers == {
-        *("data/chat.py", "data/chunks.py"),
+        *("data/chat.py", "data/row_chunks.py"),
         *("train/result/base_files.py", "train/result/generate.py", "train/result/ollama.py"),
     }

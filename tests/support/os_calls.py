@@ -14,7 +14,8 @@ def replace_os_call(name: str, function: Callable[..., Any], put: Callable[[Any,
     Args:
         put: sets an attribute, as pytest's monkeypatch does.
     """
+    replaced = getattr(os, name)
     put(os, name, function)
     accessor = getattr(pathlib, "_NormalAccessor", None)
-    if accessor is not None and hasattr(accessor, name):
+    if accessor is not None and getattr(accessor, name, None) is replaced:  # its `open` is the built-in one
         put(accessor, name, staticmethod(function))

@@ -34,11 +34,11 @@ def _make_gguf(folder: Path) -> None:
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    tokens = [*make_tokenizer().get_vocab(), "ab"]
+    tokens = [*make_tokenizer().get_vocab(), "ab", "abc"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])  # transformers 5.17 takes a list of one for a text
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,), "output": (len(tokens), 32)}

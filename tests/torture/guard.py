@@ -30,6 +30,7 @@ def watch(report: str, limit_bytes: int, helpers: bool = False) -> None:
         text = str(arguments)[:300]
         wrong = event in FORBIDDEN or event.startswith(starts)
         wrong &= not text.startswith("('uname', ")  # Python's own platform module
+        wrong &= not (event == "socket.bind" and text.endswith("('::1', 0))"))  # older urllib3: is there IPv6?
         wrong |= event in ("open", "os.listdir", "os.scandir") and SECRET in text
         if wrong:
             descriptor = os.open(report, os.O_WRONLY | os.O_APPEND)
