@@ -121,6 +121,8 @@ class MicrobatchState:
     """Those of `Rewards`; set for preference pairs."""
     scores: HeadScores | None = None
     """Set in a pass without backward."""
+    lengths: torch.Tensor | None = None
+    """[B], tokens of each sequence without padding; None: all."""
     chunk: SequenceChunk | None = None
     """None: a sequence of its own."""
     place: int = 0

@@ -101,7 +101,7 @@ class LayerRunner:
         if state.prologue is None:
             seed = self._seed(context, 0, state)
             start = None if state.chunk is None else state.chunk.start
-            state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids, start)
+            state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids, start, state.lengths)
             if context.scoring is not None:  # keep no graph
                 state.prologue = Prologue(state.prologue.hidden.detach(), state.prologue.calls)
         return self.backend.receive(state.prologue.hidden.detach())
@@ -219,7 +219,10 @@ class LayerRunner:
         """Forward and backward of the head; returns the gradient of its input."""
         layer = self.layer = context.prepared.head
         take, parts = self.collector.taker(context, layer, state.index)
+        routers = self.model.split.routers
         with self.backend.compute():
+            if routers is not None:
+                hidden, sums = routers.split(hidden, self._last_shape(state))
             result = run_head(
                 partial(self.model.logits, dropout_seed=self._seed(context, layer, state)),
                 hidden,
@@ -228,6 +231,8 @@ class LayerRunner:
                 taps=GradientTaps(self.parameters[layer], take),
                 needs_hidden_grad=self.trained.first < layer,
             )
+            if routers is not None:
+                routers.add_to(result, sums, state.num_units, context.loss.gradient_scale)
         state.loss_sum, state.reward_sums = result.loss_sum, result.reward_sums  # read when the step is done
         self.collector.fold(context, layer, state.index, parts)
         return result.grad_hidden
@@ -235,7 +240,10 @@ class LayerRunner:
     def score(self, context: StepContext, scoring: Scoring, state: MicrobatchState, hidden: torch.Tensor) -> None:
         """Forward of the head in a pass without backward."""
         self.layer = context.prepared.head
+        routers = self.model.split.routers
         with self.backend.compute():
+            if routers is not None:
+                hidden, _ = routers.split(hidden, self._last_shape(state))
             scores = score_head(
                 self.model.logits,
                 hidden,
@@ -245,6 +253,12 @@ class LayerRunner:
             )
         state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # whole when the pass is done
         state.prologue = None  # nothing will ask for it again
+
+    def _last_shape(self, state: MicrobatchState) -> tuple[int, ...] | None:
+        """Of the last block's hidden states behind [B, T]."""
+        assert state.prologue is not None
+        routed = state.prologue.calls[-1].routed
+        return None if routed is None else routed.output_shape
 
     def _targets(self, state: MicrobatchState) -> HeadTargets:
         """The microbatch's targets on this worker's device."""

@@ -28,7 +28,7 @@ def _states_of(microbatch: Microbatch, first: int, num_chunks: int) -> list[Micr
     indices, targets = target_rows(microbatch.labels)
     if num_chunks == 1:
         state = MicrobatchState(first, microbatch.input_ids, indices, targets, microbatch.position_ids, place=first)
-        state.preference = microbatch.preference
+        state.preference, state.lengths = microbatch.preference, microbatch.lengths
         return [state]
     assert microbatch.position_ids is None and microbatch.preference is None, "packed rows and pairs are not cut"
     return chunk_states(microbatch.input_ids, indices, targets, first, num_chunks)

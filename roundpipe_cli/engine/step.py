@@ -25,6 +25,8 @@ class Microbatch:
     """int64 [B, T], restarting with each of the packed rows of a sequence; None: the model counts from 0."""
     preference: Preference | None = None
     """The rows are pairs, chosen ones first; None: the loss is that of the target tokens."""
+    lengths: torch.Tensor | None = None
+    """int64 [B]: tokens of each sequence without padding, for the routers' loss; None: all."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.boundary_layout import CarriedMark, Carry
 from roundpipe_cli.model.packed_attention import PackedRows
+from roundpipe_cli.model.router_loss import Routed
 
 
 class SplitRefusedError(RefusedError):
@@ -62,16 +63,23 @@ class BlockCall:
     kwargs: dict[str, Any]
     carry: Carry | None = None
     """Tensors that travel beside the hidden states; None: nothing."""
+    routed: Routed | None = None
+    """Sums of the routers' loss travel behind all of these; None: no such loss is trained."""
 
     def input_like(self, hidden: torch.Tensor) -> torch.Tensor:
         """Something that this block could be given where the first one is given `hidden`."""
         if self.carry is None:
-            return hidden
-        return self.carry.sample(hidden)
+            return hidden  # with its sums, if there are any
+        sample = self.carry.sample(hidden)
+        if self.routed is None:
+            return sample
+        loss = self.routed.loss
+        return loss.join(sample, torch.zeros(2 * loss.num_experts, device=sample.device))
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BlockCall:
         """This call with `function` applied to every tensor among its arguments."""
-        return map_values(self, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
+        call = map_values(self, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
+        return call if call.routed is None else replace(call, routed=call.routed.map_tensors(function))
 
     @property
     def holds_rows(self) -> bool:
@@ -84,6 +92,12 @@ class BlockCall:
         Where something travels with them, both are boundary tensors as `Carry` says. `cache` takes the place of
         `CACHE`, in calls that were recorded with one.
         """
+        if self.routed is not None:
+            return self.routed.run(block, hidden, lambda inner: self._run(block, inner, cache))
+        return self._run(block, hidden, cache)
+
+    def _run(self, block: nn.Module, hidden: torch.Tensor, cache: object) -> torch.Tensor:
+        """`run`, without the routers' sums."""
         parts: dict[Any, torch.Tensor] = {}
         if self.carry is not None:
             hidden, parts = self.carry.unpack(hidden)

@@ -11,6 +11,9 @@ from torch import nn
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, embedding_noise
 
+EmbedLeaf = tuple[str, torch.Tensor | None, torch.Tensor]
+"""Parameter name, token ids of its rows or None, leaf."""
+
 
 class GatheringEmbedding(nn.Module):
     """The model's input embedding on the host: gathers the rows that a microbatch needs and nothing else.
@@ -79,7 +82,7 @@ class Prologue:
     """Input of block 0, [B, T, H], with its graph if the embed layer is trainable."""
     calls: tuple[BlockCall, ...]
     """How each block is to be called; tensors on the host."""
-    leaves: tuple[tuple[str, torch.Tensor | None, torch.Tensor], ...] = ()
+    leaves: tuple[EmbedLeaf, ...] = ()
     """(parameter name, token ids or None, leaf) of what is trainable in the embed layer."""
 
     def backward(self, grad_hidden: torch.Tensor) -> list[EmbedGradient]:

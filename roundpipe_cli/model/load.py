@@ -18,6 +18,7 @@ from roundpipe_cli.model.auto_class import auto_class, is_language_model
 from roundpipe_cli.model.converted import convert_once
 from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
+from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import read_config
 from roundpipe_cli.model.without_weights import build_without_weights
@@ -86,12 +87,8 @@ def switch_off(config: Any) -> list[str]:
             if getattr(part, key, False):
                 setattr(part, key, False)
         if getattr(part, "output_router_logits", False):
-            part.output_router_logits = False
-            weight = getattr(part, "router_aux_loss_coef", None)
-            texts.append(
-                "output_router_logits: true in the model's configuration is switched off: the routers' balancing loss"
-                f"{'' if weight is None else f' (router_aux_loss_coef {weight})'} is not trained"
-            )
+            part.output_router_logits = False  # no block returns them; `model/router_loss.py` computes the loss
+            setattr(config.get_text_config(), WANTED, True)
         for key in [key for key in vars(part) if key.endswith("layerdrop")]:
             if getattr(part, key):
                 texts.append(

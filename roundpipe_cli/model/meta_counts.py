@@ -24,7 +24,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.plain_files import read_regular
 
-FORMAT = 3
+FORMAT = 4
 """Goes up when a document means something else than before."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0

@@ -292,6 +292,7 @@ class PlainModel:
         shared = {id(parameter): parameter for parameter in self._parameters.values()}
         fresh = copy.deepcopy(self._plain, dict(shared))
         more: dict[str, Any] = {"use_cache": False}
+        balance: torch.Tensor | float = 0.0
         if piece.position_ids is not None:
             more["position_ids"] = piece.position_ids
         if piece.row_starts:
@@ -302,12 +303,19 @@ class PlainModel:
             )
             logits = logits[:, :-1].flatten(0, 1)
         else:
+            routers = self._split.routers
+            if routers is not None:
+                more["output_router_logits"] = True
             with _Draws(fresh, self._split.blocks_path, seed_of) as draws:
-                logits = fresh(input_ids=piece.input_ids, **more).logits[:, :-1].flatten(0, 1)
+                output = fresh(input_ids=piece.input_ids, **more)
+            logits = output.logits[:, :-1].flatten(0, 1)
+            if routers is not None:
+                balance = routers.coefficient * output.aux_loss * int((piece.labels[:, 1:] != -100).sum())
             self.has_drawn |= draws.num_draws > 0
         if logits.dtype != torch.float64:
             logits = logits.float()
         loss = nn.functional.cross_entropy(logits, piece.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        loss = loss + balance
         (loss / targets).backward()
         return float(loss.detach().double())
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -36,6 +36,7 @@ from roundpipe_cli.model.block_calls import (
 )
 from roundpipe_cli.model.carried import HandedOn, SharedStates, carry_along, find_states, weights_dtype
 from roundpipe_cli.model.module_copy import copy_modules
+from roundpipe_cli.model.router_loss import WANTED, RouterLoss, find_router_loss
 
 ROWS, TOKENS = 3, 11
 """Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
@@ -70,6 +71,11 @@ class ModelSplit:
     """The module that calls the backbone and has the LM head, as far as a forward shows; "": the model itself."""
     boundary_columns: int = 0
     """Width of the widest boundary tensor, in values per token of the weights' size: hidden states and companions."""
+
+    routers: RouterLoss | None = None
+    """The routers' balancing loss, if it is trained."""
+    no_router_loss: str = ""
+    """Why it is not, though the model's configuration asks for it."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
@@ -118,8 +124,20 @@ def split_model(model: nn.Module) -> ModelSplit:
     paths = find_blocks(model)
     for path in paths[:-1]:
         with suppress(NotCalledError):
-            return _split_at(model, path)
-    return _split_at(model, paths[-1])
+            return _with_router_loss(model, _split_at(model, path))
+    return _with_router_loss(model, _split_at(model, paths[-1]))
+
+
+def _with_router_loss(model: nn.Module, split: ModelSplit) -> ModelSplit:
+    config: Any = model.config
+    if not getattr(config.get_text_config(), WANTED, False):
+        return split
+    found = find_router_loss(model, split.blocks_path)
+    if isinstance(found, str):
+        return replace(split, no_router_loss=found)
+    dtype = weights_dtype(model.get_submodule(split.blocks_path).children())
+    columns = split.boundary_columns + max(1, torch.float32.itemsize // dtype.itemsize)
+    return replace(split, routers=found, boundary_columns=columns)
 
 
 def _split_at(model: nn.Module, blocks_path: str) -> ModelSplit:

@@ -8,22 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.model.block_calls import (
-    BackboneStub,
-    BeforeBlocks,
-    BlockCall,
-    install_stubs,
-    replace_module,
-)
+from roundpipe_cli.model.block_calls import BackboneStub, BeforeBlocks, BlockCall, install_stubs, replace_module
 from roundpipe_cli.model.carried import carry_along, weights_dtype
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
-from roundpipe_cli.model.embedding import GatheringEmbedding, Prologue
+from roundpipe_cli.model.embedding import EmbedLeaf, GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
@@ -217,6 +212,7 @@ class WorkerModel:
         dropout_seed: int | None = None,
         position_ids: torch.Tensor | None = None,
         start: int | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> Prologue:
         """Everything before the first block, on the host, for `input_ids` [B, T].
 
@@ -225,6 +221,7 @@ class WorkerModel:
         lie (`attends_in_rows`). Rows that are not packed are told so too, where the causal mask is not enough.
 
         `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own.
+        `lengths` [B]: tokens of each sequence without padding, for the routers' loss; None: all.
         """
         more: dict[str, Any] = {"use_cache": False}
         if position_ids is not None:
@@ -246,13 +243,14 @@ class WorkerModel:
             self._backbone(input_ids=input_ids, **more)
         hidden = self._recorder.first_hidden
         assert hidden is not None
-        leaves: list[tuple[str, torch.Tensor | None, torch.Tensor]] = [
-            (n, None, leaf) for n, leaf in self._embed_leaves
-        ]
+        leaves: list[EmbedLeaf] = [(n, None, leaf) for n, leaf in self._embed_leaves]
         if self._embedding._trainable:
             assert self._embedding.rows is not None
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
         boundary, calls = carry_along(hidden, self._recorder.calls, self.split.shared, self.split.handed, self._dtype)
+        if self.split.routers is not None:
+            boundary, routed = self.split.routers.begin(boundary, [call.carry for call in calls], lengths)
+            calls = tuple(replace(call, routed=its) for call, its in zip(calls, routed, strict=True))
         return Prologue(boundary, calls, tuple(leaves))
 
     def probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:

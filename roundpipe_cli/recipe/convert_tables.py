@@ -146,6 +146,7 @@ WITHOUT_EFFECT_PREFIXES = (
 """Beginnings of the names of such settings."""
 
 _LOSS = "the ordinary cross-entropy is trained in place of"
+_BALANCE = "experts get a loss for their balance where the model's config.json says output_router_logits: true"
 _RATE = "; its learning rate was chosen for that"
 
 CHANGES: Mapping[str, str] = {
@@ -170,8 +171,8 @@ CHANGES: Mapping[str, str] = {
     "added_tokens_overrides": "the tokenizer's own tokens are used",
     "eos_token": "the tokenizer's own end token is used",
     "rope_scaling": "the model's own positions are used",
-    "moe_aux_loss_coef": "experts get no loss for their balance",
-    "router_aux_loss_coef": "experts get no loss for their balance",
+    "moe_aux_loss_coef": _BALANCE,
+    "router_aux_loss_coef": _BALANCE,
     "model_config": "the model's own configuration is used",
     "overrides_of_model_config": "the model's own configuration is used",
     "model_init_kwargs": "the model is loaded as its own configuration says",

@@ -42,7 +42,9 @@ def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[M
         num_tokens += sum(len(row.input_ids) for row in rows)
         made = collate_packed(sequences, pad) if setup.recipe.packs else collate(rows, pad)
         position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
-        microbatches.append(Microbatch(torch.from_numpy(made.input_ids), torch.from_numpy(made.labels), position_ids))
+        ids, labels = torch.from_numpy(made.input_ids), torch.from_numpy(made.labels)
+        lengths = torch.tensor([sum(len(row.input_ids) for row in sequence) for sequence in sequences])
+        microbatches.append(Microbatch(ids, labels, position_ids, lengths=lengths))
     return microbatches, num_tokens
 
 
@@ -79,4 +81,5 @@ def log_rows(all_rows: TokenizedRows, step: int, batches: Sequence[RowBatch]) ->
 def collate_rows(rows: Sequence[Row], pad: int) -> Microbatch:
     """One microbatch of these rows, not packed."""
     batch = collate(rows, pad)
-    return Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels))
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    return Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), lengths=lengths)

@@ -31,6 +31,7 @@ from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.weights_io import packed_names
@@ -136,9 +137,11 @@ def prepare(
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
-    config, base_files = _config_and_files(base, tell)
+    config, base_files = _config_and_files(base, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
+    if balance := describe_router_loss(split.routers, split.no_router_loss):
+        tell(Notice(balance))
     if text_only := describe_unreached(model, split):
         tell(Notice(text_only))
     _check_model(model, split, recipe, devices)
@@ -200,11 +203,14 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     return devices, replace(loaded, recipe=recipe)
 
 
-def _config_and_files(base: BaseModel, tell: Tell) -> tuple[Any, BaseFiles]:
+def _config_and_files(base: BaseModel, recipe: Recipe, tell: Tell) -> tuple[Any, BaseFiles]:
     """The model's configuration, without what cannot be trained, and the files that a whole result keeps."""
     config = load_config(base.source)
     base_files = read_base_files(base.source, config)
-    for text in switch_off(config):
+    texts = switch_off(config)
+    if recipe.pipeline.num_chunks > 1 and (without := leave_out_router_loss(config)):
+        texts.append(without)
+    for text in texts:
         tell(Notice(text))
     return config, base_files
 

@@ -128,15 +128,6 @@ def test_layers_that_are_left_out_by_chance_are_all_kept_with_a_notice() -> None
     assert prove(*skeleton_of(config)).gradient_error < 1e-5
 
 
-def test_router_losses_that_are_switched_off_are_told() -> None:
-    """`output_router_logits` was set to false without a word."""
-    config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.02)
-    (text,) = switch_off(config)
-    assert "output_router_logits" in text and "0.02" in text
-    assert switch_off(config) == []
-    assert switch_off(tiny_config("mixtral")) == []
-
-
 @pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: kind.name)
 def test_weights_of_which_none_can_be_packed_are_refused(kind: PackedFormat) -> None:
     """`load_in_4bit` packed nothing and said nothing, where no matrix of a block can be packed."""

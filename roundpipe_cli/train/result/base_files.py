@@ -15,6 +15,7 @@ from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, read_config, read_json
 
@@ -58,6 +59,8 @@ class BaseFiles:
             config_json: config.json as transformers saves it after training.
         """
         config = json.loads(config_json) | dict(self.config)
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            part.pop(WANTED, None)
         return {
             "config.json": _to_json(config),
             GENERATION_CONFIG: _to_json(self.generation),

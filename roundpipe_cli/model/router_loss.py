@@ -1,0 +1,281 @@
+"""The routers' load-balancing loss (`output_router_logits: true`), which needs sums over all layers of a microbatch.
+
+The sums travel behind the hidden states, from block to block, and the gradient of the loss comes back the same way:
+
+    embed -> [hidden | 0] -> block.0 -> [hidden | sums] -> ... -> block.L-1 -> [hidden | sums] -> head, which adds
+                                                                                coefficient x E x sum_e f_e p_e
+
+f_e: share of tokens routed to expert e, p_e: its mean probability, over all layers and all tokens but padding (Switch
+Transformer, https://huggingface.co/papers/2101.03961, equations 4 to 6, as transformers computes them for each
+forward). A microbatch is a forward, and its loss counts as much as its share of the step's target tokens.
+
+Shapes: B sequences of T tokens, E experts. Sums are float32 [2E]: tokens routed to each expert, then probabilities. In
+16 bit each is two columns' worth of bits; its gradient is a rounded value and what that left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from roundpipe_cli.model.boundary_layout import Carry
+    from roundpipe_cli.model.head import HeadResult
+
+WANTED = "trains_router_loss"
+"""Attribute of a configuration, set where its file says `output_router_logits: true`."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k", "moe_k", "moe_top_k", "num_experts_per_token")
+"""Attributes of models and configurations: number of experts, and of those that a token is routed to."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The balancing loss of one model."""
+
+    num_experts: int
+    top_k: int
+    coefficient: float
+    routers: tuple[tuple[str, ...], ...]
+    """For each block, paths of its modules that return logits."""
+    place: int
+    """Of the logits in what they return."""
+
+    def begin(
+        self, boundary: torch.Tensor, carries: Sequence[Carry | None], lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Routed]]:
+        """The first boundary tensor with sums of nothing, and how each block adds to them.
+
+        Args:
+            boundary: [B, T, ...], which may carry more than hidden states.
+            carries: what each block's call carries beside them.
+            lengths: [B], tokens of each sequence without padding; None: nothing is padded.
+        """
+        weights = None
+        if lengths is not None and bool((lengths < boundary.shape[1]).any()):
+            weights = (torch.arange(boundary.shape[1])[None] < lengths[:, None]).float().flatten()
+        last = carries[-1]
+        hidden_shape = tuple((boundary.shape if last is None else last.hidden_shape)[2:])
+        routed = []
+        for carry, paths in zip(carries, self.routers, strict=True):
+            flat = carry is not None and bool(carry.tensors)
+            routed.append(Routed(self, paths, weights, None if flat else hidden_shape, hidden_shape))
+        return self.join(boundary, torch.zeros(2 * self.num_experts)), routed
+
+    def join(self, boundary: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """`boundary` [B, T, ...] as [B, T, columns] with the bits of `sums` behind it."""
+        values: torch.Tensor = _ToBits.apply(sums.to(boundary.device), boundary.dtype)  # type: ignore[no-untyped-call]
+        return self._join(boundary, values)
+
+    def join_gradient(self, gradient: torch.Tensor, of_sums: torch.Tensor) -> torch.Tensor:
+        """The gradient of what `join` makes, from those of its parts."""
+        return self._join(gradient, _gradient_of_bits(of_sums, gradient.dtype))
+
+    def _join(self, boundary: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        rows, columns = boundary.shape[:2], self.num_columns(boundary)
+        values = nn.functional.pad(values, (0, rows.numel() * columns - values.numel())).view(*rows, columns)
+        return torch.cat([boundary.flatten(2), values], dim=-1)
+
+    def num_columns(self, boundary: torch.Tensor) -> int:
+        """Columns that sums take behind `boundary`."""
+        width = max(1, torch.float32.itemsize // boundary.dtype.itemsize)
+        return -(-2 * self.num_experts * width // boundary.shape[:2].numel())
+
+    def split(self, boundary: torch.Tensor, shape: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Undo `join`; `shape`: of the first part behind [B, T], None: as it is."""
+        columns = self.num_columns(boundary)
+        width = max(1, torch.float32.itemsize // boundary.dtype.itemsize)
+        values = boundary[..., -columns:].flatten()[: 2 * self.num_experts * width]
+        first = boundary[..., :-columns]
+        sums: torch.Tensor = _OfBits.apply(values)  # type: ignore[no-untyped-call]
+        return first if shape is None else first.reshape(*first.shape[:2], *shape), sums
+
+    def sums_of(self, logits: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Sums over the tokens of one router, in the order of transformers' own."""
+        probabilities = torch.softmax(logits.flatten(0, -2), dim=-1)
+        chosen = torch.topk(probabilities.detach(), self.top_k, dim=-1).indices
+        of_tokens = torch.ones_like(probabilities[:, 0]).float() if weights is None else weights
+        one_hot = torch.zeros(probabilities.shape, device=logits.device).scatter_(1, chosen, 1.0)
+        routed = (one_hot * of_tokens[:, None]).sum(0)
+        values = probabilities.float()
+        return torch.cat([routed, (values if weights is None else values * weights[:, None]).sum(0)])
+
+    def of_sums(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss, times its coefficient, in float64, and its gradient for the sums, float32 [2E]."""
+        routed, probabilities = sums.detach().split(self.num_experts)
+        num_rows = (routed.double().sum() / self.top_k).clamp(min=1.0)
+        shares = (self.coefficient * self.num_experts / num_rows**2) * routed.double()
+        gradient = torch.cat([torch.zeros_like(routed), shares.float()])
+        return (shares * probabilities.double()).sum(), gradient
+
+    def add_to(self, head: HeadResult, sums: torch.Tensor, num_units: int, gradient_scale: float) -> None:
+        """Add the loss of a microbatch, as one of each of its `num_units` target tokens, to what its head gave."""
+        loss, of_sums = self.of_sums(sums)
+        head.loss_sum = head.loss_sum + num_units * loss
+        if head.grad_hidden is not None:
+            head.grad_hidden = self.join_gradient(head.grad_hidden, of_sums * (num_units * gradient_scale))
+
+
+@dataclass(frozen=True)
+class Routed:
+    """How one block adds to the sums."""
+
+    loss: RouterLoss
+    paths: tuple[str, ...]
+    weights: torch.Tensor | None
+    """float32 [B x T]: 0 for padding, else 1; None: no padding."""
+    hidden_shape: tuple[int, ...] | None
+    """Behind [B, T], of what comes in without sums; None: as it travels."""
+    output_shape: tuple[int, ...]
+    """Behind [B, T], of the last block's hidden states."""
+
+    def run(
+        self, block: nn.Module, boundary: torch.Tensor, inner: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The outgoing boundary tensor, sums included; `inner` calls the block on a boundary without them."""
+        first, sums = self.loss.split(boundary, self.hidden_shape)
+        logits: list[torch.Tensor] = []
+        modules = dict(block.named_modules()) if self.paths else {}
+        handles = [
+            modules[path].register_forward_hook(lambda _module, _args, result: logits.append(self._logits(result)))
+            for path in self.paths
+            if path in modules
+        ]
+        try:
+            output = inner(first)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for one in logits:
+            sums = sums + self.loss.sums_of(one, self.weights)
+        return self.loss.join(output, sums)
+
+    def _logits(self, result: Any) -> torch.Tensor:
+        logits: torch.Tensor = result[self.loss.place] if isinstance(result, tuple) else result
+        return logits
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Routed:
+        """The same with `function` applied to the weights of tokens."""
+        return self if self.weights is None else replace(self, weights=function(self.weights))
+
+
+def find_router_loss(model: nn.Module, blocks_path: str) -> RouterLoss | str:
+    """The balancing loss of `model`, whose blocks are whole, or why it cannot be trained here."""
+    config: Any = model.config
+    text = config.get_text_config()
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if function is None:
+        return "transformers has no such loss for this model type"
+    spec: Any = next(
+        (
+            recorded["router_logits"]
+            for module in model.modules()
+            if "router_logits" in (recorded := getattr(module, "_can_record_outputs", None) or {})
+        ),
+        None,
+    )
+    target = getattr(spec, "target_class", None)
+    if target is None:
+        return "transformers does not say which module of a block is its router"
+    num_experts, top_k = (_number((model, text), names) for names in (_EXPERTS, _CHOSEN))
+    weight = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
+    if not num_experts or not top_k or not isinstance(weight, (int, float)):
+        return "its configuration does not say how many experts there are, how many a token has, or the loss's weight"
+    blocks = model.get_submodule(blocks_path).named_children()
+    wanted_path = f".{spec.layer_name.strip('.')}." if spec.layer_name else "."
+    routers = tuple(
+        tuple(
+            path
+            for path, module in block.named_modules()
+            if isinstance(module, target) and wanted_path in f".{blocks_path}.{name}.{path}."
+        )
+        for name, block in blocks
+    )
+    found = RouterLoss(num_experts, top_k, float(weight), routers, spec.index)
+    return found if any(routers) and _is_usual(function, found) else "its balancing loss is not the usual one"
+
+
+def describe_router_loss(routers: RouterLoss | None, why_not: str) -> str | None:
+    """Whether a model's balancing loss is trained, for the user; None where its configuration asks for none."""
+    asked = "output_router_logits: true in the model's configuration"
+    if routers is not None:
+        weight = f"router_aux_loss_coef {routers.coefficient:g}"
+        return f"{asked}: the routers' balancing loss is trained with its {weight}; evaluation leaves it out"
+    return f"{asked} trains no balancing loss: {why_not}" if why_not else None
+
+
+def leave_out_router_loss(config: Any) -> str | None:
+    """Do not train the balancing loss, for its sums are over whole sequences; words for the user where it was asked."""
+    text = config.get_text_config()
+    if not getattr(text, WANTED, False):
+        return None
+    delattr(text, WANTED)
+    return (
+        "output_router_logits: true in the model's configuration trains no balancing loss: it is a sum over whole "
+        "sequences, which pipeline.sequence_chunks cuts"
+    )
+
+
+def _number(places: Sequence[Any], names: Sequence[str]) -> int:
+    values = (getattr(place, name, None) for place in places for name in names)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), 0)
+
+
+def _is_usual(function: Callable[..., Any], loss: RouterLoss) -> bool:
+    """Whether a model's own function gives our numbers, with padding and without."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(10, loss.num_experts, generator=generator) for _ in range(2)]
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    for given in (None, mask):
+        weights = None if given is None else given.flatten().float()
+        ours, _ = loss.of_sums(sum((loss.sums_of(one, weights) for one in logits), torch.zeros(2 * loss.num_experts)))
+        try:
+            theirs = loss.coefficient * float(function(tuple(logits), loss.num_experts, loss.top_k, given))
+        except (TypeError, ValueError, RuntimeError):
+            return False
+        if abs(theirs - float(ours)) > 1e-5 * abs(theirs):
+            return False
+    return True
+
+
+# -- sums as columns ---------------------------------------------------------------------------------------------
+
+
+class _ToBits(torch.autograd.Function):
+    """float32 [n] -> its bits as values of another dtype; the gradient's columns are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return values.clone() if dtype.itemsize >= torch.float32.itemsize else values.contiguous().view(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if gradient.dtype.itemsize >= torch.float32.itemsize:
+            return gradient, None
+        return gradient.float().view(-1, 2).sum(1), None
+
+
+class _OfBits(torch.autograd.Function):
+    """Undo `_ToBits`; the gradient becomes a rounded value and what that left, in its columns."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = values.dtype
+        wide = values.dtype.itemsize >= torch.float32.itemsize
+        return values.clone() if wide else values.clone().contiguous().view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _gradient_of_bits(gradient, ctx.dtype)
+
+
+def _gradient_of_bits(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.itemsize >= torch.float32.itemsize:
+        return gradient
+    rounded = gradient.to(dtype)
+    return torch.stack([rounded, (gradient - rounded.float()).to(dtype)], dim=1).flatten()
