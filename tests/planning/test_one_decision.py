@@ -101,7 +101,7 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
 
 
 def asked_by_bench(path: Path, words: list[str], machine: str) -> SimulationCase:
-    return _question(str(path), words, None, machine, CaseFlags())
+    return _question(str(path), words, None, machine, CaseFlags())[0]
 
 
 @pytest.mark.parametrize(("name", "machine", "schedule"), EVERY)
