@@ -27,7 +27,7 @@ import torch
 from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.shipped_models import figures_of
-from roundpipe_cli.costs.tally import Tally, Work
+from roundpipe_cli.costs.tally import PassWork, Tally
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.model.block_launches import BlockLaunches, block_launches
 from roundpipe_cli.model.fused import find_fused_ops
@@ -60,7 +60,7 @@ class Compared:
 
     def pairs(self) -> Iterator[tuple[str, str, float, float]]:
         """(pass, what, plan's, the ledger's)."""
-        passes: tuple[tuple[str, Work, Launches], ...] = (
+        passes: tuple[tuple[str, PassWork, Launches], ...] = (
             ("forward", self.plan.forward, self.ledger.forward),
             ("backward", self.plan.backward, self.ledger.backward),
         )

@@ -169,7 +169,7 @@ def _to_run(recipe: str | None, flags: RoundpipeFlags) -> str:
 def _question(
     recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, flags: CaseFlags
 ) -> tuple[SimulationCase, str]:
-    """What to simulate, and the machine whose costs it has; empty with a costs file."""
+    """The case to simulate, and the machine whose costs it has; empty with a costs file."""
     from roundpipe_cli.costs.cost import load_costs
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.planning.compare import SimulationCase

@@ -11,7 +11,7 @@ _GOOD, _WARN, _BAD = "1;32", "1;33", "1;31"  # bold green, yellow and red
 VERDICTS = {r"\bFITS\b": _GOOD, r"\bSLOW\b": _WARN, r"\bDOES NOT FIT\b": _BAD, r"\bASSUMED\b": _WARN}
 """Words of `plan`, wherever they stand."""
 CHECKS = {"^good ": _GOOD, "^note ": _WARN, "^fails ": _BAD}
-"""What `doctor`'s lines begin with."""
+"""By what `doctor`'s lines begin with."""
 
 
 def has_colour(stream: TextIO) -> bool:

@@ -28,7 +28,7 @@ BUSY_TOKENS = 4096
 ROWS_PER_STEP = 16
 MICROBATCHES_PER_WORKER = 4
 LEAST_STEPS = 10
-"""Of an epoch, where the data have few rows (rule of thumb)."""
+"""An epoch has at least so many, where the data have few rows (rule of thumb)."""
 
 
 @dataclass(frozen=True, slots=True)

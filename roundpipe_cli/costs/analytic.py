@@ -26,7 +26,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, ski
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
 from roundpipe_cli.costs.matrices import lora_params
 from roundpipe_cli.costs.models import Architecture, Block
-from roundpipe_cli.costs.tally import Work
+from roundpipe_cli.costs.tally import PassWork
 from roundpipe_cli.costs.training import DType, TrainingSettings
 
 REFERENCE_PEAK_FLOPS_PER_S = 330.4e12
@@ -191,8 +191,8 @@ class _Timer:
             whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
         )
 
-    def _products_s(self, work: Work, block: Block) -> float:
-        """Of a pass's matrix products and what goes with them; experts' last tiles are partly empty."""
+    def _products_s(self, work: PassWork, block: Block) -> float:
+        """Time of a pass's matrix products and what goes with them; experts' last tiles are partly empty."""
         wasted = work.expert_flops * (1 / self._expert_fill(block) - 1)
         return (work.product_flops + wasted) * self._s_per_flop
 

@@ -1,4 +1,4 @@
-"""What routed experts launch: a router, tokens sorted by expert, grouped products by our kernels, and a weighted sum.
+"""Kernels that routed experts launch: router, tokens sorted by expert, grouped products, weighted sum.
 
 transformers' `grouped_mm` implementation with the products of `kernels/grouped_mm.py`, as on cards where torch has no
 kernel of its own for them. Adapters of experts: `model/grouped_experts.py`.
@@ -13,7 +13,7 @@ from roundpipe_cli.costs.structure import CHOSEN_BY_LOGIT, CHOSEN_SUM_TO_ONE
 from roundpipe_cli.costs.tally import Tally
 
 INDEX_BYTES, OFFSET_BYTES, EXACT_BYTES = 8, 4, 4
-"""Of an int64, an int32 and a float32."""
+"""Sizes of an int64, an int32 and a float32."""
 
 
 def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None:

@@ -21,7 +21,7 @@ class Matrix:
     inputs: int
     outputs: int
     rank: int = 0
-    """Of its adapter; 0: none."""
+    """Its adapter's; 0: none."""
     num_experts: int = 0
     """0: no expert's."""
     has_bias: bool = False
@@ -46,7 +46,7 @@ class BlockMatrices:
     value: Matrix
     output: Matrix
     dense: tuple[Matrix, ...]
-    """Of the feed-forward part that all tokens pass: gate (where there is one), up, down; shared experts, too."""
+    """The feed-forward part that all tokens pass: gate (where there is one), up, down; shared experts, too."""
     router: Matrix | None
     experts: tuple[Matrix, ...]
     """Gate and up in one, down."""
@@ -110,7 +110,7 @@ def _experts(architecture: Architecture, block: Block, settings: TrainingSetting
 
 
 def _rank(settings: TrainingSettings, *names: str) -> int:
-    """Of the adapter of what goes by one of `names`."""
+    """Rank of the adapter of what goes by one of `names`; 0 without one."""
     targets = settings.lora_targets
     is_adapted = targets is None or any(name in targets for name in names)
     return settings.lora_r if settings.method == "lora" and is_adapted else 0

@@ -15,7 +15,7 @@ ACCUMULATED_BYTES = 8
 
 
 @dataclass(slots=True)
-class Work:
+class PassWork:
     """Counts of one pass over a block."""
 
     operators: int = 0
@@ -25,9 +25,9 @@ class Work:
     traffic_bytes: float = 0.0
     """Read and written by all that are no products, each tensor of an operator once."""
     product_flops: float = 0.0
-    """Of matrix products and attention."""
+    """Matrix products and attention."""
     expert_flops: float = 0.0
-    """Of routed experts' matrices, among them."""
+    """Routed experts' matrices, among them."""
 
     def moves(self, *traffic_bytes: float) -> None:
         """Count operators that are no products, by the bytes of each."""
@@ -47,9 +47,9 @@ class Tally:
 
     hidden_size: int
     settings: TrainingSettings
-    forward: Work = field(default_factory=Work)
+    forward: PassWork = field(default_factory=PassWork)
     """A recompute is a forward once more."""
-    backward: Work = field(default_factory=Work)
+    backward: PassWork = field(default_factory=PassWork)
 
     @property
     def tokens(self) -> float:
@@ -67,7 +67,7 @@ class Tally:
 
     @property
     def hidden_bytes(self) -> float:
-        """Of hidden states."""
+        """Bytes of hidden states."""
         return self.tokens * self.hidden_size * self.size
 
     def residual(self) -> None:
@@ -76,7 +76,7 @@ class Tally:
         self.sum_gradients(2)
 
     def sum_gradients(self, num_uses: int) -> None:
-        """Of hidden states that are used so often."""
+        """Add the gradients of hidden states that are used so often."""
         self.backward.moves(*[3 * self.hidden_bytes] * (num_uses - 1))
 
     def accumulate(self, *params: float) -> None:

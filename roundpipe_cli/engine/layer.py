@@ -255,7 +255,7 @@ class LayerRunner:
         state.prologue = None  # nothing will ask for it again
 
     def _last_shape(self, state: MicrobatchState) -> tuple[int, ...] | None:
-        """Of the last block's hidden states behind [B, T]."""
+        """Shape of the last block's hidden states behind [B, T]."""
         assert state.prologue is not None
         routed = state.prologue.calls[-1].routed
         return None if routed is None else routed.output_shape

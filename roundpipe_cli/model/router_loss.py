@@ -44,7 +44,7 @@ class RouterLoss:
     routers: tuple[tuple[str, ...], ...]
     """For each block, paths of its modules that return logits."""
     place: int
-    """Of the logits in what they return."""
+    """Index of the logits in what they return."""
 
     def begin(
         self, boundary: torch.Tensor, carries: Sequence[Carry | None], lengths: torch.Tensor | None
