@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 
 CHUNK_BYTES = 32 * 1024**2
-"""Transfers can be overtaken every so many bytes (DESIGN.md, section 5)."""
+"""Transfers can be overtaken every so many bytes."""
 StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 
@@ -114,7 +114,7 @@ def with_updates(costs: CostModel) -> CostModel:
 def skip_projections(costs: CostModel) -> CostModel:
     """The same model where each recompute leaves out what backward never reads: a block's last projection.
 
-    Exact: the product is only the block's output, which is not needed again (DESIGN.md, section 6).
+    Exact: the product is only the block's output, which is not needed again.
     """
     layers = tuple(
         replace(layer, recompute_s=layer.forward_s - layer.recompute_skippable_s) if layer.recompute else layer
@@ -175,7 +175,7 @@ COSTS_HINT = "recipes/example_costs.json of the repository is an example; script
 
 
 def load_costs(path: Path) -> CostModel:
-    """Read a costs file: strict JSON, times in seconds (DESIGN.md section 7, "Costs file").
+    """Read a costs file: strict JSON, times in seconds; scripts/README.md says what each key means.
 
     Raises:
         RefusedError: no such file, or not JSON.

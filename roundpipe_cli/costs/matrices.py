@@ -25,8 +25,6 @@ class Matrix:
     num_experts: int = 0
     """0: no expert's."""
     has_bias: bool = False
-    is_router: bool = False
-    """Router weights are never packed, and an adapter is added to them rather than beside them."""
 
     @property
     def params(self) -> int:
@@ -75,7 +73,7 @@ def block_matrices(architecture: Architecture, block: Block, settings: TrainingS
     if block.num_experts:
         rank = _rank(settings, "gate") if model_type in ADAPTED_EXPERTS else 0
         bias = model_type in EXPERT_BIAS
-        router = Matrix("gate", hidden, block.num_experts, rank, has_bias=bias, is_router=True)
+        router = Matrix("gate", hidden, block.num_experts, rank, has_bias=bias)
     beside = block.mlp_params - sum(one.params for one in routed) - (router.params if router else 0)
     names = _FEED_FORWARD if architecture.gated_mlp else _FEED_FORWARD[1:]
     width = beside // (len(names) * hidden)

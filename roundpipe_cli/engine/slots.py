@@ -19,7 +19,7 @@ from roundpipe_cli.schedule.operations import Program
 
 SLOT_ALIGNMENT_BYTES = 256
 KEPT = -1
-"""In place of a slot's index: the weight cache."""
+"""Stands for the weight cache where a slot's index is expected."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ def stage_gradient_elements(layouts: Sequence[LayerLayout], layers: range) -> in
 
 
 class StageSlots:
-    """One worker's slots, its weight cache beside them, and what its modules are bound to."""
+    """One worker's slots and weight cache, and the weights to which its modules are bound."""
 
     def __init__(self, layers: LayerRunner, store: WeightStore, cache: WeightCache) -> None:
         self.cache = cache
@@ -65,7 +65,7 @@ class StageSlots:
     # -- memory, between steps -----------------------------------------------------------------------------------
 
     def reserve(self, num_slots: int, program: Program) -> None:
-        """Make sure that every slot holds the largest stage, but for what the cache keeps."""
+        """Make every slot large enough for the largest stage without the layers that the cache keeps."""
         if self._backend.aliases_host:
             return
         layouts = self._store.layouts
@@ -106,7 +106,7 @@ class StageSlots:
     # -- uploads -------------------------------------------------------------------------------------------------
 
     def weight_copies(self, program: Program, visit_id: int, version: int) -> list[Pair]:
-        """The copies of a visit's upload: its layers' weights into its slot, or what the cache lacks of them."""
+        """The copies of a visit's upload: weights into its slot, and those that the cache lacks into the cache."""
         visit = program.visits[visit_id]
         weights, pairs, offset = self.slots[visit.slot].weights, [], 0
         for layer in layer_range(visit.layers):

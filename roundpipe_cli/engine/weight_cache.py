@@ -50,7 +50,7 @@ def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout]
 
 
 class WeightCache:
-    """One worker's."""
+    """The weight cache of one worker."""
 
     def __init__(self, worker: int, backend: Backend, store: WeightStore, budget_bytes: int) -> None:
         """
@@ -65,20 +65,20 @@ class WeightCache:
         self._buffers: dict[int, torch.Tensor] = {}
         self._starts: dict[int, int] = {}
         self._filled: set[int] = set()
-        """Layers whose frozen weights are there."""
+        """Layers whose frozen weights are in their buffers."""
         self._dropped = False
-        """Whether buffers were given back that others may still know."""
+        """Whether buffers were freed to which modules may still be bound."""
         self._first_visits: dict[int, int] = {}
-        """In the step at work: layer -> the visit that uploads what is missing."""
+        """In the current step: layer -> the visit that uploads missing weights."""
 
     @property
     def num_bytes(self) -> int:
-        """Device memory taken."""
+        """Bytes of device memory in use."""
         return 0 if self._arena is None else self._arena.nbytes
 
     @property
     def is_on(self) -> bool:
-        """Whether weights stay, or will."""
+        """Whether weights stay on the device, now or from the next step on."""
         return self._budget_bytes > 0
 
     @property
@@ -87,7 +87,7 @@ class WeightCache:
         return self._budget_bytes >= self._whole_bytes
 
     def grant(self, budget_bytes: int) -> None:
-        """Another budget, between steps; what is kept is given back, to be uploaded anew."""
+        """Change the budget between steps; kept weights are dropped and uploaded again."""
         self._budget_bytes = 0 if self._backend.aliases_host else budget_bytes
         self._dropped = self._dropped or bool(self._buffers)
         self._arena, self._chosen_for = None, None
@@ -105,7 +105,7 @@ class WeightCache:
         self._chosen_for = program.schedule
         starts, end = {}, 0
         chosen: Iterable[int] = (layer for layer in range(1, len(layouts)) if layouts[layer].num_bytes)
-        if not self.holds_all:  # else all, visited or not: a later step, or an evaluation, has other visits
+        if not self.holds_all:  # otherwise all layers: a later step, or an evaluation, has other visits
             chosen = layers_to_keep(program, self._worker, layouts, self._arena.nbytes)
         for layer in chosen:
             starts[layer] = end

@@ -1,4 +1,4 @@
-"""How a model calls its blocks: noted by stubs in their place, played back by workers."""
+"""A model's calls of its blocks: recorded by stubs in their place, replayed by workers."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class ResultMark:
     """Stands for what the block before returned beside the hidden states."""
 
     place: int
-    """In its result."""
+    """Place in its result."""
 
 
 @dataclass(frozen=True)
 class SharedMark:
-    """Stands for a mapping that is empty before the first block, and that blocks share."""
+    """Stands for a mapping that blocks share; it is empty before the first block."""
 
     kind: type[MutableMapping[Any, Any]]
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """How the model called one block, the hidden states replaced by `HIDDEN`."""
+    """The model's call of one block, with `HIDDEN` in place of the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -83,7 +83,7 @@ class BlockCall:
 
     @property
     def holds_rows(self) -> bool:
-        """Whether it says where packed rows lie rather than giving a mask."""
+        """Whether it has the places of packed rows instead of a mask."""
         return any(isinstance(value, PackedRows) for value in (*self.args, *self.kwargs.values()))
 
     def run(self, block: nn.Module, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class CallRecorder:
-    """Notes that the stubs of one forward make."""
+    """Collects the calls that the stubs of one forward see."""
 
     num_blocks: int
     result_length: int
@@ -173,7 +173,7 @@ class CallRecorder:
         self.calls, self.first_hidden, self._expected = [], None, None
 
     def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the call of block `index`; returns what the block's caller expects."""
+        """Record the call of block `index`; returns a result of the form that its caller expects."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 3 or not self._is_input(hidden):
             if self.calls:  # it comes from a stub
@@ -240,7 +240,7 @@ def _mark_shared(value: Any) -> Any:
 
 
 class WrongResultShapeError(Exception):
-    """The blocks of this model return something else than this recorder gives."""
+    """The blocks of this model return other results than this recorder gives."""
 
 
 class RecordingBlock(nn.Module):
@@ -268,9 +268,9 @@ class BeforeBlocks(nn.Module):
 
     def __init__(self, module: nn.Module, recorder: CallRecorder) -> None:
         super().__init__()
-        has_weights = any(True for _ in module.parameters())  # such a one does not run before the blocks
+        has_weights = any(True for _ in module.parameters())  # a module with weights does not run before the blocks
         self._module = None if has_weights else copy.deepcopy(module)
-        self.__dict__["_stands_for"] = module  # zaya asks for the dtype of its weight
+        self.__dict__["_stands_for"] = module  # zaya reads the dtype of its weight
         self._recorder = recorder
 
     def __getattr__(self, name: str) -> Any:

@@ -28,9 +28,9 @@ class GatheringEmbedding(nn.Module):
         self.token_ids: torch.Tensor | None = None
         """After a forward: the distinct token ids, [U]."""
         self.rows: torch.Tensor | None = None
-        """After a forward: their rows [U, H], the leaf whose gradient is asked for."""
+        """After a forward: their rows [U, H], the leaf that gets the gradient."""
         self.noise_seed: int | None = None
-        """Seed of the noise added to what is gathered; None: no noise."""
+        """Seed of the noise that is added to the rows; None: no noise."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -76,14 +76,14 @@ class EmbedGradient:
 
 @dataclass
 class Prologue:
-    """Outcome of all before the first block, for one microbatch, on the host."""
+    """Result of everything before the first block, for one microbatch, on the host."""
 
     hidden: torch.Tensor
     """Input of block 0, [B, T, H], with its graph if the embed layer is trainable."""
     calls: tuple[BlockCall, ...]
-    """How each block is to be called; tensors on the host."""
+    """The call of each block; tensors on the host."""
     leaves: tuple[EmbedLeaf, ...] = ()
-    """(parameter name, token ids or None, leaf) of what is trainable in the embed layer."""
+    """(parameter name, token ids or None, leaf) of each trainable parameter of the embed layer."""
 
     def backward(self, grad_hidden: torch.Tensor) -> list[EmbedGradient]:
         """Gradients of the embed layer's parameters from that of `hidden`; frees the graph."""

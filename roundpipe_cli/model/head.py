@@ -19,7 +19,7 @@ Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """Tokens that the head of one microbatch is to predict, and their positions."""
+    """The target tokens of one microbatch, and their positions."""
 
     indices: torch.Tensor
     """int64 [N]: positions of target tokens in [B * T], from `target_rows`."""
@@ -32,14 +32,14 @@ class HeadTargets:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """How the head's loss is computed and differentiated."""
+    """Settings of the head's loss and its derivative."""
 
     gradient_scale: float
     """Factor of the loss sum before differentiation."""
     chunk_tokens: int
     """Target tokens per chunk."""
     label_smoothing: float = 0.0
-    """See `chunk_loss`."""
+    """Label smoothing, see `chunk_loss`."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class HeadResult:
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
     reward_sums: torch.Tensor | None = None
-    """Those of `Rewards`, float64 [4]; set for preference pairs."""
+    """Sums of which `Rewards` are the means, float64 [4]; set for preference pairs."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,8 +159,8 @@ def run_head(
     Args:
         logits_of: hidden states [N, H], index of their first row -> logits [N, V], with a graph.
         hidden: output of the last block, [B, T, H].
-        targets: what it is to predict.
-        loss: how that is computed.
+        targets: the target tokens.
+        loss: settings of the loss.
         taps: take the gradients of the head's trainable parameters, one at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
     """

@@ -1,7 +1,7 @@
-"""How many parameters each layer of a model has, counted on the model itself, built without weights.
+"""Numbers of parameters of each layer of a model, counted on the model itself, built without weights.
 
 Done in a child process with limits, since the configuration decides how much is built; the process that asks loads no
-torch. What was counted once is remembered.
+torch. Counts are kept in the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.plain_files import read_regular
 
 FORMAT = 4
-"""Goes up when a document means something else than before."""
+"""Version of the documents; raised when they get another meaning."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
 WALL_S = 300.0
@@ -183,7 +183,7 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
 
 
 def _runs(blocks: Iterable[tuple[int, ...]]) -> list[list[int]]:
-    """Blocks alike in a row, counted."""
+    """Numbers of equal consecutive blocks."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and tuple(runs[-1][1:]) == block:

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, whole only in use.
+"""Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, unpacked for use.
 
 4 bit: NF4 (arXiv 2305.14314). 8 bit: its blockwise dynamic code (arXiv 2110.02861), for weights alone: products are
 computed with the unpacked weights, other than those of LLM.int8. FP8: `fp8_weights.py`. A packed weight is one run of
@@ -34,11 +34,11 @@ from roundpipe_cli.model.linear_modules import is_linear
 
 _ALIGNMENT_BYTES = 64
 MAX_WEIGHTS = 1 << 30
-"""Dequantised at once, whole scales' worth: bitsandbytes counts in 32 bits. Fused experts may have more."""
+"""Most weights dequantised in one call, since bitsandbytes counts in 32 bits; a multiple of a scale's weights."""
 
 
 PACKED_AT_ONCE = 1 << 22
-"""Weights that are packed at once, whole scales' worth."""
+"""Weights that are packed in one call, a multiple of a scale's weights."""
 
 
 def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
@@ -73,7 +73,7 @@ def import_bitsandbytes() -> Any:
         return None
     if "bitsandbytes" not in sys.modules:
         hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "kernels"}
-        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # says that it misses the package
+        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the package is missing
         level, sys.modules["kernels"] = logger.level, None  # type: ignore[assignment]  # an import of it fails
         logger.setLevel(logging.ERROR)
         try:
@@ -191,7 +191,7 @@ def _dequantize(
 
 
 class PackedParameter(nn.Parameter):
-    """A packed weight in a module's place for a weight; uint8, never trained."""
+    """A packed weight in place of a module's weight; uint8, never trained."""
 
     whole_shape: torch.Size
     whole_dtype: torch.dtype
@@ -214,7 +214,7 @@ class PackedParameter(nn.Parameter):
         return parameter
 
     def dequantized(self) -> torch.Tensor:
-        """The weight: a new tensor, or what is held; nobody writes to it."""
+        """The weight: a new tensor, or the held one; nobody writes to it."""
         if self._whole is not None:
             return self._whole
         whole = dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.kind)
@@ -229,19 +229,19 @@ class PackedParameter(nn.Parameter):
         return codes, packed[_codes_bytes(count, self.kind) :].view(torch.float32)
 
     def let_go(self) -> None:
-        """Drop the held weight and hold none from now on."""
+        """Drop the held weight, and hold none from now on."""
         self.stays_whole, self._whole = False, None
 
 
 MULTIPLIES_PACKED = "_multiplies_packed"
 """A module with this attribute reads its packed weight itself."""
 PackedPlace = tuple[nn.Module, str, PackedParameter]
-"""(module, attribute, what is there)."""
+"""(module, attribute, its packed parameter)."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A dequantised weight as a graph keeps it: where to get it again, and the view that was asked for."""
+    """A dequantised weight as a graph keeps it: the packed weight, and the view of it that was saved."""
 
     parameter: PackedParameter
     size: torch.Size
@@ -304,11 +304,11 @@ def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
 
 
 MIN_PACKED_SHARE = 0.95
-"""Share of the blocks' frozen matrices; with less the user is told. Routers stay whole in every mixture of experts."""
+"""With a smaller packed share of the blocks' frozen matrices the user gets a notice. Routers always stay whole."""
 
 
 def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], kind: PackedName) -> str | None:
-    """A notice about the blocks' frozen matrices that stay whole; None: too little to speak of.
+    """A notice about the blocks' frozen matrices that stay whole; None: there are few.
 
     Raises:
         RefusedError: nothing is packed.

@@ -30,7 +30,7 @@ SMALL_MODEL_PARAMETERS = 200_000
 MAX_WIDTH, MAX_HIDDEN = 256, 512
 """Widths of a feed-forward part and of hidden states in a narrower model."""
 MAX_VOCABULARY = 512
-"""More rows of the embedding and of the LM head are cut off."""
+"""Rows of the embedding and of the LM head beyond these are cut off."""
 
 WIDTHS = (
     "intermediate_size",
@@ -72,7 +72,7 @@ class SkippedBlock(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         for value in (*args, *kwargs.values()):
-            if isinstance(value, ChunkCache):  # it wants keys and values of every block
+            if isinstance(value, ChunkCache):  # the cache expects keys and values of every block
                 column = hidden.flatten(2)[:, None, :, :1]
                 value.update(column, column, 0)
         if self._result_length == 0:
@@ -88,10 +88,10 @@ class Reduced:
 
     model: nn.Module
     kept: tuple[int, ...]
-    """Indices of the blocks that are there."""
+    """Indices of the blocks that were kept."""
     vocab_size: int
     fused: FusedOps | None = None
-    """Its modules that are to compute by fused operators."""
+    """Its modules that compute by fused operators."""
 
     @property
     def num_parameters(self) -> int:
@@ -124,7 +124,7 @@ def _handed(call: BlockCall) -> dict[int, int | str]:
 
 
 def shrunk_configs(config: Any) -> Iterator[Any]:
-    """Copies of `config` for narrower models of the same blocks, the smallest first; not each of them need work."""
+    """Copies of `config` for narrower models of the same blocks, the smallest first; some may not work."""
     small = _narrow_feed_forward(config)
     text = small.get_text_config()
     heads, head_size = (_number(text, key) for key in ("num_attention_heads", "head_dim"))
@@ -146,7 +146,7 @@ def _number(text: Any, key: str) -> int:
 
 
 def _narrow_feed_forward(config: Any) -> Any:
-    """With fewer experts too."""
+    """The configuration with fewer experts too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     chosen = max(_number(text, key) for key in CHOSEN)

@@ -56,7 +56,7 @@ RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits n
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """The answer of `roundpipe plan`."""
 
     question: PlanRequest
     forward_stages: tuple[StageRange, ...]
@@ -65,7 +65,7 @@ class Plan:
     verdict: Verdict
     step_s: float
     host_s: float
-    """Part of `step_s`: interpreter time, one after the other for all workers."""
+    """Part of `step_s`: time of the Python interpreter, which serves one worker at a time."""
     bubble_ratio: float
     links: LinkBytes
     cut: StageCut
@@ -105,7 +105,7 @@ def check_fits(loaded: LoadedRecipe) -> None:
     """
     question = ask(loaded, here=True)
     if question.architecture.is_guess:
-        return  # a guess is no reason to refuse a run
+        return  # a guessed size is no reason to refuse a run
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
     if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
@@ -242,7 +242,7 @@ def stage_case(question: PlanRequest) -> SimulationCase:
 
 
 def _figures(question: PlanRequest) -> tuple[object, ...]:
-    """All that the stages and the time of a step depend on."""
+    """Everything that the stages and the time of a step depend on."""
     return question.loaded.recipe, question.architecture, question.settings, question.hardware, question.analytic
 
 
@@ -337,7 +337,7 @@ def _what_binds(needs_s: Mapping[str, float]) -> str:
 
 
 def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
-    """Lines on what was measured, what given and what assumed."""
+    """Lines that say which figures were measured, given or assumed."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [
         f"model: {architecture.source}",
@@ -387,6 +387,6 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
 def solve_recipe(plan: Plan) -> Solution:
     """Changes that would make it fit."""
     question = plan.question
-    asked = question.loaded.recipe.pipeline.weight_cache  # what `auto` takes of what is spare is in nobody's way
+    asked = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
     settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
     return solve(question.architecture, settings, question.hardware)

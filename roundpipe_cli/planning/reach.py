@@ -22,7 +22,7 @@ METHODS = {
     "4-bit LoRA": ("method: lora", "load_in_4bit: true"),
     "full": ("method: full",),
 }
-"""Name for the reader -> lines of a recipe; every other key has its default."""
+"""Displayed name -> lines of a recipe; every other key has its default."""
 NUM_SHOWN = 3
 SEQUENCE = 2048
 """Tokens of a row."""

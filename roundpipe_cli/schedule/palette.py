@@ -17,4 +17,4 @@ BOTH_PAINT = (
     f'<defs><linearGradient id="{BOTH_ID}" x2="0" y2="1"><stop offset="0.5" stop-color="{WORK_COLOURS["F"]}"/>'
     f'<stop offset="0.5" stop-color="{WORK_COLOURS["B"]}"/></linearGradient></defs>'
 )
-"""SVG definition that a picture with such marks needs before them."""
+"""SVG definition that a picture needs before marks with both colours."""

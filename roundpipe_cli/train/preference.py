@@ -1,4 +1,4 @@
-"""Preference pairs: from rows with prompt, chosen and rejected to microbatches that know their loss.
+"""Preference pairs: from rows with prompt, chosen and rejected answer to microbatches with their loss.
 
 DPO's reference model is the base model: the same engine with the adapters left out, before each step.
 """
