@@ -56,7 +56,7 @@ def chunk_shapes(
 def fastest_shape(
     shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s: Callable[[Shape], float]
 ) -> Shape:
-    """Of the first few that keep their limits the fastest by simulation; if none does, the one of least memory."""
+    """The fastest by simulation of the first few that keep their limits; if none does, the one of least memory."""
     kept = [shape for shape in shapes if keeps(shape)][:NUM_SIMULATED]
     if not kept:
         return max(shapes, key=lambda shape: (len(shape[1]), len(shape[0]), -shape[2]))
