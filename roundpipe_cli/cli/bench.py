@@ -123,7 +123,7 @@ def bench(
 
 
 def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
-    """The simulated schedule, without a timeline where its figures are known from before."""
+    """The simulated schedule; without a timeline where its figures come from the cache."""
     from roundpipe_cli.planning.answers import result_document, result_from
     from roundpipe_cli.planning.compare import run
 
@@ -241,7 +241,7 @@ def _partitions(
                 "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
             )
         check_schedules(flags, names, bool(schedules))
-        # a recipe's stages are those that `plan` and a run take
+        # the stages that `plan` and a run use for this recipe
         effort: Effort = "full" if question.limits is None else "quick"
         cases = [(name, question if name in BOUND_SCHEDULES else changed) for name in names]
         return [(name, _known_cut(name, case, effort, answers)) for name, case in cases]
@@ -312,7 +312,7 @@ def _print_whole(table: Table) -> None:
         table.columns.pop()
         say("note: the terminal is too narrow for the parts of a bubble; --json has them")
     if not _fits(table, console.width):
-        console = Console(width=_MOST_COLUMNS)  # lines that wrap are better than figures that are cut
+        console = Console(width=_MOST_COLUMNS)  # wrapped lines are better than cut figures
         table.title = None
     console.print(table)
 
@@ -372,7 +372,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
 
 
 def _num_idle(result: Result) -> int:
-    """Workers without any layer of the model."""
+    """Workers that get no layer of the model."""
     from roundpipe_cli.schedule.actions import Kind
 
     forward, backward = directions(result)

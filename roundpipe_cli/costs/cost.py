@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 
 CHUNK_BYTES = 32 * 1024**2
-"""Transfers can be overtaken every so many bytes."""
+"""A transfer can be overtaken by a more urgent one after every chunk of this size."""
 StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 
@@ -62,11 +62,11 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """All that planner and simulator know about a model on a machine."""
+    """Everything that planner and simulator know about a model on a machine."""
 
     name: str
     layers: tuple[LayerCost, ...]
-    """In order; `head` is last, `embed` (optional) first."""
+    """Layers in order: `embed` (optional) first, `head` last."""
     hop_s: float = 0.0
     """Latency of a boundary between two different workers."""
     link_bytes_per_s: float = 25e9
@@ -87,12 +87,12 @@ class CostModel:
 
     @property
     def equal_workers(self) -> bool:
-        """Whether all workers are of one speed."""
+        """Whether all workers have the same speed."""
         return len(set(self.worker_speed or (1.0,))) == 1
 
     @property
     def has_updates(self) -> bool:
-        """Whether anything is updated. Then a chained step waits for the step two before, whose update it reads.
+        """Whether layers are updated. Then a chained step waits for the step two before, whose update it reads.
 
         The published accounting knows no updates: there as many steps may overlap as workers have room for.
         """
@@ -162,7 +162,7 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
 _NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
 _FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
 _MAX_NUMBER = 1e300
-"""Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
+"""Largest number in a file; excludes NaN, infinity and whole numbers that no float can hold."""
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 
@@ -297,7 +297,7 @@ def _check_keys(entry: dict[str, Any], known: list[str], where: str, problems: l
 def _number(
     value: Any, where: str, problems: list[Problem], *, whole: bool = False, above_zero: bool = False
 ) -> float | int:
-    """The value as a number; 1 in place of one that is refused, so that the rest can be checked too."""
+    """The value as a number; 1 for a refused value, so that the rest can still be checked."""
     expected = f"a {'whole ' if whole else ''}number, {'above 0' if above_zero else '0 or more'}"
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
     if good and whole:
@@ -312,6 +312,6 @@ def _number(
 
 
 def _shown(value: Any) -> str:
-    """A value as the file has it, shortened."""
+    """A value of the file, shortened for a message."""
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

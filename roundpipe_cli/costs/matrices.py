@@ -21,9 +21,9 @@ class Matrix:
     inputs: int
     outputs: int
     rank: int = 0
-    """Its adapter's; 0: none."""
+    """Rank of its adapter; 0: none."""
     num_experts: int = 0
-    """0: no expert's."""
+    """Number of experts that have such a matrix; 0: it belongs to no expert."""
     has_bias: bool = False
 
     @property
@@ -47,7 +47,7 @@ class BlockMatrices:
     """The feed-forward part that all tokens pass: gate (where there is one), up, down; shared experts, too."""
     router: Matrix | None
     experts: tuple[Matrix, ...]
-    """Gate and up in one, down."""
+    """Matrices of routed experts: gate and up in one, and down."""
 
     def every(self) -> tuple[Matrix, ...]:
         router = () if self.router is None else (self.router,)
@@ -108,7 +108,7 @@ def _experts(architecture: Architecture, block: Block, settings: TrainingSetting
 
 
 def _rank(settings: TrainingSettings, *names: str) -> int:
-    """Rank of the adapter of what goes by one of `names`; 0 without one."""
+    """Rank of the adapter of a matrix with one of `names`; 0 without one."""
     targets = settings.lora_targets
     is_adapted = targets is None or any(name in targets for name in names)
     return settings.lora_r if settings.method == "lora" and is_adapted else 0
