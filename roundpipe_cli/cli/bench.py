@@ -102,8 +102,13 @@ def bench(
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
     answers = Answers()
-    partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
-    asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
+    if recipe and not (forward_stages or backward_stages or flags.words()) and case_flags == CaseFlags():
+        from roundpipe_cli.cli.bench_recipe import as_planned
+
+        asked = as_planned(recipe, overrides or [], hardware, schedule, answers)
+    else:
+        partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
+        asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
     needs_timelines = svg is not None or run_really
     results = [run(*one) if needs_timelines else _known_result(*one, answers) for one in asked]
     for damage in answers.damage:
@@ -119,7 +124,7 @@ def bench(
 
         typer.echo(json.dumps(bench_document(question, results)))
     else:
-        _print_table(question, results, flags)
+        _print_table(question, results, flags, _search_words(forward_stages, question))
 
 
 def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
@@ -241,7 +246,6 @@ def _partitions(
                 "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
             )
         check_schedules(flags, names, bool(schedules))
-        # the stages that `plan` and a run use for this recipe
         effort: Effort = "full" if question.limits is None else "quick"
         cases = [(name, question if name in BOUND_SCHEDULES else changed) for name in names]
         return [(name, _known_cut(name, case, effort, answers)) for name, case in cases]
@@ -331,7 +335,14 @@ def _case_words(question: SimulationCase) -> str:
     return f"{question.costs.name}: {workers}, {microbatches}"
 
 
-def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags) -> None:
+def _search_words(forward_stages: str | None, question: SimulationCase) -> str:
+    """How the stages were found, for the table's title."""
+    if forward_stages is not None:
+        return "given stages"
+    return "full search" if question.limits is None else "quick search, as by plan"
+
+
+def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags, search: str) -> None:
     from rich.table import Table
 
     from roundpipe_cli.units import format_seconds
@@ -339,7 +350,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
     costs = question.costs
     on = f", roundpipe with {flags.words()}" if flags.words() else ""
     table = Table(
-        title=f"{_case_words(question)}, simulated ({question.accounting} accounting){on}",
+        title=f"{_case_words(question)}, simulated ({question.accounting} accounting, {search}){on}",
         title_justify="left",
         box=None,
         pad_edge=False,

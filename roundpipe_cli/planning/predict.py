@@ -170,19 +170,7 @@ def make_plan(
 
 def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
     """The plan for all devices of the question's machine."""
-    whole = with_all_weights(question)
-    cut = _known_cut(question, answers)
-    verdict = _judged(question, cut)
-    question, kept = with_auto_cache(question, verdict)
-    if kept is not None:
-        verdict = _judged(question, cut)
-    step = _known_step(question, cut, answers)
-    resident = _resident(whole, step.step_s if verdict.fits else math.inf, answers)
-    if resident is not None:
-        question, cut, verdict, step = resident
-        held = question.settings.weight_cache_bytes
-        if held:
-            kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
+    question, cut, verdict, step, kept = decide(question, answers)
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     pairs_s = reference_s(question, cut)
     needs_s = _needs_s(question, step, host_s)
@@ -207,6 +195,26 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
         assumptions=_assumptions(question, cut),
         needs_s=needs_s,
     )
+
+
+def decide(
+    question: PlanRequest, answers: Answers | None
+) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep, str | None]:
+    """The stages of a step, for `plan` and `bench`; the question then has the weight cache, which the line names."""
+    whole = with_all_weights(question)
+    cut = _known_cut(question, answers)
+    verdict = _judged(question, cut)
+    question, kept = with_auto_cache(question, verdict)
+    if kept is not None:
+        verdict = _judged(question, cut)
+    step = _known_step(question, cut, answers)
+    resident = _resident(whole, step.step_s if verdict.fits else math.inf, answers)
+    if resident is not None:
+        question, cut, verdict, step = resident
+        held = question.settings.weight_cache_bytes
+        if held:
+            kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
+    return question, cut, verdict, step, kept
 
 
 def _resident(
