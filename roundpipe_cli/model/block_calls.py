@@ -14,6 +14,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.boundary_layout import CarriedMark, Carry
 from roundpipe_cli.model.packed_attention import PackedRows
 from roundpipe_cli.model.router_loss import Routed
+from roundpipe_cli.model.stand_in import StandIn
 
 
 class SplitRefusedError(RefusedError):
@@ -243,41 +244,27 @@ class WrongResultShapeError(Exception):
     """The blocks of this model return other results than this recorder gives."""
 
 
-class RecordingBlock(nn.Module):
+class RecordingBlock(StandIn):
     """Stands in for one block: notes how it was called and passes the hidden states on."""
 
     def __init__(self, block: nn.Module, index: int, recorder: CallRecorder) -> None:
-        super().__init__()
-        self.__dict__["_stands_for"] = block  # not a submodule: attributes are looked up, weights are not held
+        super().__init__(block)
         self._index = index
         self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._recorder.record(self._index, args, kwargs)
 
 
-class BeforeBlocks(nn.Module):
+class BeforeBlocks(StandIn):
     """Stands in, on the host, for a module of the tail: works as it does before the blocks, and passes the hidden
     states on after them. Some models (nanochat) use their last norm before the first block too."""
 
     def __init__(self, module: nn.Module, recorder: CallRecorder) -> None:
-        super().__init__()
+        super().__init__(module)  # zaya reads the dtype of its weight
         has_weights = any(True for _ in module.parameters())  # a module with weights does not run before the blocks
         self._module = None if has_weights else copy.deepcopy(module)
-        self.__dict__["_stands_for"] = module  # zaya reads the dtype of its weight
         self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None or self._recorder.calls:
@@ -303,20 +290,13 @@ def install_stubs(model: nn.Module, blocks_path: str, recorder: CallRecorder) ->
     return blocks
 
 
-class BackboneStub(nn.Module):
+class BackboneStub(StandIn):
     """Stands in for the backbone below the LM head: returns the hidden states that it was handed."""
 
     def __init__(self, output_type: type, backbone: nn.Module) -> None:
-        super().__init__()
+        super().__init__(backbone)
         self._output_type = output_type
-        self.__dict__["_stands_for"] = backbone
         self.hidden: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._output_type(last_hidden_state=self.hidden)
