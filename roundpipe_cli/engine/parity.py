@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
@@ -286,7 +287,7 @@ def _piece(vocab_size: int, rows: int, tokens: int, seed: int, end: int | None =
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(3, vocab_size - 1), vocab_size, (rows, tokens), generator=generator)
     labels = ids.clone()
-    labels[torch.rand(ids.shape, generator=generator) < 0.3] = -100
+    labels[torch.rand(ids.shape, generator=generator) < 0.3] = IGNORED_LABEL
     labels[:, 1] = ids[:, 1]
     if end is None:
         return Piece(ids, labels, None)
@@ -297,7 +298,7 @@ def _packed_piece(vocab_size: int) -> Piece:
     """One sequence of two rows; the first token of the second is nobody's target."""
     piece = _piece(vocab_size, 1, SHORT + LONG, 4)
     positions = torch.cat([torch.arange(SHORT), torch.arange(LONG)])[None]
-    piece.labels[:, SHORT] = -100
+    piece.labels[:, SHORT] = IGNORED_LABEL
     return Piece(piece.input_ids, piece.labels, positions, (0, SHORT))
 
 

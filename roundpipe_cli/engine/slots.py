@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Pair
 from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.program import layer_range
@@ -17,7 +18,6 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.operations import Program
 
-SLOT_ALIGNMENT_BYTES = 256
 KEPT = -1
 """Stands for the weight cache where a slot's index is expected."""
 
@@ -33,7 +33,7 @@ class Slot:
 
 def stage_bytes(layouts: Sequence[LayerLayout], layers: Iterable[int]) -> int:
     """Device bytes of these layers' weights in a slot. The embed layer stays on the host."""
-    return sum(round_up(layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES) for layer in layers if layer > 0)
+    return sum(round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES) for layer in layers if layer > 0)
 
 
 def stage_gradient_elements(layouts: Sequence[LayerLayout], layers: range) -> int:
@@ -115,7 +115,7 @@ class StageSlots:
             size, kept = self._store.layouts[layer].num_bytes, self.cache.buffer(layer)
             if kept is None:
                 target, pieces = weights[offset : offset + size], self._store.pieces(layer, version)
-                offset += round_up(size, SLOT_ALIGNMENT_BYTES)
+                offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
             else:
                 target, pieces = kept, self.cache.missing(layer, visit_id, version)
             pairs += [(target[start : start + piece.nbytes], piece) for start, piece in pieces]
@@ -142,7 +142,7 @@ class StageSlots:
                 if kept is None:
                     size = self._store.layouts[layer].num_bytes
                     self._bind((slot.index, offset, layer), slot.weights[offset : offset + size])
-                    offset += round_up(size, SLOT_ALIGNMENT_BYTES)
+                    offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
                 else:
                     self._bind((KEPT, 0, layer), kept)
         self.bound_visit = visit_id

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES
+from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.weights import WeightStore
@@ -42,7 +42,7 @@ def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout]
 
     chosen, left_bytes = [], budget_bytes
     for layer in sorted(visits, key=lambda layer: (-saved_share(layer) if layouts[layer].num_bytes else 0.0, layer)):
-        size = round_up(layouts[layer].num_bytes, CACHE_ALIGNMENT_BYTES)
+        size = round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
         if 0 < size <= left_bytes and saved_share(layer) > 0:
             chosen.append(layer)
             left_bytes -= size
@@ -59,7 +59,7 @@ class WeightCache:
         """
         self._worker, self._backend, self._store = worker, backend, store
         self._budget_bytes = 0 if backend.aliases_host else budget_bytes
-        self._whole_bytes = sum(round_up(layout.num_bytes, CACHE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
+        self._whole_bytes = sum(round_up(layout.num_bytes, DEVICE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
         self._arena: torch.Tensor | None = None
         self._chosen_for: Schedule | None = None
         self._buffers: dict[int, torch.Tensor] = {}
@@ -109,7 +109,7 @@ class WeightCache:
             chosen = layers_to_keep(program, self._worker, layouts, self._arena.nbytes)
         for layer in chosen:
             starts[layer] = end
-            end += round_up(layouts[layer].num_bytes, CACHE_ALIGNMENT_BYTES)
+            end += round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
         same = {layer for layer, start in starts.items() if self._starts.get(layer) == start}
         if len(same) == len(starts) == len(self._starts):
             return dropped

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.preference import Preference, pair_loss, sequence_sums
 
@@ -60,10 +61,10 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         indices [N] into the flattened [B * T] hidden states, and target ids [N].
     """
-    shifted = torch.full_like(labels, -100)
+    shifted = torch.full_like(labels, IGNORED_LABEL)
     shifted[:, :-1] = labels[:, 1:]
     flat = shifted.flatten()
-    indices = (flat != -100).nonzero().flatten()
+    indices = (flat != IGNORED_LABEL).nonzero().flatten()
     return indices, flat[indices]
 
 

@@ -27,16 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, WEIGHTS_PER_SCALE, PackedName
+from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, UNPACKED_AT_ONCE, WEIGHTS_PER_SCALE, PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import fp8_weights
 from roundpipe_cli.model.linear_modules import is_linear
 
-_ALIGNMENT_BYTES = 64
-MAX_WEIGHTS = 1 << 30
-"""Most weights dequantised in one call, since bitsandbytes counts in 32 bits; a multiple of a scale's weights."""
-
-
+ALIGNMENT_BYTES = 64
+"""Parameters and scales begin at multiples of this: alignment changes the bits of CPU kernels."""
 PACKED_AT_ONCE = 1 << 22
 """Weights that are packed in one call, a multiple of a scale's weights."""
 
@@ -49,7 +46,7 @@ def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
 
 
 def _codes_bytes(num_elements: int, kind: PackedName) -> int:
-    return -(-_num_codes(num_elements, kind) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-_num_codes(num_elements, kind) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _num_codes(num_elements: int, kind: PackedName) -> int:
@@ -155,11 +152,11 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
     codes, scales = packed[: _num_codes(count, kind)], packed[_codes_bytes(count, kind) :].view(torch.float32)
     if kind == "fp8":
         return fp8_weights.dequantize_rows(codes, scales, shape, dtype)
-    if count <= MAX_WEIGHTS:
+    if count <= UNPACKED_AT_ONCE:
         return _dequantize(codes, scales, shape, dtype, kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
-    for start in range(0, count, MAX_WEIGHTS):
-        part = whole.view(-1)[start : start + MAX_WEIGHTS]
+    for start in range(0, count, UNPACKED_AT_ONCE):
+        part = whole.view(-1)[start : start + UNPACKED_AT_ONCE]
         own_codes = codes[_num_codes(start, kind) :][: _num_codes(len(part), kind)]
         own_scales = scales[start // WEIGHTS_PER_SCALE :][: _num_scales(len(part))]
         part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, kind).view(-1))
@@ -169,7 +166,7 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
 def _dequantize(
     codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName
 ) -> torch.Tensor:
-    """The weights of at most `MAX_WEIGHTS` codes, by bitsandbytes."""
+    """The weights of at most `UNPACKED_AT_ONCE` codes, by bitsandbytes."""
     functional = import_bitsandbytes().functional
     count = shape.numel()
     # bitsandbytes compiles a function, in seconds, for each shape whose last dimension is odd: those are flat here

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.block_calls import BlockCall, ResultMark, install_stubs
 from roundpipe_cli.model.chunks import ChunkCache
@@ -24,6 +25,7 @@ from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_se
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
+from roundpipe_cli.model.stand_in import StandIn
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""
@@ -48,7 +50,7 @@ CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Keys of a configuration, in transformers' names: widths of feed-forward parts, experts, and experts of one token."""
 
 
-class SkippedBlock(nn.Module):
+class SkippedBlock(StandIn):
     """Passes the hidden states on as a block returns them; other attributes are those of the block."""
 
     def __init__(self, block: nn.Module, result_length: int, handed: Mapping[int, int | str]) -> None:
@@ -56,18 +58,11 @@ class SkippedBlock(nn.Module):
         Args:
             handed: place in the result -> argument with what the block before returned there.
         """
-        super().__init__()
-        self.__dict__["_stands_for"] = block
+        super().__init__(block)
         self._result_length, self._handed = result_length, handed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkippedBlock:
-        return SkippedBlock(self.__dict__["_stands_for"], self._result_length, self._handed)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
+        return SkippedBlock(self.original, self._result_length, self._handed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -276,7 +271,7 @@ class PlainModel:
 
     def run(self, pieces: Sequence[Piece], seed: int, step: int) -> Outcome:
         """One step, each microbatch by a model that has met no other one; random draws are the engine's."""
-        targets = sum(int((piece.labels[:, 1:] != -100).sum()) for piece in pieces)
+        targets = sum(int((piece.labels[:, 1:] != IGNORED_LABEL).sum()) for piece in pieces)
         total = 0.0
         sums: dict[str, torch.Tensor] = {}
         for index, piece in enumerate(pieces):
@@ -310,11 +305,12 @@ class PlainModel:
                 output = fresh(input_ids=piece.input_ids, **more)
             logits = output.logits[:, :-1].flatten(0, 1)
             if routers is not None:
-                balance = routers.coefficient * output.aux_loss * int((piece.labels[:, 1:] != -100).sum())
+                balance = routers.coefficient * output.aux_loss * int((piece.labels[:, 1:] != IGNORED_LABEL).sum())
             self.has_drawn |= draws.num_draws > 0
         if logits.dtype != torch.float64:
             logits = logits.float()
-        loss = nn.functional.cross_entropy(logits, piece.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        labels = piece.labels[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
         loss = loss + balance
         (loss / targets).backward()
         return float(loss.detach().double())

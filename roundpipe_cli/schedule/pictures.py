@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.drawn import work_letter
-from roundpipe_cli.schedule.palette import BOTH, BOTH_ID, BOTH_NAME, BOTH_PAINT, WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.schedule.palette import BOTH, BOTH_ID, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
     DOWN,
@@ -33,7 +33,6 @@ MAX_GAP = 0.8
 """Gap between two marks."""
 MIN_MARK, MIN_NUMBERED = 4.0, 16.0
 """Marks of a visit narrower than this are drawn as one; a visit wider than this has its stage's number on it."""
-_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
 _TICKS = 6
 """Approximate number of labels on the axis."""
 _CSS = f"""
@@ -136,7 +135,7 @@ def _svg_visit(visit: Sequence[Interval], y: float, lane: int, scale: float, *, 
         seconds[letter] = seconds.get(letter, 0.0) + interval.end_s - interval.start_s
     x, length = _LEFT + visit[0].start_s * scale, (visit[-1].end_s - visit[0].start_s) * scale
     name = f"stage {visit[0].stage}, " + ", ".join(
-        f"{_NAMES[letter]} {format_seconds(time_s)}" for letter, time_s in seconds.items()
+        f"{DRAWN_NAMES[letter]} {format_seconds(time_s)}" for letter, time_s in seconds.items()
     )
     parts, at = [], float(y)
     for letter, time_s in seconds.items():
@@ -191,7 +190,7 @@ def _axis(top: float, longest_s: float) -> list[str]:
 def _legend(top: int, *, has_both: bool, has_host: bool) -> list[str]:
     parts = []
     letters = [*WORK_NAMES, BOTH] if has_both else [*WORK_NAMES]
-    names = {**{f"kind-{letter}": _NAMES[letter] for letter in letters}, "idle": "idle"}
+    names = {**{f"kind-{letter}": DRAWN_NAMES[letter] for letter in letters}, "idle": "idle"}
     if has_host:
         names["update"] = "optimizer update on the host"
     for index, (css, name) in enumerate(names.items()):

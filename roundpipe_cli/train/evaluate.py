@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.batching import pad_token_id
-from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.step import Microbatch

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.batching import pad_token_id
-from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.engine.gradients import square_sum
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.options import OnGradient
@@ -32,7 +33,6 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.nodes.processes import check_processes
 
-NO_LABEL = -100
 LONGEST_WAIT = timedelta(days=1)
 """Seconds to wait for the other processes where `watchdog_s` is 0."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
@@ -271,7 +271,7 @@ class Sharing:
             self._rows = torch.cat([microbatch.input_ids.flatten() for microbatch in microbatches]).unique()
         if not mine:  # in a short last step: a microbatch without a target adds nothing
             nothing = microbatches[0]
-            mine = [replace(nothing, labels=torch.full_like(nothing.labels, NO_LABEL))]
+            mine = [replace(nothing, labels=torch.full_like(nothing.labels, IGNORED_LABEL))]
         return mine, Part(first, num_units)
 
     def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
