@@ -7,6 +7,7 @@ whose values others hold. Tests marked `gpu` are skipped, visibly, where there i
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,26 @@ SMOKE = (
 """Files of the subset `smoke`."""
 
 
+SHARED_CACHES = ("proofs", "parameter_counts")
+"""Caches that all tests of a session share: a proof takes a second, a count loads torch in another process."""
+
+
 @pytest.fixture(scope="session")
-def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the session's runs have proven of their models: about a second of work for each kind of model."""
-    return tmp_path_factory.mktemp("proofs")
+def shared_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `SHARED_CACHES`, the same for all processes of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-caches"
+    for name in SHARED_CACHES:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, proofs: Path) -> Path:
-    """No test meets what another one, or the user, has cached, but for proofs."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, shared_caches: Path) -> Path:
+    """An own cache for each test, but for `SHARED_CACHES`."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "proofs").symlink_to(proofs)
+    for name in SHARED_CACHES:
+        (folder / name).symlink_to(shared_caches / name)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
 
