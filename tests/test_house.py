@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.conftest import LONGEST, SMOKE
 from tests.test_architecture import PACKAGE, ROOT, place, sources, tree_of
 
 MAX_LINES = 400
@@ -95,3 +96,7 @@ def test_files_and_signatures_are_short() -> None:
 def _is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function declares a command's flags."""
     return path.parent == PACKAGE / "cli" and "typer." in ast.unparse(node.args)
+
+
+def test_files_that_the_suite_names_exist() -> None:
+    assert [name for name in (*LONGEST, *SMOKE) if not (ROOT / "tests" / name).is_file()] == []
