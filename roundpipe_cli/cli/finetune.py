@@ -43,7 +43,7 @@ def finetune(
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
     _refuse_loose_equals(overrides or ())
-    if os.environ.get("RANK", "0") in ("", "0"):  # of several machines only the first one prints
+    if os.environ.get("RANK", "0") in ("", "0"):  # of several machines the first one speaks
         say(f"reading {recipe} ...")
     from roundpipe_cli.cli.environment import check_environment
     from roundpipe_cli.recipe.load import load_recipe

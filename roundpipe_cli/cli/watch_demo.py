@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 DEMO_RECIPE = "qwen3-32b"
 DEMO_S = 120.0
-"""Longest duration of a demo in seconds."""
+"""Seconds that a demo lasts, where nobody leaves it before."""
 SHOWN_STEP_S = 10.0
-"""Longest time in which a step is played; a shorter step takes its own time."""
+"""Seconds in which a step is played; a shorter one takes its own time."""
 
 
 def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
@@ -142,7 +142,7 @@ def _one_line(state: DashboardState) -> str:
 
 
 def _play(run: SimulatedRun, start_s: float) -> DashboardState:
-    """Report the events in time, on a clock on which a step lasts `SHOWN_STEP_S`; q and Ctrl-C leave."""
+    """Tell the events at their time, on a clock that makes a step last `SHOWN_STEP_S`; q and Ctrl-C leave."""
     import sys
 
     from rich.console import Console

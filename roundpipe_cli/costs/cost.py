@@ -162,7 +162,7 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
 _NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
 _FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
 _MAX_NUMBER = 1e300
-"""Largest number in a file; excludes NaN, infinity and whole numbers that no float can hold."""
+"""Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 

@@ -52,7 +52,7 @@ class _GrowingFile:
         return self._inode is not None and (status.st_ino != self._inode or status.st_size < self._offset)
 
     def new_rows(self) -> list[MetricsRow]:
-        """Whole lines since the last call; lines that are no JSON objects are left out."""
+        """Whole lines since the last call; what is no JSON object is left out."""
         try:
             with open_regular(self._path) as stream:
                 self._inode = os.fstat(stream.fileno()).st_ino

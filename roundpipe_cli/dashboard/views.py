@@ -97,7 +97,7 @@ def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Tex
     word, colour = _status(state, theme)
     elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
     right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
-    if width > MIN_LEFT + right.cell_len:  # the state is worth more than the end of a long name
+    if width > MIN_LEFT + right.cell_len:  # how it goes is worth more than the end of a long name
         left = fit(left, min(left.cell_len, width - right.cell_len), theme)
     return spread(left, right, width, theme)
 

@@ -73,7 +73,7 @@ def _run(module: nn.Module, name: str, values: torch.Tensor, rows: torch.Tensor)
     try:
         with torch.no_grad():
             result = shadow.forward(rows)
-    except Exception:  # a module that is no norm may raise anything
+    except Exception:  # whatever a module does that is no norm
         return None
     same = isinstance(result, torch.Tensor) and result.shape == rows.shape and result.dtype == rows.dtype
     return result if same else None
