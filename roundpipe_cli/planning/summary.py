@@ -25,7 +25,7 @@ class Summary:
 def summary_of(plan: Plan) -> Summary:
     """FITS, DOES NOT FIT, or SLOW if the machine mostly waits."""
     if not plan.verdict.fits:
-        return Summary("DOES NOT FIT", tuple(reason.partition(". Needed are")[0] for reason in plan.verdict.reasons))
+        return Summary("DOES NOT FIT", plan.verdict.short_reasons)
     rate = f"{plan.tokens_per_s:,.0f} tokens/s"
     question = plan.question
     on_cpu = all(device.is_cpu for device in question.hardware.devices)

@@ -44,6 +44,11 @@ class Verdict:
     def fits(self) -> bool:
         return not self.reasons
 
+    @property
+    def short_reasons(self) -> tuple[str, ...]:
+        """The reasons, without the parts of each need."""
+        return tuple(reason.partition(". Needed are")[0] for reason in self.reasons)
+
 
 def judge(
     architecture: Architecture,

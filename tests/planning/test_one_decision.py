@@ -139,7 +139,8 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
 ) -> None:
     """Earlier `bench` knew no weight cache: where all weights fit, `plan` kept each microbatch on one GPU (2.39 s for
     Qwen3-1.7B on 2x3090, without the interpreter's time), and `bench` passed it on (2.87 s)."""
-    words = [*WORDS, f"pipeline.schedule={schedule}"]
+    chained = ["pipeline.optimizer_staleness=1", "max_grad_norm=0"] if name == "qwen3" else []
+    words = [*WORDS, f"pipeline.schedule={schedule}", *chained]
     words.remove("pipeline.weight_cache=0")
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)
@@ -148,6 +149,15 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     result = run(schedule, cut, case)
     assert result.step_s + plan.host_s == pytest.approx(plan.step_s, rel=1e-9)
     assert result.parts.ratio == pytest.approx(plan.bubble_ratio, abs=1e-9)
+
+
+def test_a_schedule_that_does_not_fit_is_told(
+    recipe_of: Callable[[str, str], LoadedRecipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["method=full", "pipeline.keep_activations=7", "gradient_accumulation_steps=32"]
+    as_planned(str(recipe_of("llama", "gpipe").path), words, "2x3090", ["gpipe"], Answers())
+    err = capsys.readouterr().err
+    assert "note: gpipe does not fit: memory of rtx-3090: needs" in err and "Needed are" not in err
 
 
 def test_stages_fill_the_same_share_of_a_device() -> None:
