@@ -97,6 +97,10 @@ OPTIMIZER_KEYS = tuple(dict.fromkeys(key for kind in OPTIMIZERS.values() for key
 """Recipe keys that not every optimizer reads."""
 
 
+IGNORED_LABEL = -100
+"""Label of a token that is not trained, as in torch and transformers."""
+UNPACKED_AT_ONCE = 1 << 30
+"""Most weights unpacked in one call: bitsandbytes counts in 32 bits. A multiple of `WEIGHTS_PER_SCALE`."""
 WEIGHTS_PER_SCALE = 64
 """bitsandbytes' packing."""
 SCALE_BYTES = 4

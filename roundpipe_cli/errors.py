@@ -1,7 +1,7 @@
 """Every error that a user can meet, with its exit code.
 
-An error says what went wrong, where, what was found, what was expected, and a hint: the command or line that mends it.
-Raise one of these for anything the user caused or can mend; `assert` and plain exceptions are for our own bugs
+An error says what went wrong, where, what was found, what was expected, and a hint: the command or line that fixes it.
+Raise one of these for anything the user caused or can fix; `assert` and plain exceptions are for our own bugs
 (exit code 1). One place, `roundpipe_cli.cli.output`, turns them into text and an exit code.
 """
 
@@ -52,7 +52,7 @@ class RoundpipeError(Exception):
 
 
 class InternalError(RoundpipeError):
-    """Our own fault, for instance an exception inside a worker. Exit code 1."""
+    """A bug of this program, for instance an exception inside a worker. Exit code 1."""
 
 
 class NoProgressError(InternalError):

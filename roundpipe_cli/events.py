@@ -1,4 +1,4 @@
-"""Events of a run, as frozen values. Whoever shows or stores them never touches the engine.
+"""Events of a run, as frozen values. Code that shows or stores them never touches the engine.
 
 Times called `time_s` are seconds on the run's clock: Unix time that never jumps (`run_clock`).
 """
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Fetching:
-    """How far a download is."""
+    """Progress of a download."""
 
     files_done: int
     num_files: int
@@ -50,7 +50,7 @@ class RunStarted:
     settings: str
     """Short settings for a header, such as `lora bfloat16`."""
     devices: tuple[str, ...]
-    """One for each worker."""
+    """Device of each worker."""
     num_steps: int
     first_step: int
     """Steps that an earlier part of the run has done; 0 for a new one."""
@@ -78,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True)
 class WorkSeen:
-    """Computations of the step in work: those that ended since the last look, and those that run now."""
+    """Computations of the running step: those that ended since the last look, and those that run now."""
 
     time_s: float
     step: int
@@ -150,7 +150,7 @@ class EvaluationFinished:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One worker's device; None for what its driver does not tell."""
+    """One worker's device; None for figures that its driver lacks."""
 
     used_bytes: int | None = None
     total_bytes: int | None = None
@@ -184,12 +184,12 @@ class CheckpointSaved:
     folder: str
     seconds: float
     pause_s: float = 0.0
-    """How long training waited for it; the rest was done meanwhile."""
+    """Seconds that training waited for it; the rest ran beside training."""
 
 
 @dataclass(frozen=True)
 class Paused:
-    """The user holds the run between two steps (`paused`), or lets it go on."""
+    """The user pauses the run between two steps (`paused`), or continues it."""
 
     step: int
     paused: bool
@@ -227,9 +227,9 @@ Event = (
     | RunFinished
 )
 Tell = Callable[[Event], None]
-"""Is told what happens."""
+"""Called with each event."""
 Say = Callable[[str], None]
-"""Is told what the user should read."""
+"""Called with each text for the user."""
 
 
 def run_clock() -> Callable[[], float]:

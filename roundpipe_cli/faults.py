@@ -33,7 +33,7 @@ POINTS = (
     *("prefetch", "upload", "compute", "work", "download", "optimizer"),
     *("eval", "ckpt_writer", "export"),
 )
-"""In the order in which a run passes them."""
+"""Fault points, in the order in which a run passes them."""
 ACTIONS = ("raise", "hang", "nan", "inf", "kill", "stop", "slow")
 
 

@@ -1,4 +1,4 @@
-"""Names inside other libraries that are not public: any release may move them, and then one error says so."""
+"""Private names of other libraries, which any release may move; one error then says so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LibraryName:
     """One such name."""
 
     library: str
-    """As pip knows it."""
+    """Name of the library for pip."""
     module: str
     name: str
     """With dots, inside the module."""

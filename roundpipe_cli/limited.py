@@ -1,4 +1,4 @@
-"""Work that somebody else's file decides, done in a child process with limits: a template, a regular expression.
+"""Runs work that an untrusted file decides (a template, a regular expression) in a child process with limits.
 
     template = run_limited(lambda: render(...), Limits("the chat template", where="chat_template"))
 
@@ -32,13 +32,13 @@ from roundpipe_cli.units import format_bytes
 
 PR_SET_PDEATHSIG = 1
 WALL_S = 60.0
-"""Time for work that takes `processor_s` at most; a machine may be busy."""
+"""Wall time for work of at most `processor_s`; the machine may be busy."""
 
 T = TypeVar("T")
 
 
 class OutOfTime(BaseException):
-    """Raised inside the work. Not an Exception: nothing on the way may take it for an error of its own."""
+    """Raised inside the work. Not an Exception, so that no handler in between catches it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _serve(connection: Connection, work: Callable[[], object], limits: Limits, p
         reply = limits.too_slow()
     except MemoryError:
         reply = limits.refusal("takes too much memory", f"more than {format_bytes(limits.memory_bytes)}")
-    except BaseException as error:  # nobody above would turn it into words
+    except BaseException as error:  # nothing above would turn it into a message
         reply = InternalError(f"{limits.what} failed: {type(error).__name__}: {error}", where=limits.where)
     with suppress(ConnectionError):
         connection.send((is_value, reply))
@@ -129,7 +129,7 @@ def _serve(connection: Connection, work: Callable[[], object], limits: Limits, p
 
 def leave_parent(connection: Connection, memory_bytes: int) -> None:
     """Drop what a forked process should not have of its parent: signal handlers, open files, unlimited memory."""
-    faulthandler.disable()  # the parent says what became of us
+    faulthandler.disable()  # the parent reports how the child ended
     for number in (signal.SIGINT, signal.SIGHUP):  # sent to the whole group of a terminal; the parent decides
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

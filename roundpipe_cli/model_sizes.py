@@ -1,4 +1,4 @@
-"""Limits on the sizes that a model's configuration may name, before anything loops over them or allocates by them."""
+"""The sizes in a model's configuration: their names, and limits to check before anything loops over them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ MAX_WIDTH = 1 << 27
 """Vocabulary and every width; the largest vocabularies have 2^18 entries."""
 MAX_NUMBER = 1 << 48
 """Any other whole number."""
+
+SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": (
+        *("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
+        *("top_k_experts", "top_k"),
+    ),
+    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+}
+"""Names that model types have for one size, the usual one first."""
 
 _ROWS_AS_EXPERTS = {"doge"}
 """Types whose experts are rows of a table; doge's own default is 16,384 in each of 32 layers."""

@@ -1,6 +1,6 @@
-"""Files that somebody else may have made: regular, inside their folder, of limited size, opened without waiting.
+"""Checks of untrusted files: regular, inside their folder, of limited size, opened without waiting.
 
-And paths that somebody wrote, which no file may have.
+And of paths that no file can have.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Keeps secrets out of what is printed or written: the values of the environment's secret variables, and passwords in
-addresses. No recipe key and no flag takes a secret, so these are the only ones that a message could repeat."""
+addresses. No recipe key or flag takes a secret, so a message can repeat no others."""
 
 from __future__ import annotations
 

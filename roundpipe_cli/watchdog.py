@@ -1,4 +1,4 @@
-"""Notices work that should be short and does not end, and ends the run with all stacks shown.
+"""Finds work that should be short and does not end, and ends the run with all stacks shown.
 
     with watching(limit_s=600):              # in the main thread, once
         ...
@@ -23,12 +23,12 @@ from roundpipe_cli.errors import NoProgressError
 
 TICK_S = 0.25
 _at_work: dict[int, list[str]] = {}
-"""Thread -> what it is doing, innermost last. A new list for every piece of work, so that identity tells them apart."""
+"""Thread -> names of its work, innermost last. Every piece of work has a new list, to be identified by."""
 
 
 @contextlib.contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Say that this thread does `what`, which takes seconds, not minutes."""
+    """Note that this thread does `what`, which takes seconds, not minutes."""
     thread = threading.get_ident()
     before = _at_work.get(thread)
     _at_work[thread] = [*(before or ()), what]

@@ -1,7 +1,7 @@
 """One long sequence on 8 workers at once, in chunks: utilization, by the simulator and by the engine on emulated
 devices.
 
-    python scripts/bench_chunks.py ../shared/facts/published_schedules.json           # about 3 minutes, mostly asleep
+    python scripts/bench_chunks.py tests/facts/published_schedules.json               # about 3 minutes, mostly asleep
     python scripts/bench_chunks.py FACTS --chunks 16 --workers 4 --compress 8 --head-workers 1
 
 A step has one sequence of 32 chunks of 8192 tokens. Layer times and hops are the published ones of an RTX 4090 for 8192

@@ -1,6 +1,6 @@
 """The dispatcher against the simulator on 8 emulated workers, and priorities against first in, first out: two tables.
 
-    python scripts/bench_emulated.py ../shared/facts/published_schedules.json          # 20 minutes, mostly asleep
+    python scripts/bench_emulated.py tests/facts/published_schedules.json              # 20 minutes, mostly asleep
     python scripts/bench_emulated.py FACTS --compress 4 --repetitions 1 --only links   # a minute
 
 16 microbatches of 8192 tokens; layer times and hops are the published ones of an RTX 4090, bytes are estimated as in

@@ -18,7 +18,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 LEARNING_RATE = {"lora": "5e-4", "full": "5e-5"}
 
 
@@ -64,7 +63,7 @@ def main() -> None:
     parser.add_argument("--method", action="append", choices=["lora", "full"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--data", default=str(SHARED))
+    parser.add_argument("--data", required=True, help="gsm8k_train.jsonl of github.com/openai/grade-school-math")
     args = parser.parse_args()
     rows = []
     for method in args.method or ["lora", "full"]:

@@ -1,6 +1,6 @@
 """What roundpipe's options gain, simulated: one Markdown table for the two models with published layer times.
 
-    python scripts/simulated_gains.py ../shared/facts/published_schedules.json
+    python scripts/simulated_gains.py tests/facts/published_schedules.json
 
 8 workers, 16 microbatches a step, the default accounting with links of 25 GB/s, one synchronous step without the
 optimizer's updates. Layer times and hops are the published ones; bytes are estimated (`LINES`). Each option alone is

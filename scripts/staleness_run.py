@@ -18,7 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 LAST_STEPS = 10
 TOLERANCE = 0.02
 
@@ -46,7 +45,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256, help="max_seq_length")
     parser.add_argument("--learning-rate", default="5e-4")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--data", default=str(SHARED))
+    parser.add_argument("--data", required=True, help="gsm8k_train.jsonl of github.com/openai/grade-school-math")
     args = parser.parse_args()
     print("| staleness | steps | first loss | mean of last 10 | minutes |\n|---|---|---|---|---|", flush=True)
     finals = []

@@ -1,12 +1,13 @@
 """Settings of the whole suite.
 
 Tests marked `sweep` run by `scripts/test -m sweep` only; so do those combinations of a test marked `covering(strength)`
-whose values others hold. Tests marked `gpu` are skipped, visibly, where there is no GPU. Files with a test marked
-`slow` begin, so that no process is left with one when the other has run out of work.
+whose values others hold. Tests marked `gpu` are skipped, visibly, where there is no GPU. The files that take
+longest begin, so that no process is left with one when the others have run out of work.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,24 +23,41 @@ SMOKE = (
 """Files of the subset `smoke`."""
 
 
+LONGEST = (
+    *("reliability/test_reliability.py", "train/test_finetune_resume.py", "train/test_finetune_refused.py"),
+    *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_release.py"),
+    *("train/test_chained_steps.py", "train/test_finetune_data.py", "train/test_export.py", "train/test_adapt.py"),
+)
+"""Files in the order in which they begin, before those with a test marked `slow`."""
+
+SHARED_CACHES = ("proofs", "parameter_counts")
+"""Caches that all tests of a session share: a proof takes a second, a count loads torch in another process."""
+
+
 @pytest.fixture(scope="session")
-def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the session's runs have proven of their models: about a second of work for each kind of model."""
-    return tmp_path_factory.mktemp("proofs")
+def shared_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `SHARED_CACHES`, the same for all processes of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-caches"
+    for name in SHARED_CACHES:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, proofs: Path) -> Path:
-    """No test meets what another one, or the user, has cached, but for proofs."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, shared_caches: Path) -> Path:
+    """An own cache for each test, but for `SHARED_CACHES`."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "proofs").symlink_to(proofs)
+    for name in SHARED_CACHES:
+        (folder / name).symlink_to(shared_caches / name)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (places.get(item.path, len(places)), item.path not in slow))
     _mark_sweeps(items)
     smoke = {Path(__file__).parent / name for name in SMOKE}
     for item in items:

@@ -85,8 +85,13 @@ def room_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else path.stem
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, dotted module) of every import, late ones and those for type checking included."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -160,6 +165,7 @@ def test_imports_are_absolute() -> None:
     assert not relative
 
 
+@functools.cache
 def names_bound_in(module: str) -> set[str]:
     """Names that a module of ours binds at its top level, modules of a package included."""
     stem = ROOT.joinpath(*module.split("."))

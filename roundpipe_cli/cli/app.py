@@ -65,7 +65,7 @@ add_commands(app, COMMANDS)
 
 
 def _interrupt_once() -> None:
-    """The first Ctrl-C raises KeyboardInterrupt; a second one, while that is dealt with, ends the process at once."""
+    """The first Ctrl-C raises KeyboardInterrupt; a second one, while the first is handled, ends the process at once."""
 
     def leave(*_: object) -> None:
         say_at_once("stopped at once by a second SIGINT")
@@ -76,7 +76,7 @@ def _interrupt_once() -> None:
         signal.signal(signal.SIGINT, leave)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the caller ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the caller ignores it
         signal.signal(signal.SIGINT, interrupt)
 
 
@@ -101,7 +101,7 @@ def main() -> None:
                 raise explain_usage(error, sys.argv[1:]) from None
             say(error.message)  # the help text
             code = error.exit_code
-        if code == 130:  # what typer makes of a KeyboardInterrupt
+        if code == 130:  # typer turns a KeyboardInterrupt into this
             say("stopped by SIGINT")
 
     try:

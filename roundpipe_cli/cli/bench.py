@@ -102,8 +102,15 @@ def bench(
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
     answers = Answers()
-    partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
-    asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
+    if recipe and not (forward_stages or backward_stages or flags.words()) and case_flags == CaseFlags():
+        from roundpipe_cli.cli.bench_recipe import as_planned
+
+        asked = as_planned(recipe, overrides or [], hardware, schedule, answers)
+    else:
+        if recipe:
+            say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
+        partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
+        asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
     needs_timelines = svg is not None or run_really
     results = [run(*one) if needs_timelines else _known_result(*one, answers) for one in asked]
     for damage in answers.damage:
@@ -119,11 +126,11 @@ def bench(
 
         typer.echo(json.dumps(bench_document(question, results)))
     else:
-        _print_table(question, results, flags)
+        _print_table(question, results, flags, _search_words(forward_stages, question))
 
 
 def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
-    """The simulated schedule, without a timeline where its figures are known from before."""
+    """The simulated schedule; without a timeline where its figures come from the cache."""
     from roundpipe_cli.planning.answers import result_document, result_from
     from roundpipe_cli.planning.compare import run
 
@@ -241,7 +248,6 @@ def _partitions(
                 "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
             )
         check_schedules(flags, names, bool(schedules))
-        # a recipe's stages are those that `plan` and a run take
         effort: Effort = "full" if question.limits is None else "quick"
         cases = [(name, question if name in BOUND_SCHEDULES else changed) for name in names]
         return [(name, _known_cut(name, case, effort, answers)) for name, case in cases]
@@ -312,7 +318,7 @@ def _print_whole(table: Table) -> None:
         table.columns.pop()
         say("note: the terminal is too narrow for the parts of a bubble; --json has them")
     if not _fits(table, console.width):
-        console = Console(width=_MOST_COLUMNS)  # lines that wrap are better than figures that are cut
+        console = Console(width=_MOST_COLUMNS)  # wrapped lines are better than cut figures
         table.title = None
     console.print(table)
 
@@ -331,7 +337,14 @@ def _case_words(question: SimulationCase) -> str:
     return f"{question.costs.name}: {workers}, {microbatches}"
 
 
-def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags) -> None:
+def _search_words(forward_stages: str | None, question: SimulationCase) -> str:
+    """How the stages were found, for the table's title."""
+    if forward_stages is not None:
+        return "given stages"
+    return "full search" if question.limits is None else "quick search, as by plan"
+
+
+def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags, search: str) -> None:
     from rich.table import Table
 
     from roundpipe_cli.units import format_seconds
@@ -339,7 +352,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
     costs = question.costs
     on = f", roundpipe with {flags.words()}" if flags.words() else ""
     table = Table(
-        title=f"{_case_words(question)}, simulated ({question.accounting} accounting){on}",
+        title=f"{_case_words(question)}, simulated ({question.accounting} accounting, {search}){on}",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -372,7 +385,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
 
 
 def _num_idle(result: Result) -> int:
-    """Workers without any layer of the model."""
+    """Workers that get no layer of the model."""
     from roundpipe_cli.schedule.actions import Kind
 
     forward, backward = directions(result)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.cli.bench_live import LiveRuns
 
 Asked = tuple[str, StageCut, SimulationCase]
-"""(schedule, its stages, what it was asked)."""
+"""(schedule, its stages, its case)."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class MeasuredSchedule:
     makespan_s: float
     bubble_ratio: float
     late_s: float
-    """Wait of the worker that the host kept waiting most."""
+    """Longest time that a worker waited for the host."""
     exposed_transfer_s: float
     step_s: float | None
-    """Per step over the chained steps that were asked for; None for one step."""
+    """Time per step over the chained steps; None for a single step."""
 
 
 def run_emulated_bench(
@@ -88,7 +88,7 @@ def emulate(
 
 
 def _without_transfers(costs: CostModel) -> CostModel:
-    """The published rules know neither bytes nor updates."""
+    """The costs without bytes and updates, which the published rules leave out."""
     free = {"param_bytes": 0, "boundary_bytes": 0, "grad_bytes": 0, "optimizer_s": 0.0}
     return replace(costs, layers=tuple(replace(layer, **free) for layer in costs.layers))  # type: ignore[arg-type]
 

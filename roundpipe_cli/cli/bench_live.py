@@ -1,4 +1,4 @@
-"""The dashboard of `roundpipe bench --costs F --run`: what emulated workers do, while they do it."""
+"""The dashboard of `roundpipe bench --costs F --run`, live: what emulated workers do."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHOWN_LANES = (COMPUTE, UP)
 
 @dataclass
 class LiveRuns:
-    """Tells of runs one after the other; each is a step of what a dashboard shows."""
+    """Reports runs one after the other; a dashboard shows each as a step."""
 
     tell: Tell
     title: str
     num_workers: int
     planned_s: Sequence[float]
-    """How long each run will take, as simulated."""
+    """Simulated seconds of each run."""
     shows_work: bool
-    """Whether a dashboard is told what the workers do; otherwise only what came of each run."""
+    """Whether a dashboard shows what workers do; otherwise only results are printed."""
     _clock: Callable[[], float] = field(default_factory=run_clock)
     _num_done: int = 0
     _started_s: float | None = None
@@ -84,7 +84,7 @@ class LiveRuns:
         return found
 
     def _look(self, work: EmulatedInWork, step: int, offset_s: float, over: threading.Event) -> None:
-        """Several times a second: what has ended since the look before, and what runs now."""
+        """Report several times a second what has ended since the previous look, and what runs now."""
         pending: list[Span] = []
         news = work.news()
         while not over.wait(LOOK_S):
@@ -96,7 +96,7 @@ class LiveRuns:
             self.tell(WorkSeen(offset_s + now_s, step, done, running))
 
     def _finished(self, found: Emulated, step: int) -> StepFinished:
-        """Neither loss nor tokens: a costs file knows of none, and no screen shows them."""
+        """A step without loss and tokens, which a costs file does not have."""
         return StepFinished(
             step=step,
             num_steps=len(self.planned_s),

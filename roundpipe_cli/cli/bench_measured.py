@@ -88,11 +88,11 @@ def most_tokens_per_s(comparison: Comparison) -> Measured:
 
 
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
-    """Recipe keys that keep the fastest schedule as it was measured."""
+    """Recipe keys that select the fastest schedule as it was measured."""
     from roundpipe_cli.choices import BOUND_SCHEDULES
 
     best = most_tokens_per_s(comparison).predicted.schedule
-    if not best.forward_stages:  # whole microbatches on each worker, which a run chooses where it may
+    if not best.forward_stages:  # a run chooses whole microbatches on each worker where it may
         return {"pipeline": {"schedule": best.name}}
     keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
     if best.name not in BOUND_SCHEDULES:

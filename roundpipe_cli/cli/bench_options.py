@@ -1,4 +1,4 @@
-"""The flags of `roundpipe bench` that change how roundpipe works: checked, and put into the question."""
+"""The flags of `roundpipe bench` that change how roundpipe works: their checks and their effect on the case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roundpipe_cli.schedule.dealing import Options
 
 @dataclass(frozen=True, slots=True)
 class CaseFlags:
-    """The flags that say what is simulated, whichever the schedule; None leaves it to the recipe or the default."""
+    """The flags that apply to every schedule; None leaves the value to the recipe or the default."""
 
     workers: int | None = None
     microbatches: int | None = None
@@ -37,7 +37,7 @@ class CaseFlags:
         )
 
     def counts(self) -> tuple[int, int]:
-        """Workers and microbatches, which a costs file does not say.
+        """Workers and microbatches, which a costs file does not contain.
 
         Raises:
             RefusedError: one of them is not given.
@@ -54,7 +54,7 @@ class CaseFlags:
         return self.workers, self.microbatches
 
     def applied_to(self, case: SimulationCase) -> SimulationCase:
-        """The case with what the flags say in place of its own."""
+        """The case with the flags' values in place of its own."""
         is_published = self.accounting == "published"
         if self.staleness is not None and self.staleness != case.staleness:
             case = replace(case, staleness=1 if self.staleness else 0, num_steps=1)
@@ -110,7 +110,7 @@ def check_schedules(flags: RoundpipeFlags, names: Sequence[str], are_named: bool
 
 
 def changed_question(question: SimulationCase, flags: RoundpipeFlags) -> SimulationCase:
-    """The question as roundpipe is asked it; the same one if all flags are off.
+    """The case for roundpipe; unchanged if all flags are off.
 
     Raises:
         RefusedError: values that mean nothing for these workers and costs.

@@ -1,4 +1,4 @@
-"""The count that `plan` and `bench` ask for where a model is built to know it."""
+"""The count of parameters for `plan` and `bench`, by building the model."""
 
 from __future__ import annotations
 

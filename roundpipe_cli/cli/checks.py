@@ -35,7 +35,7 @@ from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 CheckState = Literal["good", "note", "fails"]
-"""`note`: training runs, but slower, or something of it is missing."""
+"""Results of a check. `note`: training runs, but slower or without some feature."""
 
 LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **WORKING_FLOORS}
 OPTIONAL = {
@@ -44,7 +44,7 @@ OPTIONAL = {
     "tensorboard": "report_to: [tensorboard]",
     "wandb": "report_to: [wandb]",
 }
-"""Module -> what needs it."""
+"""Module -> the feature that needs it."""
 _PACKAGES = {"pynvml": "nvidia-ml-py"}
 LEAST_HOST_BYTES = 2 * GIB
 LOW_HOST_BYTES = 12 * GIB
@@ -59,7 +59,7 @@ _SMI_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     state: CheckState
@@ -69,7 +69,7 @@ class Check:
 
 
 def all_checks(*, offline: bool) -> Iterator[Check]:
-    """Everything, in the order of a report: first what needs neither torch nor the network."""
+    """All checks in the order of a report; those without torch and network come first."""
     yield _program()
     yield from _versions()
     rows, driver = _driver()
@@ -140,7 +140,7 @@ def _versions() -> Iterator[Check]:
 
 
 def version_check(name: str, version: str, floor: str) -> Check:
-    """A library against its floor."""
+    """Check a library against its oldest version that works."""
     try:
         is_old = Version(version) < Version(floor)
     except InvalidVersion:
@@ -198,7 +198,7 @@ def _torch(num_listed: int) -> tuple[Check, int]:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
         built_for = built_for or (f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only")
         num_gpus = cuda.num_devices()
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         return Check("torch build", "fails", f"cannot be loaded: {error}", "pip install --force-reinstall torch"), 0
     found = f"{version}, for {built_for}, sees {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
     if num_listed > num_gpus:
@@ -241,7 +241,7 @@ def _links(num_gpus: int) -> Iterator[Check]:
         else:
             backends = [CpuBackend(1, copy=True)]
         speeds = measure_links(backends, MEASURED_BYTES)
-    except Exception as error:  # a check that fails is a finding, whatever it raises
+    except Exception as error:  # a check that fails is a finding, whatever the error
         yield Check("links", "note", f"not measured: {error}", "another program may hold the memory")
         return
     for index, speed in enumerate(speeds):

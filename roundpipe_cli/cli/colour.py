@@ -9,9 +9,9 @@ from typing import TextIO
 
 _GOOD, _WARN, _BAD = "1;32", "1;33", "1;31"  # bold green, yellow and red
 VERDICTS = {r"\bFITS\b": _GOOD, r"\bSLOW\b": _WARN, r"\bDOES NOT FIT\b": _BAD, r"\bASSUMED\b": _WARN}
-"""Words of `plan`, wherever they stand."""
+"""Words of `plan`, anywhere in a line."""
 CHECKS = {"^good ": _GOOD, "^note ": _WARN, "^fails ": _BAD}
-"""By what `doctor`'s lines begin with."""
+"""First words of `doctor`'s lines."""
 
 
 def has_colour(stream: TextIO) -> bool:

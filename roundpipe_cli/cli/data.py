@@ -1,4 +1,4 @@
-"""`roundpipe data`: what a recipe's datasets become, row by row and token by token. No weights are loaded."""
+"""`roundpipe data`: shows a recipe's rows as training sees them, token by token. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class DataView:
 
     dataset: TokenizedDataset
     rejected: TokenizedRows | None
-    """Beside the rows of `dataset`, of preference pairs."""
+    """Rejected answers of preference pairs, a row for each row of `dataset`."""
     fill: Fill | None
     """None for preference pairs, which are not packed."""
     samples: list[RowSample]
@@ -115,7 +115,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
 
 
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
-    """The report without its samples, a line at a time."""
+    """The lines of the report, without its samples."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
     from roundpipe_cli.units import counted
 

@@ -25,7 +25,7 @@ MAX_NOTICES = 30
 
 
 def is_terminal() -> bool:
-    """Whether both outputs are a terminal that can be painted on, and ours to paint on now."""
+    """Whether both outputs are a terminal that this program may paint on now."""
     if os.environ.get("TERM", "") in ("", "dumb"):
         return False
     try:
@@ -35,7 +35,7 @@ def is_terminal() -> bool:
 
 
 class Display:
-    """Told of events; as a context manager, so that the terminal is given back whatever happens."""
+    """Shows events; a context manager, so that the terminal is always restored."""
 
     def __init__(self, plain: Tell, *, dashboard: bool, keys: Mapping[str, KeyBinding] | None = None) -> None:
         """
@@ -67,7 +67,7 @@ class Display:
             raise StoppedError("stopped", exit_code=130) from None
 
     def leave_key(self) -> KeyBinding:
-        """As Ctrl-C; what is said then is that the run stopped, and no signal's name."""
+        """Stop as Ctrl-C does; the message then names no signal."""
         from roundpipe_cli.dashboard.live import KeyBinding
 
         def leave(state: DashboardState) -> str:
@@ -108,7 +108,7 @@ class Display:
             say_at_once(text)
 
     def close(self) -> None:
-        """Give the terminal back and leave on it the last frame, with what the frame has no room for."""
+        """Restore the terminal, with the last frame on it, and print what the frame had no room for."""
         live, self._live = self._live, None
         if live is None:
             return
@@ -146,7 +146,7 @@ class Display:
 
 
 def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
-    """Pause after the step, save now, quit with a checkpoint: asked for as a signal would."""
+    """The keys: pause after the step, save now, quit with a checkpoint."""
     from roundpipe_cli.dashboard.live import KeyBinding
 
     def pause(state: DashboardState) -> str:
@@ -160,7 +160,7 @@ def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
         return "saving now" if state.paused else "saving after this step"
 
     def leave(state: DashboardState) -> str:
-        """As Ctrl-C once; pressed again it does nothing."""
+        """Quit as the first Ctrl-C does; pressed again it does nothing."""
         if signals.requested is None:
             signals.asked_by_key = True
             with contextlib.suppress(OSError):

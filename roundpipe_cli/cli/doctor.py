@@ -1,4 +1,4 @@
-"""`roundpipe doctor`: can this machine train, what, what would slow it down, and how to fix each thing."""
+"""`roundpipe doctor`: whether this machine can train, which models, what slows it down, and how to fix it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def doctor(
     from roundpipe_cli.units import counted
 
     checks = []
-    for check in all_checks(offline=offline):  # each is shown as soon as it is known: torch takes a while to load
+    for check in all_checks(offline=offline):  # each is shown as soon as it is known: torch takes seconds to load
         checks.append(check)
         if not json_:
             for line in check_lines(check, terminal_width()):
@@ -57,7 +57,7 @@ def doctor(
 
 
 def check_lines(check: Check, width: int | None) -> Iterator[str]:
-    """A check in lines of at most `width` columns; None: as long as they are."""
+    """The lines of a check, of at most `width` columns; None: no limit."""
     indent = " " * (7 + NAME_WIDTH + 2)
     texts = [(f"{check.state:5}  {check.name:{NAME_WIDTH}}  ", check.found)]
     if check.fix:

@@ -1,4 +1,4 @@
-"""`roundpipe download`: bring a hub model into the hub's own cache, before it is trained."""
+"""`roundpipe download`: fetch a hub model into the hub's own cache, before it is trained."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
 
 
 def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
-    """As `finetune` begins: the model's checks and `plan`'s verdict come before the weights."""
+    """Check the model and ask `plan`'s verdict before the weights are fetched, as `finetune` does."""
     from roundpipe_cli.cli.finetune import refuse_too_large
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.train.preflight import check_base

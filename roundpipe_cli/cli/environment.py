@@ -1,4 +1,4 @@
-"""Environment variables that a run reads: nonsense in one of them is refused before anything starts. No torch."""
+"""Environment variables that a run reads; impossible values are refused before anything starts. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_environment(recipe: Recipe) -> Process:
                 hint=f"export {name}=1",
             )
         if not value.strip():
-            os.environ.pop(name, None)  # PEFT refuses an empty one, when it saves
+            os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
     process = check_processes(recipe)

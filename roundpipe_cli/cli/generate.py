@@ -102,7 +102,7 @@ def generate(
 
 
 NEW = "/new"
-"""A line that begins a new conversation."""
+"""The line that begins a new conversation."""
 
 
 def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turns: bool) -> None:

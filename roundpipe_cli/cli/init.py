@@ -1,4 +1,4 @@
-"""`roundpipe init`: three answers become a recipe; the settings are chosen by what `plan` knows. No torch."""
+"""`roundpipe init`: makes a recipe from three answers, with settings by `plan`'s cost model. No torch."""
 
 from __future__ import annotations
 

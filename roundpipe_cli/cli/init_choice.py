@@ -20,7 +20,7 @@ from roundpipe_cli.recipe.load import load_text, resolve_path
 from roundpipe_cli.units import counted, format_bytes, format_count
 
 SEQUENCES = (2048, 1024, 512, 256)
-"""Tokens, longest first."""
+"""Lengths of sequences to try, in tokens, longest first."""
 MAX_FULL_PARAMETERS = 500_000_000
 """Up to this size all weights are trained if they fit: such models are small enough to be changed as a whole."""
 BUSY_TOKENS = 4096
@@ -28,12 +28,12 @@ BUSY_TOKENS = 4096
 ROWS_PER_STEP = 16
 MICROBATCHES_PER_WORKER = 4
 LEAST_STEPS = 10
-"""An epoch has at least so many, where the data have few rows (rule of thumb)."""
+"""Least steps of an epoch where the data have few rows (rule of thumb)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Values chosen for the recipe, and why."""
+    """Values chosen for the recipe, with reasons."""
 
     model: str
     method: str

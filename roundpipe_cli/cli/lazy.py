@@ -1,4 +1,4 @@
-"""A command line that imports only what the command at hand needs: the time of help is that of imports."""
+"""A command line that imports only the chosen command's modules: imports are most of the time of `--help`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _stands_for_a_command() -> None:
 
 
 class PlainGroup(TyperGroup):
-    """A group whose commands convert plain options by themselves, and those that are not given not at all.
+    """A group whose commands convert plain options themselves, and only those that are given.
 
     Typer does both by a library (pydantic) that takes longer to import than help takes to print.
     """
@@ -80,5 +80,5 @@ class PlainValue:
         if annotation in PLAIN and not param.type_descriptor.is_ranged:
             with contextlib.suppress(ValueError):
                 return PLAIN[annotation](value)
-        param._runtime_param = None  # typer refuses it in its words, or converts it
+        param._runtime_param = None  # typer converts it, or refuses it with its own message
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)

@@ -31,11 +31,11 @@ COLUMNS = 80
 """Width of a terminal nobody has widened; a step's line stays on one row of it."""
 
 SAMPLE_CHARACTERS = 200
-"""Shown of a generated answer, and of the end of its prompt; eval.jsonl has the whole."""
+"""Characters shown of a generated answer and of the end of its prompt; eval.jsonl has all of it."""
 
 
 DETAILS_S = 60.0
-"""Least time between two looks at the workers; the first and the last step always have one."""
+"""Least seconds between two reports on the workers; the first and the last step always have one."""
 
 
 class LinePrinter:

@@ -1,4 +1,4 @@
-"""Words to stderr, data to stdout, errors to text and exit codes: the one place where that happens."""
+"""Prints messages to stderr and results to stdout, and turns errors into text and exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
 PACKAGE = str(Path(__file__).resolve().parents[1])
 
 _broken: set[int] = set()
-"""Streams that nobody reads any more; a run goes on without them."""
+"""Streams that nobody reads any more; a run continues without them."""
 
 
 def say(text: str, *, stream: TextIO | None = None, painted: bool = False) -> None:
@@ -131,19 +131,19 @@ def run_command(command: Callable[[], Any]) -> int:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Whether the host had no memory left; torch's allocator says so in words only."""
+    """Whether the host had no memory left; torch's allocator says so only in its message."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _out_of_threads(error: BaseException) -> bool:
-    """Whether a limit on threads and processes was reached; Rust's and C++'s libraries say so in words only."""
+    """Whether a limit on threads and processes was reached; Rust and C++ libraries say so only in their messages."""
     return any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN)))
 
 
 def _bug(error: BaseException) -> InternalError:
-    """An exception that nobody has turned into words, with the innermost place of ours that it passed."""
+    """The text of an unexpected exception, with the innermost line of this program that it passed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in frame.filename]
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name}" if frames else None
     internal = InternalError(

@@ -1,4 +1,4 @@
-"""`roundpipe plan`: does it fit, how is it cut, how long will it take. No GPU, no download of weights, no torch."""
+"""`roundpipe plan`: whether a recipe fits, how it is cut, how long it takes. No GPU, download or torch."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _fitting_name(answer: Plan) -> str | None:
 
 
 def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) -> list[str]:
-    """The plan in words: the verdict first."""
+    """The plan as text, the verdict first."""
     from roundpipe_cli.cli.plan_verdict import verdict_lines
     from roundpipe_cli.planning.unequal import who_does_what
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.what_if import Combination
 
 QUIET_S = 1.0
-"""Nothing is said of how far it is before that."""
+"""Seconds before the first report of progress."""
 
 
 def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None, *, as_json: bool) -> None:
@@ -37,7 +37,7 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
 
 
 def _progress() -> Any:
-    """Tells a terminal from the second second on which plan is made."""
+    """Shows the progress on a terminal, from the second second on."""
     from roundpipe_cli.cli.output import say
 
     started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""How far a download is: one line that is painted over on a terminal, a line now and then elsewhere."""
+"""Progress of a download: one line that is painted over on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roundpipe_cli.dashboard.state import fetching_line
 from roundpipe_cli.events import Fetching
 
 EVERY_S = 10.0
-"""Least time between two lines where nothing can be painted over."""
+"""Least seconds between two lines where lines cannot be painted over."""
 
 
 class ProgressLine:

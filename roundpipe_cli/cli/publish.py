@@ -19,7 +19,7 @@ from roundpipe_cli.redact import redact
 CONVERTER = "convert_hf_to_gguf.py"
 GGUF_NAME = "model.gguf"
 STALLED_S = 600.0
-"""A program that neither computes nor writes for so long is stopped, or waits for what will not come."""
+"""Seconds without computing or writing after which a program counts as stuck."""
 LOOK_S = 1.0
 INSTALL = (
     "git clone --depth 1 https://github.com/ggml-org/llama.cpp && pip install -r "
@@ -160,7 +160,7 @@ def _upload(folder: Path | None, name: str, problem: Problem) -> str:
         address = str(api.create_repo(name, private=True, exist_ok=True))
         if folder is not None:
             api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Upload from roundpipe")
-    except Exception as error:  # its errors are the network's, the login's, the hub's: all are for the user
+    except Exception as error:  # errors of the network, the login or the hub: all are for the user
         found = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         raise RefusedError(problem.what, where=problem.where, found=found, hint=problem.hint) from error
     return address

@@ -301,7 +301,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, which must be free."""
+    """Give a complete file its name, which must be free."""
     try:
         os.link(temporary, path)  # unlike a rename it replaces nothing
     except OSError as error:

@@ -31,12 +31,12 @@ def show_end(output_dir: Path) -> None:
         if line:
             say(line)
     if comparison(report):
-        table = io.StringIO()  # not through a terminal, which may be gone
+        table = io.StringIO()  # not to a terminal, which may be gone
         Console(file=table, width=80).print(comparison_table(report))
         say("\n".join(line for line in (table.getvalue().rstrip(), *wrapped([range_note(report)], width)) if line))
     try:
         write_page(output_dir, page)
-    except RoundpipeError as error:  # the result itself is there
+    except RoundpipeError as error:  # the result itself is complete
         say(f"note: no report.html: {error}")
     if report:
         say(next_commands(output_dir, report))

@@ -1,4 +1,4 @@
-"""Messages for mistyped commands: misspelt commands and options, words in the wrong place. Exit code 2."""
+"""Messages for mistyped commands and options, and for words in the wrong place. Exit code 2."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 GRACE_S = 2.0
-"""A run that ends writes its last lines just after it has let go of its lock."""
+"""Seconds to wait for the last lines of a run, which it writes just after it has released its lock."""
 
 
 def watch(
@@ -121,7 +121,7 @@ def _folder_of(words: Sequence[str]) -> Path:
 
 
 def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEvent]]]:
-    """Polls until the run is over and nothing more is to come."""
+    """Polls until the run is over and its files no longer grow."""
     from roundpipe_cli.dashboard.replay import Life
 
     over_s: float | None = None
@@ -176,7 +176,7 @@ def _as_lines(files: RunFiles, follow: bool) -> None:
 
 
 def _on_screen(files: RunFiles, follow: bool) -> None:
-    """A dashboard while the run goes on; its last screen stays."""
+    """A dashboard while the run lasts; its last screen stays."""
     from roundpipe_cli.dashboard.replay import Life
     from roundpipe_cli.dashboard.state import DashboardState, fold_all
 

@@ -1,4 +1,4 @@
-"""Lines made to fit a terminal. In a pipe or a file they stay whole, for `grep` and for comparing."""
+"""Fits lines to a terminal. In a pipe or a file they stay whole, for `grep` and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that a microbatch's forward leaves on a device for the backward.
+"""Bytes that a microbatch's forward keeps on a device for the backward.
 
 They are what torch's autograd keeps for backward of the eager model of transformers, with the attention that
 `finetune` has (compare arXiv 2205.05198, section 4, which counts the layers of another model).
@@ -29,7 +29,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
     total += size * (3 * query + 2 * key_value)
     width = architecture.intermediate_size
     tensors = 4 if architecture.gated_mlp else 2
-    if architecture.clamps_gates:  # gate and up as they come and as they are clamped, sigmoid, gated, product
+    if architecture.clamps_gates:  # gate and up before and after the clamp, sigmoid, gated, product
         tensors = 7
     if block.num_experts:
         mlp = architecture.num_experts_per_tok * size * (tensors * width + 2 * hidden) + 8 * block.num_experts
@@ -37,7 +37,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp = size * tensors * width
     if settings.method == "lora":
         total += 7 * size * settings.lora_r
-    if settings.method == "lora" and settings.lora_dropout > 0:  # a mask, bool, and what it leaves, for each product
+    if settings.method == "lora" and settings.lora_dropout > 0:  # a bool mask and the masked input, for each product
         total += (1 + size) * (3 * hidden + query)
         mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)

@@ -53,7 +53,7 @@ class AnalyticCosts:
 
     costs: CostModel
     host_s_per_microbatch: float
-    """Interpreter time for one microbatch, one after the other for all workers."""
+    """Time of the Python interpreter for one microbatch; it serves one worker at a time."""
     trainable_params: int
 
 
@@ -80,7 +80,7 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
 
 
 def _with_gains(layers: tuple[LayerCost, ...], settings: TrainingSettings) -> tuple[LayerCost, ...]:
-    """Shorter recomputes, and none of the blocks whose activations are kept."""
+    """The costs with shorter recomputes, and with none of blocks whose activations are kept."""
     costs = CostModel("", layers)
     if settings.skip_last_projection:
         costs = skip_projections(costs)
@@ -228,7 +228,7 @@ class _Timer:
         )
 
     def _expert_fill(self, block: Block) -> float:
-        """Useful share of the experts' tiles."""
+        """Share of the experts' tiles that is not padding."""
         if not block.num_experts:
             return 1.0
         per_expert = self.settings.tokens_per_mlp_call * self.architecture.num_experts_per_tok / block.num_experts

@@ -28,7 +28,7 @@ def attended_tokens(max_seq_length: int, window: int | None) -> float:
 
 
 def has_mask(architecture: Architecture, block: Block, max_seq_length: int) -> bool:
-    """Whether attention is given a mask of all pairs of tokens, so that no kernel skips what it hides."""
+    """Whether attention gets a mask of all pairs of tokens, so that no kernel skips hidden pairs."""
     return architecture.has_sinks or (block.window is not None and block.window <= max_seq_length)
 
 

@@ -1,4 +1,4 @@
-"""A model's architecture from counts that were made on the model itself."""
+"""A model's architecture from counts of the model itself."""
 
 from __future__ import annotations
 

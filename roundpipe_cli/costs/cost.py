@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 
 CHUNK_BYTES = 32 * 1024**2
-"""Transfers can be overtaken every so many bytes (DESIGN.md, section 5)."""
+"""A transfer can be overtaken by a more urgent one after every chunk of this size."""
 StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 
@@ -62,11 +62,11 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """All that planner and simulator know about a model on a machine."""
+    """Everything that planner and simulator know about a model on a machine."""
 
     name: str
     layers: tuple[LayerCost, ...]
-    """In order; `head` is last, `embed` (optional) first."""
+    """Layers in order: `embed` (optional) first, `head` last."""
     hop_s: float = 0.0
     """Latency of a boundary between two different workers."""
     link_bytes_per_s: float = 25e9
@@ -87,12 +87,12 @@ class CostModel:
 
     @property
     def equal_workers(self) -> bool:
-        """Whether all workers are of one speed."""
+        """Whether all workers have the same speed."""
         return len(set(self.worker_speed or (1.0,))) == 1
 
     @property
     def has_updates(self) -> bool:
-        """Whether anything is updated. Then a chained step waits for the step two before, whose update it reads.
+        """Whether layers are updated. Then a chained step waits for the step two before, whose update it reads.
 
         The published accounting knows no updates: there as many steps may overlap as workers have room for.
         """
@@ -114,7 +114,7 @@ def with_updates(costs: CostModel) -> CostModel:
 def skip_projections(costs: CostModel) -> CostModel:
     """The same model where each recompute leaves out what backward never reads: a block's last projection.
 
-    Exact: the product is only the block's output, which is not needed again (DESIGN.md, section 6).
+    Exact: the product is only the block's output, which is not needed again.
     """
     layers = tuple(
         replace(layer, recompute_s=layer.forward_s - layer.recompute_skippable_s) if layer.recompute else layer
@@ -175,7 +175,7 @@ COSTS_HINT = "recipes/example_costs.json of the repository is an example; script
 
 
 def load_costs(path: Path) -> CostModel:
-    """Read a costs file: strict JSON, times in seconds (DESIGN.md section 7, "Costs file").
+    """Read a costs file: strict JSON, times in seconds; scripts/README.md says what each key means.
 
     Raises:
         RefusedError: no such file, or not JSON.
@@ -297,7 +297,7 @@ def _check_keys(entry: dict[str, Any], known: list[str], where: str, problems: l
 def _number(
     value: Any, where: str, problems: list[Problem], *, whole: bool = False, above_zero: bool = False
 ) -> float | int:
-    """The value as a number; 1 in place of one that is refused, so that the rest can be checked too."""
+    """The value as a number; 1 for a refused value, so that the rest can still be checked."""
     expected = f"a {'whole ' if whole else ''}number, {'above 0' if above_zero else '0 or more'}"
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
     if good and whole:
@@ -312,6 +312,6 @@ def _number(
 
 
 def _shown(value: Any) -> str:
-    """A value as the file has it, shortened."""
+    """A value of the file, shortened for a message."""
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Which configurations `models.py` counts exactly, so that no model need be built to know its parameters."""
+"""The configurations that `models.py` counts exactly, so that the model need not be built for a count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TIED_BY_DEFAULT = frozenset({"gpt2", "gemma", "gemma2", "gemma3_text", "smollm3"})
-"""Types whose embedding and LM head share a matrix where config.json says nothing of it."""
+"""Types whose embedding and LM head share a matrix unless config.json says otherwise."""
 _OWN_HEAD_DIM = frozenset({"gemma", "gemma2", "gemma3_text", "gpt_oss", "qwen3"})
 """Types whose heads have a width of their own where config.json gives none."""
 EXACT_TYPES = frozenset(
@@ -36,7 +36,7 @@ _NEUTRAL = re.compile(
     r"|norm_topk_prob|router_jitter_noise|swiglu_(alpha|limit)|transformers_version|use_bidirectional_attention|use_cache"
     r"|initial_context_length|experts_per_token|auto_map|name_or_path"
 )
-"""Keys that no parameter depends on."""
+"""Keys that do not change any parameter."""
 
 
 def is_counted_exactly(config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Where a model's figures come from: a local folder, a GGUF file, the shipped figures, or config.json of the hub.
+"""Finds a model's figures: in a local folder, a GGUF file, the shipped figures, or config.json of the hub.
 
 Weights are never read or downloaded, and neither torch nor transformers is imported.
 """
@@ -34,11 +34,11 @@ class FoundConfig:
     name: str
     """The model's name, as the recipe has it."""
     source: str
-    """Where the figures are from, for the reader."""
+    """Source of the figures, as a text for the user."""
     folder: Path | None = None
     """With config.json; None for a GGUF file and for figures that ship with the tool."""
     is_local: bool = False
-    """A folder that the user named, rather than one of the hub's cache."""
+    """Whether the user named the folder; otherwise it is one of the hub's cache."""
     is_config: bool = True
     """A config.json's content, or what of it ships with the tool; not made of a GGUF file's header."""
 

@@ -95,7 +95,7 @@ class _Header:
         return count
 
     def _skip_texts(self, count: int) -> None:
-        """Pass by texts, of which only the lengths are looked at: a vocabulary has 10^5 of them."""
+        """Skip texts by reading only their lengths: a vocabulary has 10^5 of them."""
         length_at, block, place = struct.Struct("<Q").unpack_from, b"", 0
         for _ in range(count):
             if place + 8 > len(block):
@@ -112,7 +112,7 @@ class _Header:
         length = self._number("<Q")
         if length > _MAX_KEPT_STRING_BYTES * 64:
             raise ValueError(f"a text of {length} bytes")
-        if length > _MAX_KEPT_STRING_BYTES:  # a chat template, for instance
+        if length > _MAX_KEPT_STRING_BYTES:  # such as a chat template
             self._skip(length)
             return ""
         return self._take(length).decode("utf-8", errors="replace")

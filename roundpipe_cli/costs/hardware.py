@@ -1,4 +1,4 @@
-"""Abilities of a machine: a catalogue of GPUs by their data sheets, and the text that names a machine.
+"""Machines in numbers: a catalogue of GPUs by their data sheets, and the text that names a machine.
 
 A machine in words is groups joined by `+`, each a count and a name, then figures of the whole machine after commas:
 
@@ -77,16 +77,16 @@ class Hardware:
     """Bytes that a run may use; a container's limit counts."""
     host_memory_bytes_per_s: float = ASSUMED_HOST_MEMORY_BYTES_PER_S
     disk_free_bytes: int | None = None
-    """None: not known, so the disk is not part of the verdict."""
+    """Free bytes of the disk; None: unknown, so the disk is not part of the verdict."""
     disk_bytes_per_s: float | None = None
-    """At which mapped weights are read; None: not known, `ASSUMED_DISK_BYTES_PER_S`."""
+    """Rate at which mapped weights are read; None: unknown, `ASSUMED_DISK_BYTES_PER_S` counts."""
     accumulate: Accumulate = "fp32"
     """How float16 matrix products are asked to accumulate, whatever the recipe's `float16_accumulation` says: for
     comparisons with published figures. bfloat16 always accumulates in 32 bits."""
     notes: tuple[str, ...] = ()
-    """Lines for the reader: which figures were measured and which assumed."""
+    """Lines for the user: which figures were measured and which assumed."""
     is_here: bool = False
-    """Read from the machine that this runs on, rather than given or assumed."""
+    """Whether the figures were read from this machine, not given or assumed."""
     host_memory_is_assumed: bool = False
 
 
@@ -235,7 +235,7 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
 
 
 WELL_KNOWN_GPUS = ("rtx-3090", "rtx-4090", "rtx-5090", "rtx-4060-ti-16gb", "a100-80gb", "h100")
-"""Examples for those who mistype one."""
+"""Examples for an error message about a mistyped name."""
 
 
 def _unknown_gpu(name: str, where: str) -> RefusedError:

@@ -1,4 +1,4 @@
-"""How the host's memory is laid out: NUMA nodes, and pages of 2 MiB for memory that is shared.
+"""Layout of the host's memory: NUMA nodes, and pages of 2 MiB for shared memory.
 
 Weights lie in shared anonymous memory (a fork must not take page-locked pages away), for which the system has a switch
 of its own.
@@ -17,7 +17,7 @@ SWITCH = "kernel/mm/transparent_hugepage/shmem_enabled"
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """Memory nodes and pages, as the system says."""
+    """Memory nodes and pages, as the system reports them."""
 
     nodes: tuple[int, ...]
     """NUMA nodes that have memory; one or none where the system does not tell."""

@@ -29,7 +29,7 @@ CPU_SLOW_BFLOAT16 = 0.75
 """Where it has none, avx512_bf16 included: 102 against 136 tokens/s, measured on a 2-core AVX512-BF16 machine."""
 CPU_MEMORY_BYTES_PER_S = 20e9
 MAX_PARAMETERS_ON_CPU = 2_000_000_000
-"""Above this a model is not trained on the processor unless the recipe names the devices."""
+"""Larger models are trained on the processor only if the recipe names the devices."""
 _NO_LIMIT = 1 << 60
 _LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Limit and use of a cgroup, version 2 and version 1."""
@@ -108,7 +108,7 @@ def num_machines() -> int:
     """Processes of this run, one on each machine, as torchrun's environment says.
 
     Raises:
-        RefusedError: it says nonsense.
+        RefusedError: it has impossible values.
     """
     return this_process().count
 
@@ -214,7 +214,7 @@ def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
 
 
 def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
-    """These devices in this machine, with its measured host memory and the free disk under `output_dir`."""
+    """The machine with these devices, its measured host memory and the free disk under `output_dir`."""
     memory, lockable = host_memory(), lockable_bytes()
     measured = [f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"]
     if lockable is not None and any(not device.is_cpu for device in devices):

@@ -21,12 +21,10 @@ class Matrix:
     inputs: int
     outputs: int
     rank: int = 0
-    """Its adapter's; 0: none."""
+    """Rank of its adapter; 0: none."""
     num_experts: int = 0
-    """0: no expert's."""
+    """Number of experts that have such a matrix; 0: it belongs to no expert."""
     has_bias: bool = False
-    is_router: bool = False
-    """Router weights are never packed, and an adapter is added to them rather than beside them."""
 
     @property
     def params(self) -> int:
@@ -49,7 +47,7 @@ class BlockMatrices:
     """The feed-forward part that all tokens pass: gate (where there is one), up, down; shared experts, too."""
     router: Matrix | None
     experts: tuple[Matrix, ...]
-    """Gate and up in one, down."""
+    """Matrices of routed experts: gate and up in one, and down."""
 
     def every(self) -> tuple[Matrix, ...]:
         router = () if self.router is None else (self.router,)
@@ -75,7 +73,7 @@ def block_matrices(architecture: Architecture, block: Block, settings: TrainingS
     if block.num_experts:
         rank = _rank(settings, "gate") if model_type in ADAPTED_EXPERTS else 0
         bias = model_type in EXPERT_BIAS
-        router = Matrix("gate", hidden, block.num_experts, rank, has_bias=bias, is_router=True)
+        router = Matrix("gate", hidden, block.num_experts, rank, has_bias=bias)
     beside = block.mlp_params - sum(one.params for one in routed) - (router.params if router else 0)
     names = _FEED_FORWARD if architecture.gated_mlp else _FEED_FORWARD[1:]
     width = beside // (len(names) * hidden)
@@ -110,7 +108,7 @@ def _experts(architecture: Architecture, block: Block, settings: TrainingSetting
 
 
 def _rank(settings: TrainingSettings, *names: str) -> int:
-    """Rank of the adapter of what goes by one of `names`; 0 without one."""
+    """Rank of the adapter of a matrix with one of `names`; 0 without one."""
     targets = settings.lora_targets
     is_adapted = targets is None or any(name in targets for name in names)
     return settings.lora_r if settings.method == "lora" and is_adapted else 0

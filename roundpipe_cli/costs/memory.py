@@ -28,9 +28,9 @@ from roundpipe_cli.units import GIB, MIB, format_bytes
 CONTEXT_BYTES = 700 * MIB
 """CUDA context, kernels and library workspaces of one process on one device (assumed)."""
 DEVICE_SHARE = 0.85
-"""Share of a device's label that stages and caches fill; the rest is left for what no memory model knows (assumed)."""
+"""Share of a device's nominal memory that stages and caches fill; the rest is a margin (assumed)."""
 FITTING_SHARE = 0.95
-"""Share of a device's label beyond which a run is refused: fragmentation, a display (assumed)."""
+"""A run that needs more than this share of the nominal memory is refused: fragmentation, a display (assumed)."""
 INPUTS_SHARE = 0.05
 """Share of the free host memory for inputs of layers that are kept only so that a recompute can leave more out."""
 PINNED_RING_BYTES = 8 * CHUNK_BYTES
@@ -43,11 +43,11 @@ CUDA_LIBRARIES_BYTES = 440 * MIB
 """More where torch is built for CUDA, on a machine without GPUs: 350 to 470 MiB measured with torch 2.11 and 2.15."""
 CONTEXT_HOST_BYTES = 512 * MIB
 """Host side of one CUDA context and its libraries (assumed)."""
-CACHE_ALIGNMENT_BYTES = 256
-"""Padding of a layer in the weight cache, at most."""
+DEVICE_ALIGNMENT_BYTES = 256
+"""Layers in slots and in the weight cache begin at multiples of this many bytes."""
 HOST_MARGIN_BYTES = 2 * GIB
 HOST_MARGIN = 0.05
-"""Left to the operating system: this share of host memory, at most `HOST_MARGIN_BYTES`."""
+"""Share of host memory that is left to the operating system, at most `HOST_MARGIN_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,12 @@ def spare_for_cache(memory_bytes: int, needed_bytes: int, layers: Sequence[Layer
     """
     sizes = [layer.param_bytes for layer in layers if layer.param_bytes]
     spare = min(int(share * memory_bytes) - needed_bytes, whole_cache_bytes(layers))
-    return spare if sizes and spare >= min(sizes) + CACHE_ALIGNMENT_BYTES else 0
+    return spare if sizes and spare >= min(sizes) + DEVICE_ALIGNMENT_BYTES else 0
 
 
 def whole_cache_bytes(layers: Sequence[LayerCost]) -> int:
     """Bytes of a weight cache that holds all layers."""
-    return sum(layer.param_bytes + CACHE_ALIGNMENT_BYTES for layer in layers if layer.param_bytes)
+    return sum(layer.param_bytes + DEVICE_ALIGNMENT_BYTES for layer in layers if layer.param_bytes)
 
 
 def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) -> CostModel:
@@ -151,7 +151,7 @@ def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) 
     left, layers = cache_bytes, []
     for layer in costs.layers:
         trained = layer.grad_bytes // 4 * trained_bytes
-        size = layer.param_bytes + CACHE_ALIGNMENT_BYTES
+        size = layer.param_bytes + DEVICE_ALIGNMENT_BYTES
         if layer.param_bytes > trained and size <= left:
             left -= size
             layer = replace(layer, param_bytes=trained)
@@ -234,12 +234,12 @@ def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
 
 
 def usable_device_bytes(device: Device) -> int:
-    """Bytes of a device's label that a run may count on."""
+    """Bytes of a device's nominal memory that a run may use."""
     return int(device.memory_bytes * FITTING_SHARE)
 
 
 def usable_host_bytes(hardware: Hardware) -> int:
-    """Bytes of the host's memory that a run may count on."""
+    """Bytes of the host's memory that a run may use."""
     total = hardware.host_memory_bytes
     return total - min(HOST_MARGIN_BYTES, int(total * HOST_MARGIN))
 
@@ -281,7 +281,7 @@ def host_need(
         boundary = 1 << (boundary - 1).bit_length()
     chunks = settings.sequence_chunks
     rounds = rounds_kept(len(hardware.devices), *stages)
-    # At staleness 1 two steps overlap.
+    # at staleness 1 two steps overlap
     in_flight = min(settings.num_microbatches * versions, math.ceil(rounds * max(microbatches_per_round, chunks)))
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]

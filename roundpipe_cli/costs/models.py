@@ -12,26 +12,9 @@ from typing import Any
 
 from roundpipe_cli.costs.counted_types import TIED_BY_DEFAULT
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model_sizes import check_sizes
+from roundpipe_cli.model_sizes import SIZE_NAMES, check_sizes
 from roundpipe_cli.units import format_count
 
-_SYNONYMS: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": (
-        "num_experts_per_tok",
-        "moe_k",
-        "moe_topk",
-        "num_experts_per_token",
-        "top_k_experts",
-        "top_k",
-    ),
-    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
-}
 _TWO_MATRIX_MLP = frozenset(
     {
         *("gpt2", "gptj", "gpt_neox", "gpt_neo", "opt", "bloom", "mpt", "falcon", "phi", "nemotron", "starcoder2"),
@@ -61,7 +44,7 @@ COUNTED_TYPES = frozenset(
         *("stablelm", "starcoder2", "vaultgemma"),
     }
 )
-"""Model types whose parameters are counted within `MAX_COUNT_ERROR`, as a test holds against transformers' modules."""
+"""Types whose parameters are counted within `MAX_COUNT_ERROR`; a test compares with transformers' modules."""
 MAX_COUNT_ERROR = 0.02
 MIN_SCALE = 0.02
 """Least ratio of files' weights to counted ones, and of its inverse: beyond it the files are of something else."""
@@ -106,7 +89,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """All that cost and memory model need to know about a model."""
+    """Everything that cost and memory model need to know about a model."""
 
     name: str
     model_type: str
@@ -127,13 +110,13 @@ class Architecture:
     embed_params: int
     blocks: tuple[Block, ...]
     source: str
-    """Where the figures are from, for the reader."""
+    """Source of the figures, as a text for the user."""
     stored_in_4bit: bool = False
     """The files hold the blocks' weights in bitsandbytes' 4 bit, in which they stay."""
     is_guess: bool = False
-    """Nothing says that the parameters are counted right."""
+    """The count of parameters is a guess."""
     notes: tuple[str, ...] = ()
-    """On the count, for the reader."""
+    """Notes on the count, for the user."""
     tail_params: int | None = None
     """Parameters of the head layer beside the LM head's matrix; None: a norm of one weight a channel."""
     unreached_params: int = 0
@@ -148,17 +131,17 @@ class Architecture:
 
     @property
     def keeps_scores(self) -> bool:
-        """Attention is transformers' own, with scores of every pair of tokens: no fused kernel has what it needs."""
+        """Attention is transformers' own, with scores of all pairs of tokens: no fused kernel computes it."""
         return self.model_type in _KEEPS_SCORES
 
     @property
     def caps_scores(self) -> bool:
-        """Scores go through a tanh, which keeps its result."""
+        """Scores pass through a tanh, whose result is kept for backward."""
         return self.model_type in _SOFT_CAPPED
 
     @property
     def has_sinks(self) -> bool:
-        """A number a head takes part in the softmax: `model/sink_attention.py`."""
+        """Each head has a sink, a number that takes part in the softmax: `model/sink_attention.py`."""
         return self.model_type in _SINKS
 
     @property
@@ -273,8 +256,8 @@ class _Reader:
         self._source = source
 
     def number(self, key: str) -> int:
-        """The figure, or 0 where the configuration has none."""
-        for synonym in _SYNONYMS.get(key, (key,)):
+        """The figure; 0 if the configuration has none."""
+        for synonym in SIZE_NAMES.get(key, (key,)):
             value = self.config.get(synonym)
             if value is None:
                 continue

@@ -1,4 +1,4 @@
-"""Which process of a run this is, as torchrun's environment variables say. No torch.
+"""The place of this process in a run, by torchrun's environment variables. No torch.
 
     RANK, WORLD_SIZE              this process, and how many there are; both or none
     MASTER_ADDR, MASTER_PORT      where the first one listens
@@ -31,7 +31,7 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what the run writes."""
+        """Whether this process writes the run's files."""
         return self.rank == 0
 
 
@@ -39,7 +39,7 @@ def this_process() -> Process:
     """This process' place in the run.
 
     Raises:
-        RefusedError: variables that are no numbers, contradict each other, or are there only in part.
+        RefusedError: variables that are no numbers, contradict each other, or are incomplete.
     """
     rank, count = _number("RANK"), _number("WORLD_SIZE")
     local_rank, num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")

@@ -1,4 +1,4 @@
-"""Facts on the structure of model types that decide which operators a block launches; no factor that was fitted."""
+"""Facts on the structure of model types that decide which operators a block launches; no fitted factors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ QKV_BIAS = frozenset({"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "bloom", 
 OUTPUT_BIAS = QKV_BIAS - {"qwen2", "qwen2_moe"}
 MLP_BIAS = OUTPUT_BIAS - {"gpt_oss"}
 EXPERT_BIAS = frozenset({"gpt_oss"})
-"""The router has a bias, too."""
+"""Types whose experts and router have a bias."""
 UNTURNED = frozenset({"gpt2", "opt", "bloom", "mpt", "gpt_bigcode", "openai-gpt", "gpt_neo", "biogpt"})
 """Queries and keys get no rotary embedding."""
 HALF_ANGLES = frozenset({"gpt_oss"})

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import PACKED_FORMATS, UNPACKED_AT_ONCE
 from roundpipe_cli.costs.matrices import Matrix
 from roundpipe_cli.costs.training import TrainingSettings
 
-UNPACKED_AT_ONCE = 1 << 30
-"""Weights; bitsandbytes counts in 32 bits: `model/packed_weights.py`."""
 ACCUMULATED_BYTES = 8
-"""To read and write a sum of gradients in float32."""
+"""Bytes to read and write a float32 sum of gradients."""
 
 
 @dataclass(slots=True)
@@ -21,9 +19,9 @@ class PassWork:
     operators: int = 0
     """Dispatched, those that write memory; each is one kernel."""
     products: int = 0
-    """Matrix products and attention among them."""
+    """Matrix products and attention among the launches."""
     traffic_bytes: float = 0.0
-    """Read and written by all that are no products, each tensor of an operator once."""
+    """Bytes that operators other than products read and write, each tensor of an operator once."""
     product_flops: float = 0.0
     """Matrix products and attention."""
     expert_flops: float = 0.0
@@ -71,7 +69,7 @@ class Tally:
         return self.tokens * self.hidden_size * self.size
 
     def residual(self) -> None:
-        """Something is added to the hidden states; backward adds the gradients of both."""
+        """Count an addition to the hidden states; backward adds both gradients."""
         self.forward.moves(3 * self.hidden_bytes)
         self.sum_gradients(2)
 

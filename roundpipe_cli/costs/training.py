@@ -17,11 +17,11 @@ class TrainingSettings:
     max_seq_length: int
     micro_batch_size: float = 1
     sequences_per_row: int = 1
-    """2 where rows are pairs of answers."""
+    """Sequences of a row: 2 for pairs of answers."""
     num_microbatches: int = 8
-    """Per step."""
+    """Microbatches of a step."""
     counts_tokens: bool = False
-    """The recipe fills microbatches by tokens; `micro_batch_size` is what that comes to in full rows."""
+    """The recipe fills microbatches by tokens; `micro_batch_size` is their number of full rows."""
     method: Literal["lora", "full"] = "lora"
     lora_r: int = 16
     lora_dropout: float = 0.0
@@ -33,7 +33,7 @@ class TrainingSettings:
     packed_as: PackedName | None = None
     """Format of the blocks' frozen weights; None: they lie whole."""
     unpacks_once: bool = False
-    """Packed weights are unpacked once per visit of a stage, and not for each microbatch and pass."""
+    """Packed weights are unpacked once per visit of a stage, not for each microbatch and pass."""
     recompute: Literal["stage", "layer", "none"] = "stage"
     staleness: int = 0
     optimizer: OptimizerName = "adamw"

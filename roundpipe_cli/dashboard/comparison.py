@@ -1,4 +1,4 @@
-"""Predicted against measured: the rows of a table, from what report.json says of a run."""
+"""Predicted against measured: the rows of a table, from a run's report.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE = "-"
 
 
 def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
-    """(what, predicted, measured, how far off) of a finished run."""
+    """(name, predicted, measured, error) of a finished run."""
     predicted, measured = figures(report, "predicted"), figures(report, "measured")
     rows = [
         _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), _seconds),
@@ -40,7 +40,7 @@ def range_note(report: Mapping[str, Any]) -> str:
 
 
 def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
-    """The numbers of a part of the report; what is none is left out."""
+    """The numbers of a part of the report; other values are left out."""
     part = report.get(key)
     items = part.items() if isinstance(part, dict) else ()
     return {
@@ -51,7 +51,7 @@ def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
 
 
 def comparison_table(report: Mapping[str, Any]) -> Table:
-    """The same for a terminal."""
+    """The table as lines for a terminal."""
     table = Table(box=None, pad_edge=False)
     for index, heading in enumerate(("", "predicted", "measured", "off")):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)

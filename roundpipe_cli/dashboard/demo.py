@@ -11,7 +11,7 @@ from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Timeline, bubble_ratio, makespan_s, utilization
 
 SAME_SHARE = 1 / 1000
-"""Shorter pauses of a link cannot be seen: a share of the step."""
+"""Pauses of a link shorter than this share of a step cannot be seen."""
 FRAMES = 60
 """Looks at the workers in one step."""
 
@@ -26,7 +26,7 @@ class SimulatedRun:
     timeline: Timeline
     """The timeline of one step."""
     step_s: float
-    """Predicted; more than the timeline where the timeline leaves something out."""
+    """Predicted seconds; more than the timeline's where the timeline leaves something out."""
     tokens: int
     notes: tuple[str, ...]
     """Notes for the reader."""

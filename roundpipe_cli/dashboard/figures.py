@@ -36,7 +36,7 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
         ("step", format_seconds(step.step_s), ""),
         ("bubble", f"{100 * step.bubble_ratio:.1f} %", "" if state.is_simulated else f" median {median}"),
     ]
-    if has_loss and state.is_over and not state.is_simulated:  # the end of a run says the median below
+    if has_loss and state.is_over and not state.is_simulated:  # the end of a run shows the median below
         rows = [(f"{name}, last", value, "") for name, value, _ in rows[:2]] + [("bubble, median", median, "")]
     if state.is_simulated:
         return rows if step.tokens else rows[1:]

@@ -1,4 +1,4 @@
-"""The help of a dashboard: keys, what a lane shows, and why the worker that waited most did so."""
+"""The help of a dashboard: keys, the meaning of a lane, and why the worker with the longest wait waited."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def help_screen(
 
 
 def _why(state: DashboardState) -> str:
-    """The worker that waited most in the newest step."""
+    """A line on the worker that waited most in the newest step."""
     found = longest_waiting(state)
     return found.text() if found is not None else "no step is finished yet"
 

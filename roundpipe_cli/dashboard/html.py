@@ -1,6 +1,6 @@
-"""report.html: a run on one page that needs nothing else: no network, no script. Everything comes from the run's files.
+"""report.html: a run on one page without network or script. Everything comes from the run's files.
 
-It holds what the output directory holds anyway: figures, messages, the resolved recipe. Recipes have no secrets.
+It has only content of the output directory: figures, messages, the resolved recipe. Recipes have no secrets.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def report_page(folder: Path) -> str:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """report.json, or nothing where there is none yet."""
+    """Content of report.json; empty where there is none yet."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(_text(folder / REPORT_NAME))
         if isinstance(value, dict):

@@ -17,7 +17,7 @@ from roundpipe_cli.schedule.palette import BOTH
 
 IDLE, WAIT = ".", "~"
 ROUNDING = 1e-6
-"""A share below this is an error of rounding."""
+"""Smaller shares are rounding errors."""
 
 
 def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: int) -> str:
@@ -65,7 +65,7 @@ def _shares(spans: Sequence[Span], begin: int, end: int, slice_s: float) -> list
 
 
 def _letters(shares: Sequence[Mapping[str, float]]) -> str:
-    """For each slice the kind in it that has the most left to show."""
+    """For each slice, the kind of work in it with most time not yet shown."""
     owed: dict[str, float] = {}
     letters = []
     for slice_ in shares:

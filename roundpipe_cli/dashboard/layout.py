@@ -1,4 +1,4 @@
-"""Lines of text put together: cut to a width, framed, side by side."""
+"""Arranges lines of text: cut to a width, framed, side by side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A dashboard that is painted while events come: a thread of its own, a few frames a second, never in the run's way.
 
-Whoever tells an event only appends to a queue of limited length; when it is full, events are dropped and counted. The
+Reporting an event only appends to a queue of limited length; when it is full, events are dropped and counted. The
 time between two frames grows with what a frame costs, so that painting takes at most a hundredth of one core.
 """
 
@@ -34,7 +34,7 @@ MAX_FRAME_S = 2.0
 COST_SHARE = 0.01
 """Share of one core for painting."""
 KEY_S = 0.1
-"""A key is obeyed within this time."""
+"""Seconds within which a key takes effect."""
 JOIN_S = 5.0
 
 _COLOUR_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
@@ -42,11 +42,11 @@ _COLOUR_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BI
 
 @dataclass(frozen=True)
 class KeyBinding:
-    """A key that does something."""
+    """A key of the dashboard."""
 
     meaning: str
     act: Callable[[DashboardState], str]
-    """Returns what to tell the user, or nothing."""
+    """Returns a message for the user, or nothing."""
 
 
 def make_theme(console: Console) -> Theme:
@@ -128,7 +128,7 @@ class LiveDashboard:
             self._queue.append(event)
 
     def begin_anew(self, state: DashboardState) -> None:
-        """Forget what was known: it is no longer true."""
+        """Drop the state, which is out of date."""
         self._queue.clear()
         self.state = state
 
@@ -170,14 +170,14 @@ class LiveDashboard:
                 cost_s = self._frame()
                 self._wait(min(MAX_FRAME_S, max(FRAME_S, cost_s / COST_SHARE)))
             self._frame()
-        except OSError:  # the terminal is gone; the run is not
+        except OSError:  # the terminal is gone, but the run continues
             pass
         finally:
             with self._lock:
                 self._terminal.close()
 
     def _frame(self) -> float:
-        """Take in the news and paint. Returns the seconds of processor time that it took."""
+        """Apply new events and paint. Returns the seconds of processor time that this took."""
         started_s = time.thread_time()
         self._frame_state()
         with self._lock:

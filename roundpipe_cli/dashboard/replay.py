@@ -28,7 +28,7 @@ MetricsRow = dict[str, Any]
 
 
 class Life(Enum):
-    """How a run goes."""
+    """The state of a run."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -36,7 +36,7 @@ class Life(Enum):
 
 
 class _GrowingFile:
-    """The lines of a file that others append to, or replace by another."""
+    """The lines of a file that another process appends to or replaces."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class _GrowingFile:
         self._offset = 0
 
     def changed(self) -> bool:
-        """Whether what was read is no longer what the file begins with."""
+        """Whether the file no longer begins with the lines that were read."""
         try:
             status = self._path.stat()
         except OSError:
@@ -78,7 +78,7 @@ def _instead_of_a_run(folder: Path) -> str:
 
 
 def run_hint(folder: Path) -> str:
-    """Which folder to name: the newest run below `folder`, or how to make one."""
+    """A hint: the newest run below `folder`, or how to make one."""
     found = [
         path for pattern in (METRICS_NAME, f"*/{METRICS_NAME}", f"*/*/{METRICS_NAME}") for path in folder.glob(pattern)
     ]
@@ -116,7 +116,7 @@ class RunFiles:
         self._events = _GrowingFile(self.folder / EVENTS_NAME)
         self._rows: deque[MetricsRow] = deque()
         self._timelines: dict[int, StepTimeline] = {}
-        """Read and not told yet."""
+        """Events that were read and not returned yet."""
         self._num_steps = 0
         self._time_s = 0.0
         self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
@@ -199,5 +199,5 @@ class RunFiles:
 
 
 def _number(value: object) -> float:
-    """0 for what is no finite number."""
+    """The value; 0 if it is no finite number."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_NUMBER else 0.0

@@ -1,4 +1,4 @@
-"""A run as one picture to share: what is trained on what, how busy the workers are, and what each did in one step."""
+"""One picture of a run to share: model, machine, busy share, and the work of each worker in one step."""
 
 from __future__ import annotations
 

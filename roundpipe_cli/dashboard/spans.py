@@ -1,4 +1,4 @@
-"""The work of a worker that a lane needs: how far back it goes, and how short pieces are put together."""
+"""Keeps the work of a worker that a lane needs, and merges short pieces."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from roundpipe_cli.events import Span
 
 NICE_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 KEPT_WINDOWS = 2
-"""A lane begins its sums up to a lane's length before what it shows."""
+"""Lanes that are kept: sums begin up to one lane's length before the shown part."""
 MAX_SPANS = 8000
-"""Per worker; beyond them short pieces are put together."""
+"""Most spans per worker; beyond them short pieces are merged."""
 PIECES = 800
-"""A lane has fewer slices."""
+"""More slices than any lane has."""
 
 
 def window_s(step_s: float | None) -> float:
-    """How many seconds a lane shows: about one and a half steps, a round number."""
+    """Seconds that a lane shows: a round number, about one and a half steps."""
     wanted = 1.5 * (step_s or 5.0)
     return next((seconds for seconds in NICE_S if seconds >= wanted), NICE_S[-1])
 

@@ -1,4 +1,4 @@
-"""A run as its events tell it: an immutable snapshot, and the fold that makes the next one. No clock, no terminal."""
+"""The state of a run from its events: an immutable snapshot, and the fold to the next one. No clock, no terminal."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class DashboardState:
-    """All that a screen needs."""
+    """Everything that a screen needs."""
 
     run: RunStarted | None = None
     workers: tuple[WorkerView, ...] = ()
     step: StepFinished | None = None
     step_seen_s: float = 0.0
-    """When the last step ended, on the run's clock."""
+    """End of the last step, on the run's clock."""
     median_bubble: Median = Median()
     """Value over the steps since the last start, as report.json has it."""
     losses: Curve = Curve()
@@ -153,9 +153,9 @@ class DashboardState:
     stopped: str = ""
     finished: RunFinished | None = None
     seen_s: float = 0.0
-    """Up to when it is known what workers did, on the run's clock."""
+    """Time up to which workers' actions are known, on the run's clock."""
     num_dropped: int = 0
-    """Events that came faster than they could be shown."""
+    """Number of events that came faster than they could be shown."""
 
     @property
     def is_over(self) -> bool:

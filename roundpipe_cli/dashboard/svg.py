@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from roundpipe_cli.events import Span, StepTimeline
-from roundpipe_cli.schedule.palette import BOTH, BOTH_NAME, BOTH_PAINT, WORK_NAMES
+from roundpipe_cli.schedule.palette import BOTH_PAINT, DRAWN_NAMES
 from roundpipe_cli.units import format_seconds, round_step
 
 WIDTH = 720
@@ -19,7 +19,6 @@ MIN_MARGIN = 24
 """A value nearer to the right end than this ends below its place, in place of having its middle there."""
 NUM_TICKS = 5
 """About so many on an axis, at round values."""
-_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
 SvgPoint = tuple[float, float]
 
 
@@ -180,9 +179,9 @@ def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
 def _rectangle(span: Span, y: float, scale: float) -> str:
     seconds = span.end_s - span.start_s
     x, width = LEFT + span.start_s * scale, max(seconds * scale, 0.3)
-    if span.lane == "compute" and span.kind in _NAMES:
+    if span.lane == "compute" and span.kind in DRAWN_NAMES:
         work = f"stage {span.stage}, microbatch {span.microbatch}"
-        name = f"{_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
+        name = f"{DRAWN_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
         return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
     if span.lane not in ("up", "down"):

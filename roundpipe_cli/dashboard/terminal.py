@@ -1,8 +1,8 @@
 """The terminal while a dashboard has it: entered, painted line by line, and left as it was, whatever happens.
 
 Entered means: the alternate screen, no cursor, keys at once and without echo; Ctrl-C and Ctrl-Z stay signals. What the
-process or a library writes to stdout and stderr meanwhile is kept aside, and shown when the terminal is given back. A
-small shell waits for our end: if we die without a word (SIGKILL, out of memory), it puts the terminal back.
+process or a library writes to stdout and stderr meanwhile is collected and shown when the terminal is restored. A
+small shell waits for the end of this process: if it dies (SIGKILL, out of memory), the shell restores the terminal.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Terminal:
         self._write(ENTER)
 
     def leave(self) -> None:
-        """Give the terminal back, then show what was written meanwhile."""
+        """Restore the terminal, then show the collected output."""
         if not self.is_open:
             return
         self.is_open = False
@@ -85,7 +85,7 @@ class Terminal:
         self._bring_back()
 
     def close(self) -> None:
-        """Leave, and let go of the descriptor."""
+        """Leave, and close the descriptor."""
         self.leave()
         with contextlib.suppress(OSError):
             os.close(self._tty)

@@ -58,7 +58,7 @@ ASCII = Glyphs(
 
 @dataclass(frozen=True)
 class Theme:
-    """How a screen looks."""
+    """Colours and characters of a screen."""
 
     has_colour: bool = True
     glyphs: Glyphs = field(default_factory=Glyphs)

@@ -26,7 +26,7 @@ from roundpipe_cli.schedule.palette import WORK_NAMES
 from roundpipe_cli.units import format_seconds
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
-"""Below these only the header is shown."""
+"""On smaller screens only the header is shown."""
 FIGURES_WIDTH = 32
 MIN_CURVE_HEIGHT = 7
 """With its frame."""
@@ -88,7 +88,7 @@ def _exactly(lines: Sequence[Text], width: int, height: int, theme: Theme) -> li
 
 
 def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Text:
-    """The program, what it trains, and how it goes."""
+    """The header: program, model and state."""
     run = state.run
     left = Text.assemble((" roundpipe ", "bold"))
     between = f" {theme.glyphs.between} "
@@ -112,7 +112,7 @@ def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
     if state.paused:
         return "paused", theme.warn
     if state.phase:
-        return escape_controls(state.phase.partition(": ")[0]), theme.accent  # how far it is stands below
+        return escape_controls(state.phase.partition(": ")[0]), theme.accent  # the progress is shown below
     if state.step is None:
         return "first step", theme.accent
     return ("measuring" if state.run and state.run.goal == "speed" else "training"), theme.good
@@ -215,7 +215,7 @@ def messages(state: DashboardState, width: int, height: int, theme: Theme) -> li
 
 
 def _now_meaning(keys: Sequence[tuple[str, str]], state: DashboardState) -> list[tuple[str, str]]:
-    """The keys and what they do now: the one that paused the run lets it continue."""
+    """The keys and their present effect: the key that paused the run continues it."""
     return [(key, "resume" if state.paused and meaning == "pause" else meaning) for key, meaning in keys]
 
 

@@ -1,4 +1,4 @@
-"""Why a worker waited in a step, in words: its idle time by what it lacked. From the step's timeline alone.
+"""Explains why a worker waited in a step: its idle time by cause. From the step's timeline alone.
 
 compute  ....FFFF....BBBB..RRBB........
 up       ..uuu......uuu                     (weights of the next stage)
@@ -27,7 +27,7 @@ CAUSES = {
 }
 """Cause of a wait -> what it means."""
 MIN_SHARE = 0.001
-"""Shorter causes are left out: a share of the step."""
+"""Causes of less than this share of the step are left out."""
 LAUNCHING = ("loss", "speed")
 """Goals of runs whose work a program launches; see `RunStarted.goal`."""
 _Piece = tuple[float, float]
@@ -42,7 +42,7 @@ class Waiting:
     worker: int
     step: int
     step_s: float
-    """Up to the end of the last work of all."""
+    """Seconds up to the end of the last work of all workers."""
     by_cause_s: dict[str, float]
     """Seconds by the names of `CAUSES`."""
     host_part_s: float = 0.0
@@ -106,7 +106,7 @@ def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waitin
 
 
 class _Inputs:
-    """Inputs of a worker's computations in a step, and when they were there."""
+    """Inputs of a worker's computations in a step, and the times at which they were ready."""
 
     def __init__(self, step: StepTimeline, worker: int) -> None:
         spans = [replace(span, kind="B") if span.kind == BOTH else span for span in step.spans]
@@ -163,7 +163,7 @@ def _before(work: Span, last_forward: int) -> _Work | None:
 
 
 def _merged(spans: Sequence[Span]) -> list[_Piece]:
-    """The times that the spans cover, in order and apart."""
+    """The times that the spans cover, in order, without overlap."""
     pieces: list[_Piece] = []
     for start, end in sorted((span.start_s, span.end_s) for span in spans if span.end_s > span.start_s):
         if pieces and start <= pieces[-1][1]:

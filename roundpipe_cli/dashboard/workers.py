@@ -1,4 +1,4 @@
-"""The workers' part of a screen: the roomiest of several looks that fits.
+"""The workers' part of a screen: the largest of several layouts that fits.
 
 framed      title, lane (of several lines where there is room), figures, bottom
 two lines   lane, figures
@@ -174,7 +174,7 @@ def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
 
 
 def _joined(parts: Sequence[Text], width: int) -> Text:
-    """As many of the parts as fit, three columns apart where there is room, otherwise two or one."""
+    """The parts that fit, three columns apart where there is room, otherwise two or one."""
     for gap in (3, 2, 1):
         if sum(part.cell_len + gap for part in parts) - gap <= width:
             return Text(" " * gap).join(parts)

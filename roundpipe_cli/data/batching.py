@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.grouping import Grouping, RowBatch
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import WINDOW_ROWS, Packer, SequenceRows
@@ -31,11 +31,11 @@ class Position:
     window: int = 0
     """Window of `WINDOW_ROWS` rows of the epoch's order."""
     offset: int = 0
-    """Sequences of the window that are done with."""
+    """Sequences of the window that were already trained."""
 
     @property
     def starts_epoch(self) -> bool:
-        """Whether it is an epoch's first, behind the last step of the epoch before."""
+        """Whether it is the first of an epoch."""
         return self.window == self.offset == 0
 
     def to_json(self) -> dict[str, int]:
@@ -47,7 +47,7 @@ class Position:
 
 
 class BatchSampler:
-    """Which rows make up each microbatch of each step, step after step."""
+    """Chooses the rows of each microbatch, step after step."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class BatchSampler:
         self._refuse_too_few(microbatches_per_step)
 
     def seek(self, position: Position) -> None:
-        """Continue from a saved position; one that the data no longer has (rows went) is the end of its epoch."""
+        """Continue from a saved position; if rows are missing and it no longer exists, at the end of its epoch."""
         last = self._num_windows - 1
         is_beyond = position.window > last or (
             position.window == last and position.offset >= len(self._sequences(position.epoch, last))
@@ -215,7 +215,7 @@ def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> Col
 
 
 def pad_token_id(tokenizer: object) -> int:
-    """A token to pad with: the tokenizer's own, else its EOS, else 0. Padding is told by position, never by value."""
+    """A token to pad with: the tokenizer's own, else its EOS, else 0. Its value never marks padding; places do."""
     for name in ("pad_token_id", "eos_token_id"):
         token_id = getattr(tokenizer, name, None)
         if isinstance(token_id, int):

@@ -16,13 +16,13 @@ MAX_THREADS = 16
 DIGEST_BYTES = 32
 
 BlockCheck = Callable[[str, bytes], None]
-"""Is given the name of a file and the bytes of a block; raises DamageError where they cannot be right."""
+"""Called with the name of a file and the bytes of a block; raises DamageError where they cannot be right."""
 ToldShare = Callable[[float], None]
-"""Is told which share of the blocks has been compared."""
+"""Called with the share of the blocks that has been compared."""
 
 
 class DamageError(Exception):
-    """A file is not as it was written."""
+    """A file differs from what was written."""
 
 
 class BlockSums:
@@ -35,7 +35,7 @@ class BlockSums:
         """Bytes of the block that is not full yet."""
 
     def update(self, data: bytes) -> None:
-        """The next bytes of the file."""
+        """Add the next bytes of the file."""
         rest = memoryview(data)
         while rest:
             piece = rest[: BLOCK_BYTES - self._num_bytes]

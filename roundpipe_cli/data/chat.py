@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "Placeholder0"
-"""Words by which a template is tried."""
+"""Words with which a template is tried."""
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
-"""The date that templates are told, the one that Llama 3's fall back on."""
+"""The date that templates get, which is the default of Llama 3's."""
 
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of tools, as a chat template is given them."""
+"""Schemas of tools, in the form that a chat template gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class ChatTemplate:
         return tuple(dict.fromkeys(left_out))
 
     def _check_turns(self, conversation: Conversation, text: str) -> None:
-        """A template writes the kinds of turns that it knows and leaves others out without a word.
+        """Refuse turns that the template leaves out: it writes only the kinds of turns that it knows.
 
         Words can stand in the text for another reason, so the first turn of each kind is tried with words of its own.
 
@@ -380,7 +380,7 @@ class ChatTemplate:
 
 
 def _check_tools(conversation: Conversation | Exchange, text: str) -> None:
-    """Templates that know nothing of tools leave them out without a word.
+    """Refuse tools that the template leaves out, as templates without tools do silently.
 
     Raises:
         BadRowError: a tool or a call of one is not in `text`.

@@ -1,6 +1,6 @@
-"""Rules for columns, and for keys of messages, that mean something which nothing here reads.
+"""Rules for columns and keys of messages that have a meaning but are not read.
 
-A value that says nothing (null, an empty text or list) changes nothing, whatever the column is called.
+An empty value (null, an empty text or list) has no meaning in any column.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ANSWER_TYPES = ("chat", "sharegpt", "alpaca", "prompt_completion")
 PROMPT_TYPES = (*ANSWER_TYPES, "preference")
 """Types of rows with a prompt."""
 IN_MESSAGES = "messages"
-"""In place of a type of rows: the rules for keys of messages."""
+"""Stands in place of a type of rows, for rules of keys of messages."""
 VERDICTS = (
     *("true", "false", "0", "1", "desirable", "undesirable", "chosen", "rejected"),
     *("good", "bad", "accepted", "wanted", "unwanted", "preferred", "dispreferred"),
 )
-"""Texts that say whether an answer is wanted, in lower case."""
+"""Texts that mean that an answer is wanted or not, in lower case."""
 
 
 def says_something(value: object) -> bool:
@@ -54,7 +54,7 @@ def is_weight(value: object) -> bool:
 
 
 def _is_given(value: object) -> bool:
-    """Whether a setting is there: `false` is one too."""
+    """Whether a setting is given; `false` counts as given."""
     return (
         isinstance(value, (bool, int, float)) or says_something(value) or (isinstance(value, Mapping) and bool(value))
     )
@@ -90,7 +90,7 @@ def _is_list_of_numbers(value: object) -> bool:
 
 @dataclass(frozen=True)
 class ColumnRule:
-    """Columns that mean something which nothing here reads."""
+    """A rule for columns that have a meaning but are not read."""
 
     names: re.Pattern[str]
     """Pattern for the whole name of the column, in lower case."""
@@ -98,7 +98,7 @@ class ColumnRule:
     """Description of the column, behind its name."""
     hint: str
     types: tuple[str, ...] | None = None
-    """Types of rows in which it does so; None: all."""
+    """Types of rows to which the rule applies; None: all."""
     matters: Callable[[object], bool] = says_something
 
 
@@ -127,7 +127,7 @@ MEDIA = _rule(
 )
 
 SAME_PROMPT = ("prompt", "question", "query", "problem")
-"""Columns that often hold the prompt once more, with something around it."""
+"""Columns that often repeat the prompt with text around it."""
 PROMPT_PART = _rule(
     r"instruction|input|context|passage|article|documents?|choices|options|prefix|suffix|" + "|".join(SAME_PROMPT),
     "holds a part of the prompt that is not read",

@@ -1,6 +1,6 @@
-"""Columns, and keys of messages, that nothing reads: named to the user, or refused where they change what a row means.
+"""Unused columns and keys of messages: reported, or refused where they change the meaning of a row.
 
-`column_rules.py` says which do.
+`column_rules.py` has the rules.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _unused_keys(column: str, value: object) -> Iterator[str]:
         return
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            continue  # the reader names it
+            continue  # the error of the reader names it
         other_form = ("from", "value") if item.get("role") is not None else ("role", "content")
         for key, part in item.items():
             if part is None or (key in MESSAGE_KEYS and key not in other_form):

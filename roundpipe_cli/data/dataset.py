@@ -1,4 +1,4 @@
-"""From the recipe's datasets to token ids and labels on disk, with a report of what became of every row.
+"""From the recipe's datasets to token ids and labels on disk, with a report on every row.
 
     files -> rows -> chunks -> child processes (parse, render, tokenise, mask) -> shard per source -> mapped into memory
 
@@ -68,7 +68,7 @@ def build_dataset(
 
 
 class _Builder:
-    """Collects one source after the other."""
+    """Collects the rows of one source after the other."""
 
     def __init__(
         self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, pool: EncoderPool, tell: Say | None
@@ -160,7 +160,7 @@ class _Builder:
                 if row_format is None:
                     row_format = self._decide(source, report, notices, rows)
                 given.append(np.array([row.number for row in rows], dtype=np.int64))
-                # Once a row is bad, the rest is read only to count what is wrong with it.
+                # After a bad row the rest is read only to count bad rows.
                 yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
         for result in self._pool.encode(chunks(), source.name):
@@ -184,7 +184,7 @@ class _Builder:
                 expected="texts: a later piece of a conversation would have no prompt",
                 hint="`long_rows: truncate` or drop, or a larger max_seq_length",
             )
-        facts = self._facts  # asked for before the children got work
+        facts = self._facts  # read before the children start to work
         joins = not row_format.as_chat and row_format.type in ("alpaca", "prompt_completion", "preference")
         if facts is None or joins:
             self._do_without_template(source, row_format, notices, has_template=facts is not None)
@@ -240,7 +240,7 @@ class _Builder:
         is_long = result.full_lengths > self._settings.max_seq_length
         is_kept = result.lengths > 0
         left_out = np.setdiff1d(result.places, result.places[is_kept])
-        if self._settings.long_rows in ("drop", "error"):  # of those, too long ones were not looked at
+        if self._settings.long_rows in ("drop", "error"):  # rows that are too long were not checked
             left_out = np.setdiff1d(left_out, result.places[is_long])
         report.too_long_rows += numbers[np.unique(result.places[is_long])].tolist()
         report.untrained_rows += numbers[left_out].tolist()

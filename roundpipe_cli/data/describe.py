@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.order import RowMix
 from roundpipe_cli.data.packing import Packer
 from roundpipe_cli.data.packing_choice import PackingChoice, count_sequences
@@ -34,7 +34,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class RowSample:
-    """One row to be looked at."""
+    """A row that is shown."""
 
     kind: str
     """`first`, `longest` or `random`."""

@@ -17,9 +17,6 @@ from roundpipe_cli.faults import fault
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED_LABEL = -100
-"""The label of a token that is not trained (torch's `ignore_index`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

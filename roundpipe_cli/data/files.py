@@ -29,7 +29,7 @@ from roundpipe_cli.units import format_bytes
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 BLOCK_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024**2
-"""A row's text may have 16 Mi characters of up to 4 bytes."""
+"""Largest line: a row's text may have 16 Mi characters of up to 4 bytes."""
 MAX_UNPACKED_BYTES = 1024**3
 """A compressed .json file is read whole: a few megabytes of it can unpack to more than any memory."""
 
@@ -39,7 +39,7 @@ PARQUET_HEAD_S = 20.0
 
 @dataclass
 class ReadProgress:
-    """How far a file has been read."""
+    """Progress of reading a file."""
 
     num_bytes: int = 0
     """Size of the file."""
@@ -181,7 +181,7 @@ def _parse_json_line(line: bytes, number: int) -> RawRow:
     except UnicodeDecodeError as error:
         fault = RowFault("the line is not valid UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # some of json's messages end so
+        what = error.msg.removesuffix(" at")  # some messages of json end in this way
         fault = RowFault("the line is not valid JSON", f"{what} at column {error.colno}", "one JSON object a line")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
         fault = RowFault("the line cannot be read as JSON", printable(str(error)), "one JSON object a line")

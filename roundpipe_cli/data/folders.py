@@ -1,7 +1,7 @@
-"""Data folders: which of their files are read for a split, decided by names alone.
+"""Data folders: chooses the files of a split by their names alone.
 
-A folder comes from elsewhere, and its README.md or other files decide nothing: not which files are read (they could be
-anywhere), not how (archives, scripts). Read are regular files inside the folder of a kind that `files.py` knows:
+A folder is untrusted: its README.md and other files decide neither which files are read (they could be
+anywhere) nor how (archives, scripts). Regular files inside the folder are read, of kinds that `files.py` knows:
 
     train.jsonl  data/train-00000-of-00002.parquet  test/a.csv       of the split in their name, or in a folder's
     a.jsonl  b.jsonl                                                 all of split `train` if no name has a split
@@ -25,7 +25,7 @@ SPLIT_WORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Words in names and the split that they say, as the `datasets` library has them."""
+"""Words in names -> the split that they mean, as in the `datasets` library."""
 SHARD = re.compile(r"(?P<split>\w[\w.]*)-\d{5,}-of-\d{5,}.*")
 METADATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files about a dataset that hold no rows."""
@@ -142,7 +142,7 @@ def _is_regular(path: Path) -> bool:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a path says, its last part first."""
+    """The split that a path names; its last part counts first."""
     shard = SHARD.fullmatch(path.name)
     if shard is not None:
         return SPLIT_WORDS.get(shard["split"].lower(), shard["split"])

@@ -61,13 +61,13 @@ PAIR_COLUMNS = (
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the rows of one dataset are read."""
+    """The way in which the rows of one dataset are read."""
 
     type: RowType
     columns: Mapping[str, str]
     """Our field name to the file's column, for every field of the type."""
     notice: str | None = None
-    """The decision of `auto`, for the user."""
+    """A line on the decision of `auto`."""
     answer: PairAnswer | None = None
     """Which answer of a preference pair is read."""
     rules: TrainRules = TrainRules()

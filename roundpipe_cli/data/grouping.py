@@ -1,4 +1,4 @@
-"""Which of a step's sequences meet in a microbatch: those of like length, so that little is padded.
+"""Groups a step's sequences of similar length into microbatches, so that little is padded.
 
     a step's rows    [ 40 300  90 310  50  80]          in the order of the epoch
     microbatches     [310 300] [90 80] [50 40]          two sequences each; the longest first
@@ -7,7 +7,7 @@
 or, with 400 tokens      [310] [300] [90 80 50 40]      as many as fit when padded; then evened out: no fewer
                                                         microbatches would do, and none is longer than it must be
 
-The rows of a step are chosen before and stay the same, so its loss differs by rounding only. The grouping depends on
+The rows of a step stay the same, so its loss differs by rounding only. The grouping depends on
 nothing but the lengths of the step's rows.
 """
 
@@ -46,7 +46,7 @@ class Grouping:
         return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
     def resized(self, num_sequences: int) -> Grouping:
-        """The same for so many full sequences."""
+        """The microbatches of so many full sequences."""
         tokens = None if self.max_tokens is None else self.max_tokens // self.num_sequences * num_sequences
         return Grouping(self.lengths, num_sequences, tokens)
 

@@ -13,7 +13,7 @@ from roundpipe_cli.errors import RefusedError
 
 
 def held_out_positions(num_rows: int, size: float, seed: int) -> npt.NDArray[np.int64]:
-    """Which of `num_rows` rows are held out, ascending.
+    """Indices of the held-out rows among `num_rows`, ascending.
 
     Args:
         size: a number of rows, or a fraction below 1 of them, rounded up.

@@ -1,4 +1,4 @@
-"""One key for all that the tokens of a source depend on: another value of any of it makes another key."""
+"""A key for the tokens of a source: it changes with every value that the tokens depend on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over all that decides which tokens a text has."""
+    """SHA-256 over everything that decides the tokens of a text."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
     if backend is not None:
         content = backend.to_str()
@@ -61,7 +61,7 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def reader_digest() -> str:
-    """SHA-256 over the sources of this room: what an older version of them made is not taken for their own."""
+    """SHA-256 over this folder's code, so that tokens of an older version are not used."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -35,9 +35,9 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 PART_KEYS = ("text", "value", "content")
 """Keys of a part of a message, one of which has its text."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
-"""Keys of a message that say how much it counts; 0 and 1 are offered."""
+"""Keys of a message with its weight, of which 0 and 1 are supported."""
 TRAIN_KEYS = ("train", "training", "trainable", "loss")
-"""Keys of a message that say whether it is trained."""
+"""Keys of a message that decide whether it is trained."""
 MESSAGE_KEYS = frozenset(
     {
         *("role", "content", "from", "value", "tool_calls", "function_call", "name", "tool_call_id"),
@@ -115,18 +115,18 @@ class MessageColumn:
 
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
-    """Turns that the row says not to train."""
+    """Turns that the row excludes from training."""
     trained: frozenset[int] = frozenset()
-    """Turns that the row says to train."""
+    """Turns that the row includes in training."""
 
     def behind(self, before: MessageColumn) -> MessageColumn:
-        """The turns of `before`, then these."""
+        """A copy with the turns of `before` in front."""
         start = len(before.messages)
         untrained, trained = (frozenset(index + start for index in turns) for turns in (self.untrained, self.trained))
         return MessageColumn(before.messages + self.messages, before.untrained | untrained, before.trained | trained)
 
     def as_prompt(self) -> MessageColumn:
-        """The same turns, none of them trained."""
+        """A copy in which no turn is trained."""
         return MessageColumn(self.messages, frozenset(range(len(self.messages))))
 
 

@@ -1,4 +1,4 @@
-"""Which rows an epoch has and in which order: a pure function of (sizes, weights, seed, epoch).
+"""The rows of an epoch and their order: a pure function of (sizes, weights, seed, epoch).
 
 Weights all equal: every row once an epoch, whatever the sizes of the sources. Otherwise each source has its share of
 the epoch's rows, weight / sum of weights, and is gone through pass after pass: a row comes again only when all rows of
@@ -32,7 +32,7 @@ def permutation(num_rows: int, label: str) -> Rows:
 
 
 def epoch_order(num_rows: int, epoch: int, seed: int, shuffle: bool) -> Rows:
-    """Which row comes when in an epoch: a permutation of `range(num_rows)`, shape [num_rows]."""
+    """The order of rows in an epoch: a permutation of `range(num_rows)`, shape [num_rows]."""
     if not shuffle:
         return np.arange(num_rows, dtype=np.int64)
     return permutation(num_rows, f"roundpipe order 1 {seed} {epoch}")

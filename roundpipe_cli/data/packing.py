@@ -49,11 +49,11 @@ def first_fit_decreasing(lengths: npt.NDArray[np.int64], max_tokens: int) -> lis
     Longest first (equal ones in order), each into the first bin with room. At most 11/9 of the fewest bins, + 1
     (D. S. Johnson, 1973).
     """
-    room = np.full(len(lengths), max_tokens, dtype=np.int64)  # of every bin that could be needed, the open ones first
+    room = np.full(len(lengths), max_tokens, dtype=np.int64)  # room of every bin that may be needed, open bins first
     bins: list[list[int]] = []
     for place in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[place])
-        index = int(np.argmax(room[: len(bins) + 1] >= length))  # the one behind the open bins has room for any row
+        index = int(np.argmax(room[: len(bins) + 1] >= length))  # the bin behind the open ones has room for any row
         if index == len(bins):
             bins.append([])
         bins[index].append(place)

@@ -1,4 +1,4 @@
-"""Rows of preference pairs: where their prompt and both answers stand, and one of the answers behind its prompt.
+"""Rows of preference pairs: finds their prompt and answers, and puts an answer behind its prompt.
 
     prompt              + chosen + rejected     texts, messages or lists of messages (TRL, axolotl)
     instruction, input  + chosen + rejected     texts (LLaMA-Factory's alpaca), with `system` and `history`

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.hold_out import hold_out, part_of
 from roundpipe_cli.data.report import DataReport, SourceReport
 from roundpipe_cli.data.settings import DataSettings, PairAnswer

@@ -1,6 +1,6 @@
-"""Child processes that render and tokenise: several cores, and no chat template ever runs in our own process.
+"""Child processes that render and tokenise: they use several cores, and no chat template runs in the main process.
 
-A template is a program from elsewhere (RELIABILITY S15). It runs in jinja2's sandbox, in a child without open files,
+A template is an untrusted program. It runs in jinja2's sandbox, in a child without open files,
 with `MAX_RENDER_S` of processor time for a conversation and `MAX_MEMORY_BYTES` on top of what the child began with.
 
 Children are forked, so that they need not load anything; they end with their parent, whatever ends it.
@@ -48,9 +48,9 @@ class _Child:
     process: BaseProcess
     connection: Connection
     chunk: int | None = None
-    """Index of the chunk that it works on; None: idle."""
+    """Index of its current chunk; None: idle."""
     place: str = "datasets"
-    """File and rows that it works on."""
+    """File and rows of its current chunk."""
 
 
 class EncoderPool:
@@ -138,7 +138,7 @@ class EncoderPool:
             results[child.chunk], child.chunk = cast("ChunkResult", result), None
 
     def _send(self, child: _Child, request: object) -> None:
-        with at_work("handing rows to a tokenising process"), suppress(BrokenPipeError):  # died: `_receive` tells
+        with at_work("handing rows to a tokenising process"), suppress(BrokenPipeError):  # it died, see `_receive`
             child.connection.send(request)
 
     def _ready(self, connections: Sequence[Connection]) -> list[Any]:
@@ -164,7 +164,7 @@ class EncoderPool:
             target=_serve, args=(theirs, self._settings, self._tokenizer, os.getpid()), name="roundpipe-tokenise"
         )
         child = _Child(process, ours)
-        with signals_held():  # a child that is not in the list would be waited for when Python leaves, for ever
+        with signals_held():  # Python would wait for ever at its end for a child that is not in the list
             process.start()
             self._children.append(child)
         theirs.close()
@@ -230,7 +230,7 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
                     found=f"more than {format_bytes(MAX_MEMORY_BYTES)} for these rows",
                     hint="look for rows of many megabytes",
                 )
-            except BaseException as error:  # nobody above would turn it into words
+            except BaseException as error:  # nothing above would turn it into a message
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"tokenising failed: {type(error).__name__}: {error}"
                 reply = InternalError(

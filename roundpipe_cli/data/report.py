@@ -1,4 +1,4 @@
-"""The fate of the rows: nothing that was dropped, cut or skipped goes unsaid."""
+"""The report on rows: everything that was dropped, cut or skipped is counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SourceReport:
 
     name: str
     type: RowType | None = None
-    """As the recipe says or as decided from the columns; None where no row could be read."""
+    """Type of the rows, from the recipe or the columns; None where no row could be read."""
     rows_read: int = 0
     rows_kept: int = 0
     """Sequences to train: a row that is split is several."""
@@ -77,7 +77,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All sources together."""
+    """Totals of all sources."""
 
     sources: tuple[SourceReport, ...]
     long_rows: str

@@ -1,4 +1,4 @@
-"""Rows on their way from a file to tokens, and how a bad one is described without repeating what it says."""
+"""Rows as they are read from a file, and descriptions of bad rows that do not repeat their text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from roundpipe_cli.errors import Problem
 
 MAX_SHOWN_CHARACTERS = 200
-"""No message shows more than this of a row's text (RELIABILITY S20)."""
+"""No message shows more characters of a row's text, which may be private."""
 CHUNK_ROWS = 500
-"""Rows of one chunk at most."""
+"""Most rows of one chunk."""
 CHUNK_CHARACTERS = 2_000_000
-"""Characters in the rows of one chunk, about: bounds the memory that chunks need."""
+"""Approximate characters in the rows of one chunk: limits the memory of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def column_names(columns: Mapping[str, object]) -> str:
 
 
 def check_text(text: str, field: str) -> None:
-    """Refuse what no tokenizer should see.
+    """Refuse text that no tokenizer should get.
 
     Raises:
         BadRowError: a NUL character, or half of a surrogate pair (text that was not valid Unicode).
@@ -111,7 +111,7 @@ def check_text(text: str, field: str) -> None:
 
 
 def in_chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    """`rows`, so many at a time as one process is given at once."""
+    """`rows` in chunks, each for one process."""
     chunk: list[RawRow] = []
     characters = 0
     for row in rows:
@@ -129,7 +129,7 @@ def in_chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 
 def _num_characters(value: object) -> int:
-    """About how much text a row's columns hold."""
+    """Approximate characters of text in a row's columns."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

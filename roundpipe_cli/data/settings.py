@@ -1,4 +1,4 @@
-"""Settings of the data room, in plain arguments; the recipe's keys of the same names say the same."""
+"""Settings for reading data, as plain arguments named like the recipe's keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AlpacaJoin = Literal["blank_line", "newline"]
 
 @dataclass(frozen=True)
 class TrainRules:
-    """Parts of a conversation that are trained; the recipe's keys of a dataset with these names say the same."""
+    """Parts of a conversation that are trained; named like a dataset's keys in the recipe."""
 
     roles_to_train: tuple[Role, ...] = ("assistant",)
     turns_to_train: Literal["all", "last"] = "all"

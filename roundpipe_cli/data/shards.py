@@ -52,7 +52,7 @@ class Shard:
     """SHA-256 over lengths, ids and trained: equal exactly if every row is."""
     report: SourceReport
     notices: tuple[str, ...]
-    """Decisions about this source that the user should read."""
+    """Decisions about this source, for the user."""
 
 
 class ShardWriter:
@@ -147,7 +147,7 @@ class ShardWriter:
         if self._key is not None:
             with suppress(OSError):
                 sync(self._folder / SHARD_NAME)
-                self._folder.rename(cache_folder(FOLDER) / self._key)  # fails where another run was faster
+                self._folder.rename(cache_folder(FOLDER) / self._key)  # fails if another run was faster
                 sync(cache_folder(FOLDER))
                 prune_cache(cache_folder(FOLDER), SHARD_NAME)
         return shard
@@ -177,10 +177,10 @@ def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
         verify_blocks(folder, _content(folder)["sums"], look, progress)
         shard = _open(folder)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
-        shutil.rmtree(folder, ignore_errors=True)  # what is not whole would stand in the way of its successor
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete shard would block its successor
         raise DamageError(str(damage)) from damage
     with suppress(OSError):
-        os.utime(folder)  # it was used
+        os.utime(folder)  # mark it as used
     return shard
 
 

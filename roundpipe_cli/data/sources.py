@@ -1,4 +1,4 @@
-"""From a `DatasetSpec` to a source of rows: which files or which hub dataset it names, and which slice of them."""
+"""Finds the files or the hub dataset that a `DatasetSpec` names, and their slice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roundpipe_cli.plain_files import named_path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_BESIDE = 1000
-"""Names that a suggestion is looked for in."""
+"""Most names among which a suggestion is searched."""
 GLOB_CHARACTERS = "*?["
 SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
@@ -34,7 +34,7 @@ class Split:
 
     @property
     def text(self) -> str:
-        """As the user wrote it."""
+        """The text as the user wrote it."""
         return f"{self.name}[{self.start or ''}:{self.stop or ''}]"
 
     @property
@@ -102,7 +102,7 @@ class Source:
         return self._table_rows()
 
     def fingerprint(self) -> str | None:
-        """Tells one content from another; None where that cannot be known.
+        """A fingerprint of the content; None where it cannot be known.
 
         Raises:
             RefusedError: the source is missing or cannot be read.

@@ -1,4 +1,4 @@
-"""Which turns of a conversation are trained, and what of their text: thoughts, ends of turns."""
+"""Chooses the trained turns of a conversation, and the trained parts of their text: thoughts, ends of turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TokenSpan = tuple[int, int]
 
 
 def turns_to_train(conversation: Conversation | Exchange, rules: TrainRules) -> list[int]:
-    """Places of the turns that are trained."""
+    """Indices of the trained turns."""
     roles = {*rules.roles_to_train, *(("developer",) if "system" in rules.roles_to_train else ())}
     turns = [
         index

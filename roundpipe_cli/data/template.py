@@ -1,4 +1,4 @@
-"""Which chat template is in force: the recipe's or the tokenizer's own, with the values that the recipe gives it."""
+"""Chooses the chat template, the recipe's or the tokenizer's own, and gives it the recipe's values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TEMPLATE_BYTES = 64 * 1024
 GIVEN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 )
-"""Whoever renders a template gives it these."""
+"""Variables that every rendering of a template sets."""
 
 
 def find_template(

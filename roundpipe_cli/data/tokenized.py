@@ -1,4 +1,4 @@
-"""Tokenized rows: mapped from shards on disk, shared by all that read them."""
+"""Tokenized rows, mapped from shards on disk and shared by all readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.encode import IGNORED_LABEL
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.report import DataReport
 from roundpipe_cli.data.shards import Shard
 from roundpipe_cli.data.sources import Source
@@ -120,7 +120,7 @@ class TokenizedDataset:
     content_hash: str
     """Over the tokens and labels of every row: the same exactly if every batch would be."""
     notices: tuple[str, ...]
-    """Decisions and losses that the user should read, one line each."""
+    """Decisions and lost rows, a line each for the user."""
     chat_template: str | None
     """The template in force, to be saved beside the adapter."""
     sources: tuple[Source, ...]

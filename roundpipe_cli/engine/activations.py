@@ -1,4 +1,4 @@
-"""Boundary tensors between stages, in host memory, and what each microbatch needs everywhere.
+"""Boundary tensors between stages, in host memory, and the state of each microbatch.
 
 A boundary is named by (kind, layer, microbatch): the hidden states at the input of `layer`, or their gradient.
 """
@@ -24,7 +24,7 @@ class BoundaryKind(str, Enum):
     HIDDEN = "hidden"
     GRADIENT = "gradient"
     KEYS = "keys"
-    """Keys of a block's attention, for later chunks of the sequence; `layer` is the block's."""
+    """Names keys of a block's attention, which later chunks of the sequence read; `layer` is the block."""
     VALUES = "values"
 
 
@@ -37,13 +37,13 @@ class Boundary:
 
     tensor: torch.Tensor
     event: DeviceEvent
-    """When it is there."""
+    """Event after which the tensor is complete."""
     num_to_take: int
-    """Readers that have not asked for it yet."""
+    """Number of readers that have not asked for it yet."""
 
 
 class BoundaryStore:
-    """Host tensors that wait for their readers; each is dropped when the last one has it."""
+    """Host tensors that wait for their readers; each is dropped once the last reader has it."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -82,15 +82,15 @@ class BoundaryStore:
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """Place of a microbatch in the sequence that it is a chunk of."""
+    """The place of a chunk in its sequence."""
 
     index: int
     count: int
-    """Chunks of the sequence."""
+    """Number of chunks of the sequence."""
     start: int
-    """First token."""
+    """Index of the first token."""
     end: int
-    """Token behind the last."""
+    """Index behind the last token."""
     sequence_tokens: int
     """S"""
 
@@ -101,7 +101,7 @@ class SequenceChunk:
 
 @dataclass
 class MicrobatchState:
-    """One microbatch on its way through a step."""
+    """State of one microbatch during a step."""
 
     index: int
     input_ids: torch.Tensor
@@ -118,13 +118,13 @@ class MicrobatchState:
     loss_sum: float | torch.Tensor | None = None
     preference: Preference | None = None
     reward_sums: torch.Tensor | None = None
-    """Those of `Rewards`; set for preference pairs."""
+    """Sums of which `Rewards` are the means; set for preference pairs."""
     scores: HeadScores | None = None
     """Set in a pass without backward."""
     lengths: torch.Tensor | None = None
     """[B], tokens of each sequence without padding; None: all."""
     chunk: SequenceChunk | None = None
-    """None: a sequence of its own."""
+    """Place in its sequence; None: the microbatch is no chunk."""
     place: int = 0
     """Index among the microbatches of the whole step, of which this engine may compute a part; seeds dropout."""
 

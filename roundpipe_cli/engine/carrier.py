@@ -1,4 +1,4 @@
-"""How boundary tensors get to and from one worker's device: the ones that its stages read and make.
+"""Moves the boundary tensors that one worker's stages read and make to and from its device.
 
 Where the device reads host memory as it is (the processor), they pass through the store untouched. Elsewhere they go
 over the worker's lanes: down as soon as they are computed, up ahead of the operation that reads them.
@@ -22,7 +22,7 @@ from roundpipe_cli.schedule.operations import ACTIVATION, GRADIENT, SAVED, URGEN
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
 _KEYS, _VALUES = "keys", "values"
-"""Never in a program: asked for and published by the compute thread as it goes."""
+"""Kinds that are in no program: the compute thread asks for them and publishes them itself."""
 _PAYLOADS = {
     BoundaryKind.HIDDEN: ACTIVATION,
     BoundaryKind.GRADIENT: GRADIENT,
@@ -38,7 +38,7 @@ def key_of(op: Op) -> BoundaryKey:
 
 
 _Reader = tuple[bool, int]
-"""(whether forward, stage): a recompute and its backward are one reader, whichever of them is told to wait."""
+"""(is forward, stage): a recompute and its backward count as one reader."""
 
 
 def _reader(op: Op) -> _Reader:
@@ -56,7 +56,7 @@ class _Held:
     """Tensors that a transfer reads or writes, kept until it has arrived."""
 
     tensor: torch.Tensor
-    """On the host."""
+    """The tensor on the host."""
     on_device: torch.Tensor | None = None
 
 
@@ -76,14 +76,14 @@ class Carrier:
         self._downloads = downloads
         self._recompute_each_layer = recompute_each_layer
         self.op: Op | None = None
-        """The compute operation at work."""
+        """The compute operation that is being issued."""
         self._inputs: dict[tuple[_Reader, BoundaryKey], torch.Tensor] = {}
-        """(reader, boundary) -> device tensor that is there, or whose arrival the reader has been told to wait for."""
+        """(reader, boundary) -> device tensor that has arrived, or whose arrival the reader already waits for."""
         self._outputs: dict[int, tuple[torch.Tensor, int]] = {}
         """Download -> (device tensor, number of readers)."""
         self._leaving: deque[Op] = deque(maxlen=NUM_STAGING)
         self._fetched: dict[int, tuple[_Reader, Boundary]] = {}
-        """Upload that was asked for by the compute thread -> (reader, what it reads)."""
+        """Upload that the compute thread asked for -> (reader, boundary)."""
         self._held: dict[int, _Held] = {}
 
     # -- compute thread ------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Carrier:
         return self._inputs.pop((_reader(self.op), key))
 
     def put(self, key: BoundaryKey, tensor: torch.Tensor, num_readers: int) -> None:
-        """Publish what was just computed; waits while two others are still on their way."""
+        """Publish a tensor that was just computed; waits while two others are still being moved."""
         if self._backend.aliases_host:
             self._store.put(key, tensor, None, num_readers)
             return
@@ -163,14 +163,14 @@ class Carrier:
         return [(host, found[0])]
 
     def issued(self, op: Op, event: DeviceEvent) -> None:
-        """A transfer is on its way; what it brings to the host may be asked for."""
+        """A transfer has been issued: readers may ask for the host tensor that it fills."""
         held = self._held.get(op.id)
         if held is None:
             return
         if op.lane == DOWN:
             _, num_readers = self._outputs.pop(op.id)
             self._store.put(key_of(op), held.tensor, event, num_readers)
-        if event is None:  # it has arrived: nothing keeps its source any longer
+        if event is None:  # it has arrived: its source may be freed
             held.on_device = None
 
     def ended(self, op: Op) -> None:

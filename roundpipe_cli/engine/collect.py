@@ -1,4 +1,4 @@
-"""The way of the gradients of one worker's backward passes to the sums that they belong to.
+"""Brings the gradients of one worker's backward passes to their sums.
 
 On the processor they are added to the host's sum where it is their turn. From a device they are added to the sum that
 travels with the stage, or leave, one microbatch at a time, for the host's sum.
@@ -15,17 +15,17 @@ from roundpipe_cli.model.gradient_taps import Take
 
 
 class GradientCollector:
-    """Adds up, lists or sends away what a worker's backward passes make."""
+    """Adds up, lists or sends away the gradients of a worker's backward passes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.accumulators: dict[int, list[torch.Tensor]] = {}
         """Per layer of the current visit, the device's gradient sums (empty if folded on the host)."""
         self.leaving: list[Leaving] = []
-        """Gradients of the operation at work that its download takes to the host's fold."""
+        """Gradients of the current operation, which its download takes to the host's sum."""
 
     def taker(self, context: StepContext, layer: int, microbatch: int) -> tuple[Take, GradientParts]:
-        """Adds gradients to the layer's sum as backward makes them; or lists them, if it is not their turn yet."""
+        """Adds gradients to the layer's sum as backward makes them; lists them if an earlier microbatch is missing."""
         fold, prepared = context.gradients.folds[layer], context.prepared
         parts: GradientParts = []
         on_host, leaves = layer not in prepared.device_folds, self._leaves(context, layer)
@@ -44,7 +44,7 @@ class GradientCollector:
         return take, parts
 
     def fold(self, context: StepContext, layer: int, microbatch: int, parts: GradientParts) -> None:
-        """After a layer's backward: what was listed is added on the host, or waits for its turn or its download."""
+        """After a layer's backward: add listed gradients on the host, or let them wait for their turn or download."""
         if context.gradients.folds[layer] is None or layer in context.prepared.device_folds:
             return
         place = context.prepared.fold_place(layer, microbatch)
@@ -55,14 +55,14 @@ class GradientCollector:
             self.fold_on_host(context, layer, place, parts)
 
     def fold_on_host(self, context: StepContext, layer: int, place: int, parts: GradientParts) -> None:
-        """The microbatch of this place is added to the layer's sum on the host, or waits in line."""
+        """Add a microbatch to the layer's sum on the host; it waits until all earlier ones are added."""
         fold = context.gradients.folds[layer]
         assert fold is not None
         if fold.fold(place, parts):
             context.gradients.complete(layer, square_sum(fold.flat))
 
     def take_leaving(self) -> list[Leaving]:
-        """The gradients that leave, handed over."""
+        """The gradients that leave; they are no longer kept here."""
         leaving, self.leaving = self.leaving, []
         return leaving
 

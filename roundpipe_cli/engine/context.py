@@ -17,9 +17,9 @@ class Scoring:
     """A pass without backward, dropout or gradients."""
 
     adapters: bool = True
-    """False: the base model, adapters left out."""
+    """False: only the base model computes, without adapters."""
     greedy: bool = False
-    """Also tell the most probable token at each target's place."""
+    """Also return the most probable token at each target's place."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class StepContext:
     prepared: PreparedProgram
     microbatches: list[MicrobatchState]
     num_units: int
-    """Number of its target tokens, or pairs: the step's loss is a mean over them."""
+    """Number of the step's target tokens, or pairs: the loss is their mean."""
     loss: HeadLoss
     """How the loss is computed; its gradient scale is the step's loss scale / `num_units`."""
     dropout_seed: int
     """The run's seed."""
     seeds_blocks: bool
-    """Blocks are watched for random functions; False: they are known to call none."""
+    """Watch blocks for calls of random functions; False: they are known to call none."""
     progress: Progress
     boundaries: BoundaryStore
     gradients: StepGradients

@@ -55,7 +55,7 @@ from roundpipe_cli.schedule.operations import Program
 
 @dataclass(frozen=True)
 class StepUnderWay:
-    """A step that the workers have been given."""
+    """A step that the workers have and that was not waited for."""
 
     context: StepContext
     run: StepRun
@@ -79,7 +79,7 @@ class Engine:
         """
         Args:
             model: skeleton of the causal language model (parameters on the meta device), adapters included.
-            split: how it comes apart.
+            split: how the model is cut into layers.
             store: the weights.
             backends: one per worker.
             options: how it computes; None: the defaults.
@@ -92,7 +92,7 @@ class Engine:
         self._trained = trained_layers(store, split)
         self._seeds_blocks = True
         self._told: set[str] = set()
-        """Notices of devices that a result has had."""
+        """Notices of devices that were already in a result."""
         transfers = options.transfers or TransferOptions()
         capabilities = [backend.capability for backend in backends]
         missing = "kernels: reference" if options.fused is None else why_no_triton()
@@ -123,9 +123,9 @@ class Engine:
         )
         self._open = False
         self._under_way: list[StepUnderWay] = []
-        """Oldest first, at most two."""
+        """Steps under way, oldest first, at most two."""
         self.step_in_work: StepInWork | None = None
-        """For whoever watches, from any thread."""
+        """The step for displays, which any thread may read."""
 
     @property
     def num_workers(self) -> int:
@@ -137,13 +137,13 @@ class Engine:
             worker.slots.grant_cache(num_bytes)
 
     def unpack_per_visit(self, once: bool) -> None:
-        """Unpack packed weights once in a visit from the next step on, or for each microbatch and pass."""
+        """Unpack packed weights once per visit from the next step on, or for each microbatch and pass."""
         for worker in self._workers:
             worker.whole_per_visit = once
 
     @property
     def late_layers(self) -> frozenset[int]:
-        """Trained layers whose gradient is complete at the end of a step only."""
+        """Trained layers whose gradient is complete only at the end of a step."""
         return self._trained.late
 
     def __enter__(self) -> Engine:
@@ -194,7 +194,7 @@ class Engine:
         part: Part | None = None,
         gradients: GradientOptions | None = None,
     ) -> StepUnderWay:
-        """Give a step to the workers, who take it up as soon as they are done with the one before; returns at once.
+        """Queue a step for the workers, who begin it when they have ended the step before; returns at once.
 
         Args:
             microbatches: as many as the schedule has, or as it has sequences: each is cut into the schedule's chunks.
@@ -202,7 +202,7 @@ class Engine:
             step: index of the step, from 0; seeds dropout and chooses the store's gradient sum.
             version: of the weights that every part of the step reads; None: the newest.
             part: of a larger step; loss and gradients are then this part's share of the step's.
-            gradients: what becomes of them; None: they are left in the store.
+            gradients: what is done with them; None: they are left in the store.
 
         Raises:
             OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
@@ -288,7 +288,7 @@ class Engine:
         return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]
 
     def _start(self, context: StepContext, loss_scale: float) -> StepUnderWay:
-        """Have the workers run the context's program."""
+        """Let the workers run the context's program."""
         prepared = context.prepared
         self._reserve(prepared.program, keeps_weights=context.scoring is None)
         run = StepRun(prepared.program, prepared.links, context.step, context.progress, self._pool.works)
@@ -326,7 +326,7 @@ class Engine:
             worker.slots.cache.step_done()
 
     def _show(self) -> None:
-        """Let those who watch see the oldest step under way."""
+        """Show the oldest step under way to displays."""
         oldest = self._under_way[0] if self._under_way else None
         self.step_in_work = None
         if oldest is not None and oldest.context.scoring is None:
@@ -339,14 +339,14 @@ class Engine:
             )
 
     def use_less_memory(self) -> None:
-        """After a step that ran out of it: from now on recompute one layer at a time, which changes no bit."""
+        """After a step ran out of memory: recompute one layer at a time from now on, which changes no bit."""
         self._programs.use_less_memory()
         for worker in self._workers:
             worker.backend.release_unused()
 
     def _reserve(self, program: Program, *, keeps_weights: bool) -> None:
-        """Take the devices' memory for a program: the weight cache, unless its choice hangs on a training program, then
-        slots for what it leaves out."""
+        """Take the devices' memory for a program: the weight cache, if this program decides its content, then slots for
+        the layers outside it."""
         for worker in self._workers:
             try:
                 if keeps_weights or worker.slots.cache.holds_all:
@@ -368,7 +368,7 @@ class Engine:
 
     def _finish(self, done: StepUnderWay) -> StepResult:
         context, started_s = done.context, done.started_s
-        if context.microbatches:  # what no block did in the first step, none does: later steps need not watch for it
+        if context.microbatches:  # blocks that drew nothing in the first step never do: later steps need not watch
             self._seeds_blocks &= any(worker.runner.layers.model.blocks_draw for worker in self._workers)
         seconds = time.perf_counter() - started_s
         squares = context.gradients.finish(self.store, context.step)

@@ -25,7 +25,7 @@ from roundpipe_cli.model.layout import LayerLayout
 SQUARED_ELEMENTS = 1 << 24
 
 GradientParts = list[tuple[int, torch.Tensor]]
-"""(index of the parameter, a gradient of it), in the order in which they are to be added."""
+"""(index of the parameter, its gradient), in the order of addition."""
 
 
 class GradientFold:
@@ -54,7 +54,7 @@ class GradientFold:
         self._waiting: dict[int, GradientParts] = {}
 
     def begin(self) -> list[torch.Tensor]:
-        """The sum of each parameter, to be added to; zero at first. For those whose turn it is."""
+        """The sum of each parameter, zero at first; for the microbatch whose turn it is."""
         if not self._begun:
             self.flat.zero_()
             self._begun = True
@@ -109,7 +109,7 @@ def gradient_folds(
 
 
 class StepGradients:
-    """The gradient sums of one step on the host, and whoever is told when one is complete."""
+    """The gradient sums of one step on the host; reports each that is complete."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class StepGradients:
         """
         Args:
             folds: one per layer; None where nothing is trained.
-            late_layers: layers whose gradient is complete at the end of the step only.
+            late_layers: layers whose gradient is complete only at the end of the step.
             on_complete: see `GradientOptions`.
         """
         self.folds = folds
@@ -177,7 +177,7 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Leaving:
-    """One microbatch's gradients of one layer, on their way from a device to the host's fold."""
+    """One microbatch's gradients of one layer, on their way from a device to the host's sum."""
 
     layer: int
     place: int
@@ -203,5 +203,5 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     if flat.device.type == "cpu" or flat.numel() <= SQUARED_ELEMENTS:
         norm: torch.Tensor = torch.linalg.vector_norm(flat, 2, dtype=torch.float64)
         return norm.square()
-    # a GPU makes a float64 copy first, of twice the memory that the sums take
+    # a GPU first makes a float64 copy, twice as large as the sums
     return torch.stack([square_sum(piece) for piece in flat.split(SQUARED_ELEMENTS)]).sum()

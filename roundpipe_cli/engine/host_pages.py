@@ -1,4 +1,4 @@
-"""Where the host's large buffers lie: spread over all NUMA nodes, on pages of 2 MiB where the system gives them.
+"""Placement of the host's large buffers: over all NUMA nodes, on pages of 2 MiB where the system gives them.
 
 A buffer on one node would be read over the link between two processors by half of the GPUs and of the updates. Large
 pages make updates faster, which go through all weights, masters and moments (scripts/README.md has a figure).
@@ -17,7 +17,7 @@ import torch
 from roundpipe_cli.costs.host_layout import HostLayout, host_layout
 
 LEAST_BYTES = 2 * 1024**2
-"""Smaller buffers stay as they come."""
+"""Smaller buffers are not placed."""
 MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call by machine."""
 INTERLEAVE = 3
@@ -26,12 +26,12 @@ INTERLEAVE = 3
 
 @functools.cache
 def layout() -> HostLayout:
-    """This machine's."""
+    """NUMA nodes and pages of this machine."""
     return host_layout()
 
 
 def spread_over_nodes(buffer: mmap.mmap) -> None:
-    """Ask for pages on all nodes and of 2 MiB, before the buffer is first written. What is refused changes no bit."""
+    """Ask for pages on all nodes and of 2 MiB, before the buffer is first written. A refusal changes no bit."""
     if len(buffer) < LEAST_BYTES:
         return
     if layout().gives_huge_pages:
@@ -51,7 +51,7 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
 
 
 def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
-    """Have the pages of a buffer lie on `nodes` in turn; False if the system refuses, as containers may."""
+    """Spread the pages of a buffer over `nodes`; False if the system refuses, as containers may."""
     number = MBIND.get(platform.machine())
     if number is None:
         return False

@@ -19,7 +19,7 @@ from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.operations import Program
 
 KeptActivations = frozenset[tuple[int, int]]
-"""(layer, microbatch) of the activations that stay."""
+"""(layer, microbatch) pairs whose activations stay."""
 
 
 def kept_activations(program: Program, layers: Collection[int]) -> KeptActivations:
@@ -52,7 +52,7 @@ class _Place:
 
 
 class FoundAgain:
-    """Around a block's forward: what its graph saves of the weights is looked up anew in the backward."""
+    """Around a block's forward: weights that its graph saves are looked up again in the backward."""
 
     def __init__(self, weights_now: Callable[[], torch.Tensor], num_bytes: int) -> None:
         """
@@ -71,7 +71,7 @@ class FoundAgain:
         offset = tensor.data_ptr() - self._start
         if 0 <= offset < self._num_bytes:
             return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
-        return tensor.detach()  # an output would hold its own graph, which a failed step leaves without a backward
+        return tensor.detach()  # it would hold its own graph after a failed step
 
     def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
@@ -85,5 +85,5 @@ class FoundAgain:
 def weights_found_again(
     needed: bool, weights_now: Callable[[], torch.Tensor], num_bytes: int
 ) -> AbstractContextManager[Any]:
-    """`FoundAgain`'s hooks; nothing where weights stay where they are."""
+    """The hooks of `FoundAgain`; none where weights do not move."""
     return FoundAgain(weights_now, num_bytes).hooks() if needed else nullcontext()

@@ -38,11 +38,11 @@ class LayerGraph:
     layer: int
     leaf: torch.Tensor
     output: torch.Tensor | None
-    """None for a layer below everything that is trained."""
+    """None for a layer below the first trained one."""
     parameters: list[nn.Parameter]
-    """The trained ones, as bound at the time of the forward."""
+    """Trained parameters, as bound at the time of the forward."""
     earlier: KeyValues | None = None
-    """For a chunk: leaves, the keys and values of those before."""
+    """For a chunk: leaves with the keys and values of earlier chunks."""
     own: KeyValues | None = None
     """For a chunk: its own keys and values, with their graph."""
 
@@ -78,10 +78,10 @@ class LayerRunner:
         self._forward_sequences, self._backward_sequences = Sequences(), Sequences()
         self._sent: deque[_Sent] = deque()
         self.layer = 0
-        """The layer in work, for error messages."""
+        """The current layer, for error messages."""
 
     def unbind(self) -> None:
-        """Forget parameters and gradient sums, whose memory is to be free; the next visits bind them anew."""
+        """Drop parameters and gradient sums to free their memory; the next visits bind them again."""
         self.parameters.clear()
         self.collector.accumulators = {}
         self.model.unbind()
@@ -107,7 +107,7 @@ class LayerRunner:
         return self.backend.receive(state.prologue.hidden.detach())
 
     def embed_backward(self, context: StepContext, state: MicrobatchState, gradient: torch.Tensor | None) -> None:
-        """Backward of the embed layer, on the host, as soon as the gradient is there: others before it most likely are.
+        """Backward of the embed layer, on the host, once the gradient has arrived; earlier ones most likely have.
 
         Its gradients are added at the end of the step.
         """
@@ -120,7 +120,7 @@ class LayerRunner:
             self._finish_embed(context)
 
     def finish(self, context: StepContext) -> None:
-        """At the end of a step, when the device has done all: what its host still has to do."""
+        """At the end of a step, when the device is done: finish the work on the host."""
         while self._sent:
             self._finish_embed(context)
 
@@ -166,7 +166,7 @@ class LayerRunner:
     def graph_of(
         self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, output_is_read: bool
     ) -> LayerGraph:
-        """The forward of one block with its graph, or the one that was kept; none below the first trained layer."""
+        """The forward of one block with its graph, computed or kept; no graph below the first trained layer."""
         if (layer, state.index) in self._kept:
             return self._kept.pop((layer, state.index))
         leaf = hidden.detach()
@@ -251,8 +251,8 @@ class LayerRunner:
                 chunk_tokens=context.loss.chunk_tokens,
                 greedy=scoring.greedy,
             )
-        state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # whole when the pass is done
-        state.prologue = None  # nothing will ask for it again
+        state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # complete when the pass is done
+        state.prologue = None  # nothing reads it again
 
     def _last_shape(self, state: MicrobatchState) -> tuple[int, ...] | None:
         """Shape of the last block's hidden states behind [B, T]."""
@@ -273,14 +273,14 @@ class LayerRunner:
     def attend_to(
         self, layer: int, state: MicrobatchState, earlier: SequenceChunk, keys_and_values: list[torch.Tensor]
     ) -> None:
-        """Before the backward of a sequence's last chunk: what the forward of an earlier one made is here again."""
+        """Before the backward of a sequence's last chunk: take back keys and values of an earlier chunk's forward."""
         sequence, chunk = self._backward_sequences.of(layer, state), state.chunk
         assert sequence is not None and chunk is not None
         with self.backend.compute():
             sequence.fill(earlier.start, keys_and_values, chunk.sequence_tokens)
 
     def end_backward(self, layers: StageRange, state: MicrobatchState) -> None:
-        """A stage's backward of this microbatch is done; drop the sequence if nobody asks for it again."""
+        """Note that a stage's backward of this microbatch is done; drop the sequence if no chunk is left."""
         self._backward_sequences.end_all(layer_range(layers), state)
 
     def _cache(self, state: MicrobatchState, sequence: BlockSequence | None) -> ChunkCache | None:
@@ -313,7 +313,7 @@ class LayerRunner:
         return layer_seed(context.dropout_seed, context.step, state.place, layer)
 
     def calls(self, state: MicrobatchState) -> tuple[BlockCall, ...]:
-        """How blocks are called for this microbatch, with tensors on this worker's device, made once."""
+        """Arguments of the blocks for this microbatch, on this worker's device; made once."""
         if self.worker not in state.calls_by_worker:
             assert state.prologue is not None
             moved: dict[int, torch.Tensor] = {}

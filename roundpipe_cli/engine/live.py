@@ -1,4 +1,4 @@
-"""A view of the workers while a step runs. Looking costs the workers nothing."""
+"""A view of the workers while a step runs; it does not slow them down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roundpipe_cli.schedule.actions import Action
 
 @dataclass(frozen=True)
 class ActionTime:
-    """When a worker carried out an action, in seconds from the start of the step."""
+    """Time of an action on a worker, in seconds from the start of the step."""
 
     action: Action
     start_s: float
@@ -22,7 +22,7 @@ class ActionTime:
 
 @dataclass(frozen=True)
 class StepInWork:
-    """A step that has begun: where its workers put down what they did. Keeps none of the step's tensors."""
+    """A step that has begun, with its workers' records. Keeps none of the step's tensors."""
 
     step: int
     """From 0."""
@@ -30,14 +30,14 @@ class StepInWork:
     """Start by `time.perf_counter`."""
     workers: Sequence[Worker]
     results: Sequence[WorkerStep]
-    """Growing."""
+    """The workers' records, which grow."""
     fused_head: bool
-    """As of its schedule."""
+    """`fused_head` of its schedule."""
 
 
 @dataclass(frozen=True)
 class LiveNews:
-    """News of a step in work; seconds from the step's start."""
+    """News of the running step; seconds from its start."""
 
     step: int
     """From 0."""
@@ -45,22 +45,22 @@ class LiveNews:
     """Start by `time.perf_counter`."""
     now_s: float
     done: tuple[ActionTime, ...]
-    """Finished since the look before."""
+    """Actions that finished since the previous look."""
     running: tuple[ActionTime, ...]
     """Operations that run now; they end at `now_s`."""
     fused_head: bool
-    """As of the step's schedule."""
+    """`fused_head` of the step's schedule."""
 
 
 class Watcher:
-    """Looks at an engine's step in work again and again; each finished action is told once."""
+    """Looks at an engine's running step repeatedly; reports each finished action once."""
 
     def __init__(self) -> None:
         self._step: StepInWork | None = None
         self._num_seen: list[int] = []
 
     def look(self, step: StepInWork | None) -> LiveNews | None:
-        """News of `step`, the engine's step in work; None where there is none."""
+        """News of `step`, the engine's running step; None where there is none."""
         if step is None:
             self._step = None
             return None
@@ -76,9 +76,9 @@ class Watcher:
         return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running), step.fused_head)
 
     def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
-        """Add what one worker has finished to `done`; returns what it does now, without an end."""
+        """Add the finished actions of one worker to `done`; returns the running one, without an end."""
         backend, result = step.workers[worker].backend, step.results[worker]
-        if result.start is None:  # it is still at the step before
+        if result.start is None:  # it still computes the previous step
             return None
 
         def since_start_s(mark: Any) -> float:

@@ -1,4 +1,4 @@
-"""When the operations of a finished step ran, by the marks that its workers took, and its transfers moved."""
+"""Times of a finished step's operations, from its workers' marks, and of its transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's microbatches as the engine carries them through the step."""
+"""The states of a step's microbatches."""
 
 from __future__ import annotations
 

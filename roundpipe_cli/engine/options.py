@@ -13,13 +13,13 @@ OnGradient = Callable[[int, Callable[[], float]], None]
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How a step's gradients are scaled and who is told of them."""
+    """How a step's gradients are scaled, and who is notified of them."""
 
     loss_scale: float = 1.0
     """The loss is multiplied by this before differentiation (float16), and so are the gradient sums."""
     on_complete: OnGradient | None = None
-    """Called, by the workers' threads, for each layer whose gradient is complete, on the host, and whose weights the
-    step reads no more; with a function that returns the gradient's sum of squares."""
+    """Called by the workers' threads for each layer whose gradient is complete on the host and whose weights the step
+    no longer reads; with a function that returns the gradient's sum of squares."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class EngineOptions:
     """Settings of an engine for its whole life."""
 
     seed: int = 0
-    """Seed of dropout masks and whatever else a model draws in training."""
+    """Seed of dropout masks and of all else that a model draws at random in training."""
     head_chunk_tokens: int = 1024
     """Target tokens per chunk of the LM head; part of what fixes a run's bits."""
     mlp_chunk_tokens: int | None = None
     """Tokens per chunk of the blocks' feed-forward part, which is computed again in backward; None: all at once."""
     fused: FusedOps | None = None
-    """Modules that compute by fused operators, from `find_fused_ops`; None: all by their own code, experts too."""
+    """Modules that compute by fused operators, from `find_fused_ops`; None: all use their own code, experts too."""
     label_smoothing: float = 0.0
     """Label smoothing of the training loss; scores are without it."""
     recompute: str = "stage"
@@ -41,7 +41,7 @@ class EngineOptions:
     unread: Mapping[int, Sequence[str]] | None = None
     """Per block, modules whose products a recompute leaves out, from `find_unread`."""
     attends_in_rows: bool = False
-    """Rows are told by where they lie rather than by a mask of all pairs of tokens, from `can_attend_in_rows`."""
+    """Packed rows are separated by their positions instead of a mask of all pairs of tokens (`can_attend_in_rows`)."""
     keep_inputs: bool = False
     """Keep the input of every layer after such a block on the host, so that its product can be left out within a stage
     too, not only at its end."""

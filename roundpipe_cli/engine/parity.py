@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
@@ -40,26 +41,26 @@ from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
 
 TOLERANCE = 1e-5
-"""Relative, of a loss, and of a gradient in the 2-norm."""
+"""Allowed relative error of a loss, and of a gradient in the 2-norm."""
 MAX_OWN = 1e-3
 """A model whose own float32 is further from its float64 draws random numbers, and allows nothing."""
 MAX_OTHER_ERROR = 1e-3
-"""Relative, of packed rows and of chunks: what rows do to each other is far more, rounding far less."""
+"""Allowed relative error of packed rows and of chunks: leaks between rows are far larger, rounding far smaller."""
 FLOOR = 1e-8
-"""As a share of the largest gradient's norm: a gradient below it is rounding."""
+"""A gradient smaller than this share of the largest gradient's norm counts as rounding."""
 MAX_PARAMETERS = 12_000_000
 """Parameters of the cut model; for a larger one, try a narrower model of its type."""
 LIMIT_PARAMETERS = 400_000_000
 """Parameters of the cut model; a larger one is not tried. They are held about four times at once, in float32."""
 SEED = 7
 STEP = -1
-"""None of a run's, which begin at 0."""
+"""Number of the proof's step, which no step of a run has."""
 SHORT, LONG = 9, 14
 """Tokens of a microbatch."""
 NUM_CHUNKS = 3
 """Tokens of a sequence, where chunks are tried."""
 TRIES = 3
-"""In 16 bit."""
+"""Number of tries in 16 bit."""
 MAX_THREADS = 4
 """Threads of all workers; more are slower with so few tokens."""
 MAX_ROW_TOKENS = 2100
@@ -68,22 +69,22 @@ MAX_ROW_TOKENS = 2100
 
 @dataclass(frozen=True)
 class Proof:
-    """Result for a model that is not refused."""
+    """The result for a model that is not refused."""
 
     loss_error: float
-    """Relative, in float32."""
+    """Relative error of the loss, in float32."""
     gradient_error: float
-    """Relative, in float32: of the parameter that is worst."""
+    """Largest relative error of a parameter's gradient, in float32."""
     unproven: str = ""
-    """Why something could not be tried; empty where everything was."""
+    """The reason why something could not be tried; empty if everything was."""
     last_position: int | None = None
     """The model has no positions from here on; None: its rows may be longer than its configuration says."""
     not_fused: str = ""
-    """Why no module computes by fused operators; empty where they may."""
+    """The reason why no module may use fused operators; empty if they may."""
 
 
 class ParityRefusedError(RefusedError):
-    """The engine would train something else than the model. Exit code 2."""
+    """The engine would not train the model as its own code does. Exit code 2."""
 
 
 def prove(
@@ -270,7 +271,7 @@ def usual_pieces(vocab_size: int, attempt: int = 0) -> list[Piece]:
 
 
 def pieces_beyond(reduced: Reduced, split: ModelSplit, limit: int) -> list[Piece]:
-    """Microbatches with positions from `limit` on: one far beyond it, then one just beyond, for what it left behind.
+    """Microbatches with positions from `limit` on: far beyond it, then just beyond, to find state that was left.
 
     Where the model counts positions itself they are as long, or left out above `MAX_ROW_TOKENS`.
     """
@@ -286,7 +287,7 @@ def _piece(vocab_size: int, rows: int, tokens: int, seed: int, end: int | None =
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(3, vocab_size - 1), vocab_size, (rows, tokens), generator=generator)
     labels = ids.clone()
-    labels[torch.rand(ids.shape, generator=generator) < 0.3] = -100
+    labels[torch.rand(ids.shape, generator=generator) < 0.3] = IGNORED_LABEL
     labels[:, 1] = ids[:, 1]
     if end is None:
         return Piece(ids, labels, None)
@@ -297,7 +298,7 @@ def _packed_piece(vocab_size: int) -> Piece:
     """One sequence of two rows; the first token of the second is nobody's target."""
     piece = _piece(vocab_size, 1, SHORT + LONG, 4)
     positions = torch.cat([torch.arange(SHORT), torch.arange(LONG)])[None]
-    piece.labels[:, SHORT] = -100
+    piece.labels[:, SHORT] = IGNORED_LABEL
     return Piece(piece.input_ids, piece.labels, positions, (0, SHORT))
 
 
@@ -354,7 +355,7 @@ def _run_engine(
     try:
         with Engine(model, split, store, backends, options) as engine:
             result = engine.run_step(microbatches, schedule, step=STEP)
-    except (NoProgressError, ResourceError):  # of the machine, not of the model
+    except (NoProgressError, ResourceError):  # a fault of the machine, not of the model
         raise
     except Exception as error:
         cause = error.__cause__ or error

@@ -1,4 +1,4 @@
-"""A schedule made ready for the engine: lowered, with all that is read out of it, once for all of its steps."""
+"""A schedule prepared for the engine: lowered, with the facts that its steps need, once for all steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def recomputation_of(options: EngineOptions, store: WeightStore) -> Recomputatio
 
 @dataclass(frozen=True)
 class PreparedProgram:
-    """A program, and the facts about it that steps ask for."""
+    """A program, and the facts about it that steps need."""
 
     program: Program
     links: Dependencies
@@ -97,7 +97,7 @@ class ProgramStore:
         self._store, self._trained, self._num_slots, self._copies = store, trained, options.num_slots, copies
         self._recomputation = recomputation_of(options, store)
         self._known: dict[int, PreparedProgram] = {}
-        """By the identity of the schedule."""
+        """Identity of a schedule -> its program."""
 
     def use_less_memory(self) -> None:
         """Prepare programs that recompute one layer at a time from now on."""

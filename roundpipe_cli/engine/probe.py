@@ -20,7 +20,7 @@ NUM_CHUNKS = 3
 PROBE_ROWS = (2, 1, 5, 8)
 """Tokens of packed rows that blocks are tried with."""
 MAX_ROW_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative, of a block's output, by what it computes in: 4 roundings in 16 bit."""
+"""Allowed relative error of a block's output, by dtype: 4 roundings in 16 bit."""
 
 
 def find_unread_products(
@@ -43,13 +43,13 @@ def find_unread_products(
 
 
 def has_masks(model: nn.Module, split: ModelSplit, store: WeightStore, tokens: int) -> bool:
-    """Whether blocks of a row of so many tokens need more than the causal mask, which could be told by rows instead."""
+    """Whether blocks need more than the causal mask for a row of so many tokens."""
     worker, _ = worker_on_host(model, split, store, WorkerOptions(attends_in_rows=True))
     return any(call.holds_rows for call in worker.prologue(worker.probe_ids(1, tokens)).calls)
 
 
 def can_attend_in_rows(model: nn.Module, split: ModelSplit, store: WeightStore) -> bool:
-    """Whether all blocks can be told where rows lie, and compute what they compute from a mask.
+    """Whether all blocks compute the same from the rows' positions as from a mask.
 
     Runs one block of each kind, with its own weights, both ways.
     """
@@ -73,7 +73,7 @@ def can_attend_in_rows(model: nn.Module, split: ModelSplit, store: WeightStore) 
     try:
         with torch.no_grad():
             return all(by_kind(worker.blocks, by_mask.calls, is_same))
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # attention that reads the mask itself
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # this attention reads the mask itself
         return False
 
 
@@ -86,7 +86,7 @@ def find_saved_bytes(
     longest: int = 2 * PROBE_TOKENS,
     packed: bool = False,
 ) -> list[SavedBytes] | None:
-    """Per block, what autograd keeps of it for its backward; None where this processor cannot run the blocks.
+    """Per block, the bytes that autograd keeps for its backward; None where this processor cannot run the blocks.
 
     Runs one block of each kind, with its own weights, forward on a sequence of 128 tokens and one of 256, or of half
     and all of `longest`. A mask that only sequences longer than a sliding window have is not seen.
@@ -109,7 +109,7 @@ def find_saved_bytes(
 def worker_on_host(
     model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions
 ) -> tuple[WorkerModel, Callable[[int], None]]:
-    """A worker on the processor, and what gives one of its blocks the host's weights."""
+    """A worker on the processor, and a function that gives one of its blocks the host's weights."""
     worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), options)
 
     def bind(block: int) -> None:

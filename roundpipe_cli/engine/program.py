@@ -35,7 +35,7 @@ def lower_for_engine(
             backward_s=0.0,
             recompute=index < last,
             param_bytes=layout.num_bytes if copies and index else 0,  # the embedding stays on the host
-            boundary_bytes=1 if copies and index < last else 0,  # how many depends on the microbatch
+            boundary_bytes=1 if copies and index < last else 0,  # their number depends on the microbatch
             grad_bytes=4 * layout.num_trainable_elements if copies and index else 0,
         )
         for index, layout in enumerate(layouts)

@@ -24,16 +24,16 @@ class LayerSizes:
     boundary_columns: int
     """Values per token of a boundary tensor: the width of the hidden states, or more."""
     experts_per_token: int = 1
-    """In a layer with experts, how many compute a token."""
+    """Experts that compute a token, in a layer with experts."""
     activation_bytes: Sequence[int] | None = None
-    """Per layer, what a microbatch keeps on the device for its backward; None: a rough figure."""
+    """Per layer, bytes that a microbatch keeps on the device for its backward; None: estimated."""
     unpacks_once: bool = False
     """Packed weights stay unpacked for a visit."""
 
 
 @dataclass(frozen=True)
 class AssumedDevice:
-    """One worker's device before it is measured."""
+    """The device of a worker, before it is measured."""
 
     kind: str
     """`cpu` or `cuda`; on the processor weights are used where they lie and uploads cost nothing."""

@@ -30,7 +30,7 @@ class BlockSequence:
     buffers: list[torch.Tensor] = field(default_factory=list)
     """Keys and values, [S, B, K, D]: what a chunk adds lies in one piece."""
     gradients: list[torch.Tensor] = field(default_factory=list)
-    """float32, of the same shapes; none forward."""
+    """Gradients, float32, of the same shapes; empty while the sequence goes forward."""
 
     def write(self, chunk: SequenceChunk, own: KeyValues) -> list[torch.Tensor]:
         """Add a chunk's keys and values [B, K, T, D]; returns their pieces [T, B, K, D] of the buffers."""
@@ -57,7 +57,7 @@ class BlockSequence:
         return keys, values
 
     def add_gradients(self, chunk: SequenceChunk, gradients: list[torch.Tensor | None]) -> None:
-        """Add what a chunk's backward made for `before`."""
+        """Add the gradients of `before` that a chunk's backward has made."""
         for total, gradient in zip(self.gradients, gradients, strict=True):
             if gradient is not None:
                 total[: chunk.start].add_(gradient.permute(2, 0, 1, 3))
@@ -74,11 +74,11 @@ class BlockSequence:
 
 
 class Sequences:
-    """The sequences that a worker has on the way in one direction, one entry for each of their blocks."""
+    """A worker's unfinished sequences in one direction, with an entry for each block."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], BlockSequence] = {}
-        """By (layer, first microbatch of the sequence)."""
+        """(layer, first microbatch of the sequence) -> keys and values."""
 
     def of(self, layer: int, state: MicrobatchState) -> BlockSequence | None:
         """The keys and values of a layer in the sequence of a chunk; None for a microbatch that is none."""
@@ -87,7 +87,7 @@ class Sequences:
         return self._found.setdefault((layer, state.index - state.chunk.index), BlockSequence())
 
     def end(self, layer: int, state: MicrobatchState) -> None:
-        """Nobody on this worker asks for them again."""
+        """Drop keys and values that this worker does not need again."""
         assert state.chunk is not None
         self._found.pop((layer, state.index - state.chunk.index), None)
 
@@ -113,7 +113,7 @@ def chunk_states(
     """
     rows, places = indices // input_ids.shape[1], indices % input_ids.shape[1]
     missing = num_chunks - input_ids.shape[1]
-    if missing > 0:  # at least one token a chunk; what is added trains nothing
+    if missing > 0:  # at least one token a chunk; added tokens are not trained
         input_ids = torch.cat([input_ids, input_ids[:, -1:].expand(-1, missing)], dim=1)
     states = []
     for chunk in chunks_of_sequence(input_ids.shape[1], num_chunks):

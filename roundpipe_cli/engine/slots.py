@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Pair
 from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.program import layer_range
@@ -17,9 +18,8 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.operations import Program
 
-SLOT_ALIGNMENT_BYTES = 256
 KEPT = -1
-"""In place of a slot's index: the weight cache."""
+"""Stands for the weight cache where a slot's index is expected."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Slot:
 
 def stage_bytes(layouts: Sequence[LayerLayout], layers: Iterable[int]) -> int:
     """Device bytes of these layers' weights in a slot. The embed layer stays on the host."""
-    return sum(round_up(layouts[layer].num_bytes, SLOT_ALIGNMENT_BYTES) for layer in layers if layer > 0)
+    return sum(round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES) for layer in layers if layer > 0)
 
 
 def stage_gradient_elements(layouts: Sequence[LayerLayout], layers: range) -> int:
@@ -42,7 +42,7 @@ def stage_gradient_elements(layouts: Sequence[LayerLayout], layers: range) -> in
 
 
 class StageSlots:
-    """One worker's slots, its weight cache beside them, and what its modules are bound to."""
+    """One worker's slots and weight cache, and the weights to which its modules are bound."""
 
     def __init__(self, layers: LayerRunner, store: WeightStore, cache: WeightCache) -> None:
         self.cache = cache
@@ -65,7 +65,7 @@ class StageSlots:
     # -- memory, between steps -----------------------------------------------------------------------------------
 
     def reserve(self, num_slots: int, program: Program) -> None:
-        """Make sure that every slot holds the largest stage, but for what the cache keeps."""
+        """Make every slot large enough for the largest stage without the layers that the cache keeps."""
         if self._backend.aliases_host:
             return
         layouts = self._store.layouts
@@ -106,7 +106,7 @@ class StageSlots:
     # -- uploads -------------------------------------------------------------------------------------------------
 
     def weight_copies(self, program: Program, visit_id: int, version: int) -> list[Pair]:
-        """The copies of a visit's upload: its layers' weights into its slot, or what the cache lacks of them."""
+        """The copies of a visit's upload: weights into its slot, and those that the cache lacks into the cache."""
         visit = program.visits[visit_id]
         weights, pairs, offset = self.slots[visit.slot].weights, [], 0
         for layer in layer_range(visit.layers):
@@ -115,7 +115,7 @@ class StageSlots:
             size, kept = self._store.layouts[layer].num_bytes, self.cache.buffer(layer)
             if kept is None:
                 target, pieces = weights[offset : offset + size], self._store.pieces(layer, version)
-                offset += round_up(size, SLOT_ALIGNMENT_BYTES)
+                offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
             else:
                 target, pieces = kept, self.cache.missing(layer, visit_id, version)
             pairs += [(target[start : start + piece.nbytes], piece) for start, piece in pieces]
@@ -142,7 +142,7 @@ class StageSlots:
                 if kept is None:
                     size = self._store.layouts[layer].num_bytes
                     self._bind((slot.index, offset, layer), slot.weights[offset : offset + size])
-                    offset += round_up(size, SLOT_ALIGNMENT_BYTES)
+                    offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
                 else:
                     self._bind((KEPT, 0, layer), kept)
         self.bound_visit = visit_id

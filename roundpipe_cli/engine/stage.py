@@ -31,13 +31,13 @@ class StageRunner:
     def __init__(self, layers: LayerRunner) -> None:
         self.layers = layers
         self.carrier: Carrier | None = None
-        """How the step's boundary tensors come and go."""
+        """The boundary tensors of the step."""
         self._graphs: dict[int, list[LayerGraph]] = {}
         """Microbatch -> graphs of a recompute that wait for their backward."""
         self._head_input: dict[int, torch.Tensor] = {}
         self._poison: float | None = None
         self.started: Any = None
-        """The backend's mark of when the operation had its input: what comes before is waiting, not work."""
+        """The backend's mark at which the operation had its input: time before it is waiting, not work."""
 
     def run(self, context: StepContext, op: Op) -> None:
         """Carry out one compute operation on the layers bound now."""
@@ -57,7 +57,7 @@ class StageRunner:
                 self._recompute(context, layers, state)
         else:
             self._backward(context, layers, state)
-        if op.kind is not Kind.RECOMPUTE:  # its result goes into the backward that follows
+        if op.kind is not Kind.RECOMPUTE:  # the backward that follows uses its result
             self._poison = None
 
     def _poisoned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class StageRunner:
         self._graphs[state.index] = graphs
 
     def _take_keys_and_values(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
-        """Before a sequence's last chunk, the first to go backward: what the forward made of all chunks before it."""
+        """Before a sequence's last chunk, the first to go backward: take back keys and values of all earlier chunks."""
         chunk = state.chunk
         if chunk is None or not chunk.is_last:
             return
@@ -188,7 +188,7 @@ class StageRunner:
     def _backward_layer_by_layer(
         self, context: StepContext, layers: StageRange, state: MicrobatchState, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Recompute one layer, take its backward, go on to the layer before: one layer's activations at a time."""
+        """Recompute and take the backward of layer after layer: one layer's activations at a time."""
         self._take_keys_and_values(context, layers, state)
         for layer in reversed(layer_range(layers)):
             if layer == 0:

@@ -44,25 +44,25 @@ class StepResult:
     """Result of one step. The gradients are in the weight store."""
 
     loss: float
-    """Sum of the target tokens' losses / number of target tokens of the step; of pairs, the mean of theirs."""
+    """Mean loss of the step's target tokens, or of its pairs."""
     num_target_tokens: int
     gradient_norm: float
     """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
     step_s: float
-    """Forward and backward; without the optimizer."""
+    """Seconds of forward and backward, without the optimizer."""
     actions: tuple[ActionTime, ...]
     num_workers: int
     transfers: TransferStatistics
     device_peak_bytes: tuple[int, ...]
     """Per worker, the peak of memory in use."""
     device_reserved_bytes: tuple[int, ...] = ()
-    """Per worker, the peak of what the allocator held for it: more, where blocks of other sizes leave gaps."""
+    """Per worker, the peak of memory that the allocator held: more than in use, where it has gaps."""
     launch_bound_s: tuple[float, ...] = ()
     """Per worker, seconds of operations in which a GPU may have waited for launches."""
     started_s: float = 0.0
     """Start by `time.perf_counter`."""
     rewards: tuple[Rewards, ...] = ()
-    """One for each microbatch of preference pairs."""
+    """Rewards of each microbatch of preference pairs."""
     fused_head: bool = True
     """As of the schedule."""
     links: tuple[Interval, ...] = ()
@@ -72,7 +72,7 @@ class StepResult:
 
     @property
     def timeline(self) -> Timeline:
-        """The computations, with measured times: every figure comes from them. See `links` for the transfers."""
+        """The computations with their measured times; all figures come from them. `links` has the transfers."""
         intervals = tuple(
             Interval(
                 item.action.worker,

@@ -1,4 +1,4 @@
-"""Which layers of a model are trained, and what follows from that for every step."""
+"""The trained layers of a model, and the facts that follow for every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roundpipe_cli.model.split import ModelSplit
 
 @dataclass(frozen=True)
 class TrainedLayers:
-    """The trained layers, as far as the engine has to know them."""
+    """Facts about the trained layers that the engine needs."""
 
     num_layers: int
     first: int

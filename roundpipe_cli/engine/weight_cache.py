@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES
+from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.weights import WeightStore
@@ -42,7 +42,7 @@ def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout]
 
     chosen, left_bytes = [], budget_bytes
     for layer in sorted(visits, key=lambda layer: (-saved_share(layer) if layouts[layer].num_bytes else 0.0, layer)):
-        size = round_up(layouts[layer].num_bytes, CACHE_ALIGNMENT_BYTES)
+        size = round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
         if 0 < size <= left_bytes and saved_share(layer) > 0:
             chosen.append(layer)
             left_bytes -= size
@@ -50,7 +50,7 @@ def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout]
 
 
 class WeightCache:
-    """One worker's."""
+    """The weight cache of one worker."""
 
     def __init__(self, worker: int, backend: Backend, store: WeightStore, budget_bytes: int) -> None:
         """
@@ -59,26 +59,26 @@ class WeightCache:
         """
         self._worker, self._backend, self._store = worker, backend, store
         self._budget_bytes = 0 if backend.aliases_host else budget_bytes
-        self._whole_bytes = sum(round_up(layout.num_bytes, CACHE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
+        self._whole_bytes = sum(round_up(layout.num_bytes, DEVICE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
         self._arena: torch.Tensor | None = None
         self._chosen_for: Schedule | None = None
         self._buffers: dict[int, torch.Tensor] = {}
         self._starts: dict[int, int] = {}
         self._filled: set[int] = set()
-        """Layers whose frozen weights are there."""
+        """Layers whose frozen weights are in their buffers."""
         self._dropped = False
-        """Whether buffers were given back that others may still know."""
+        """Whether buffers were freed to which modules may still be bound."""
         self._first_visits: dict[int, int] = {}
-        """In the step at work: layer -> the visit that uploads what is missing."""
+        """In the current step: layer -> the visit that uploads missing weights."""
 
     @property
     def num_bytes(self) -> int:
-        """Device memory taken."""
+        """Bytes of device memory in use."""
         return 0 if self._arena is None else self._arena.nbytes
 
     @property
     def is_on(self) -> bool:
-        """Whether weights stay, or will."""
+        """Whether weights stay on the device, now or from the next step on."""
         return self._budget_bytes > 0
 
     @property
@@ -87,7 +87,7 @@ class WeightCache:
         return self._budget_bytes >= self._whole_bytes
 
     def grant(self, budget_bytes: int) -> None:
-        """Another budget, between steps; what is kept is given back, to be uploaded anew."""
+        """Change the budget between steps; kept weights are dropped and uploaded again."""
         self._budget_bytes = 0 if self._backend.aliases_host else budget_bytes
         self._dropped = self._dropped or bool(self._buffers)
         self._arena, self._chosen_for = None, None
@@ -105,11 +105,11 @@ class WeightCache:
         self._chosen_for = program.schedule
         starts, end = {}, 0
         chosen: Iterable[int] = (layer for layer in range(1, len(layouts)) if layouts[layer].num_bytes)
-        if not self.holds_all:  # else all, visited or not: a later step, or an evaluation, has other visits
+        if not self.holds_all:  # otherwise all layers: a later step, or an evaluation, has other visits
             chosen = layers_to_keep(program, self._worker, layouts, self._arena.nbytes)
         for layer in chosen:
             starts[layer] = end
-            end += round_up(layouts[layer].num_bytes, CACHE_ALIGNMENT_BYTES)
+            end += round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
         same = {layer for layer, start in starts.items() if self._starts.get(layer) == start}
         if len(same) == len(starts) == len(self._starts):
             return dropped

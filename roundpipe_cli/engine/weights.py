@@ -29,11 +29,11 @@ from roundpipe_cli.model.packed_weights import dequantize
 from roundpipe_cli.model.quantized_files import PackedWeight
 
 NO_VERSION = -1
-"""Held by a buffer that nothing was put into yet, or that is being written."""
+"""Version of a buffer that is empty or being written."""
 
 
 def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Buffers at page borders, uint8, on a file in `folder` that vanishes with the process.
+    """Buffers at page borders, uint8, on a file in `folder` that is gone when the process ends.
 
     The system keeps of them in memory what fits and fetches the rest when it is read.
 
@@ -46,7 +46,7 @@ def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
     descriptor, name = tempfile.mkstemp(prefix=".tmp-weights-", dir=folder)
     try:
         Path(name).unlink()
-        os.posix_fallocate(descriptor, 0, max(starts[-1], 1))  # a disk that is full says so now and not by SIGBUS
+        os.posix_fallocate(descriptor, 0, max(starts[-1], 1))  # a full disk is reported now, and not by SIGBUS later
         return [
             torch.frombuffer(mmap.mmap(descriptor, size, offset=start), dtype=torch.uint8)
             if size
@@ -62,9 +62,9 @@ class LayerUpdate:
     """Tensors that one update of a layer reads and writes; flat tensors [num_trainable_elements]."""
 
     masters: torch.Tensor
-    """float32, of the version before."""
+    """float32 masters of the version before."""
     new_masters: torch.Tensor
-    """float32, where the new ones belong; the same memory, but for staleness 1 in float32."""
+    """float32, destination of the new masters; the same memory, except at staleness 1 in float32."""
     weights: torch.Tensor | None
     """Destination of the rounded new masters; None in float32."""
 

@@ -37,7 +37,7 @@ class ComputeInterval:
     start: Any
     end: Any
     issued_s: float = 0.0
-    """When all of it had been given to the device, of `time.perf_counter`."""
+    """Time of its last launch, by `time.perf_counter`."""
 
 
 @dataclass
@@ -49,11 +49,11 @@ class WorkerStep:
     start: Any = None
     """The backend's mark of when it took the step up; None until then."""
     started_s: float = 0.0
-    """That moment, of `time.perf_counter`."""
+    """The time of that mark, by `time.perf_counter`."""
     peak_bytes: int = 0
     """Peak of the device's memory in use."""
     reserved_bytes: int = 0
-    """Peak of what was taken from the driver for it."""
+    """Peak of the memory taken from the driver."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class _Now:
     op: Op
     mark: Any
     waits: bool
-    """For a boundary tensor, before it begins."""
+    """Whether it waits for a boundary tensor before it begins."""
 
 
 class Worker:
-    """The operations on one device, carried out: the dispatcher's `Work`."""
+    """Carries out the operations on one device: the dispatcher's `Work`."""
 
     def __init__(
         self, runner: StageRunner, store: WeightStore, slots: StageSlots, layer_names: Sequence[str], chunk_bytes: int
@@ -97,7 +97,7 @@ class Worker:
         self.whole_per_visit = False
         """Packed weights are dequantised once in a visit."""
         self._whole_visit = -1
-        """The visit whose packed weights stay whole; interleaved visits take turns, so one stage's are held."""
+        """The visit whose packed weights are held unpacked; visits alternate, so it is one at a time."""
         self._last_ops: frozenset[int] = frozenset()
         """Each microbatch's last operation here."""
         self._now: _Now | None = None
@@ -176,7 +176,7 @@ class Worker:
         return backend.record()
 
     def _pass_work(self, context: StepContext, op: Op) -> None:
-        """The fault point of slower devices: once for each layer, twice where its forward and backward are one."""
+        """The fault point of slow devices: passed once per layer, twice where forward and backward are one action."""
         schedule = context.program.schedule
         first, last = stage_layers(schedule, op)
         fused = schedule.fused_head and op.kind is Kind.BACKWARD and op.stage == 0

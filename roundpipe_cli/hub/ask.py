@@ -1,7 +1,7 @@
-"""Questions to the hub: one place for its time limits, for waiting, and for the words of what it refuses.
+"""Questions to the hub: time limits, waiting, and messages for its refusals.
 
-A hub that takes the connection and answers late is slow, not absent: it is waited for, and the user is told. A hub that
-takes no connection within `CONNECT_S` is not reachable, and whoever asked falls back to the cache.
+A hub that takes the connection and answers late is slow, not absent: the program waits and says so. A hub that
+takes no connection within `CONNECT_S` is not reachable, and the caller uses the cache.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ READ_S = 60.0
 TIMEOUT: Any = (CONNECT_S, READ_S, READ_S, READ_S)
 """To connect, read, write, and to wait for a connection: in the order of httpx."""
 SLOW_S = 4.0
-"""After this the user is told what is waited for."""
+"""Seconds after which the user is told what the program waits for."""
 MAX_TRIES = 5
 MAX_WAIT_S = 310.0
 """Longest wait that a rate limit may ask for; the hub's windows are five minutes."""
 BUSY = (408, 429, 500, 502, 503, 504)
-"""Answers that may be another one later."""
+"""Answers that may differ later."""
 _NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol", "InvalidURL"}
 _NO_ANSWER = {"TimeoutException", "NetworkError", "RemoteProtocolError"}
 """Names of exceptions: huggingface_hub uses httpx or httpx2, by its release."""
@@ -91,7 +91,7 @@ def is_offline() -> bool:
 
 
 def hub_answers() -> bool:
-    """Whether the hub's host takes a connection: nothing is asked of it."""
+    """Whether the hub's host takes a connection; nothing is sent."""
     from urllib.request import getproxies  # with the libraries of HTTP: nobody else needs them
 
     if getproxies():  # the proxy resolves names
@@ -145,7 +145,7 @@ _slow_told_s = float("-inf")
 
 
 def _tell_slow(repository: Repository, tell: Say) -> None:
-    """Once in a while: several files may wait at a time, one after the other."""
+    """Report a wait, not too often: several files may wait at a time."""
     global _slow_told_s
     if time.monotonic() - _slow_told_s >= READ_S / 2:
         _slow_told_s = time.monotonic()

@@ -1,5 +1,5 @@
-"""Files of a repository, brought into the hub's own cache: each once, continued where an earlier run was cut off, and
-compared with the hash that the hub has of it.
+"""Fetches files of a repository into the hub's own cache: each once, continued where an earlier run was cut off, and
+compared with the hub's hash.
 
 The cache's folders, links and locks are huggingface_hub's. Its releases since 2.0 write to a file of a random name, so
 that nothing is left to continue from after a kill; here the bytes go to `blobs/HASH.incomplete`, the name of the
@@ -33,16 +33,16 @@ from roundpipe_cli.units import format_bytes
 NUM_AT_ONCE = 4
 LOOK_S = 0.5
 FINISH_S = 2.0
-"""Time for the other files to end, where one failed."""
+"""Seconds for the other files to end after one has failed."""
 WRITE_BYTES = 64 * 1024
-"""Written at once; what came of the next piece is lost when the program is killed. The library's is 10 MiB."""
+"""Bytes written at a time; a kill loses at most as many. The library writes 10 MiB at a time."""
 STALL_S = 10.0
-"""Silence after which the user is told that the program waits."""
+"""Seconds of silence after which the user is told that the program waits."""
 AGAIN = "run it again: what is here already is kept"
 
 
 def missing_files(listing: Listing, names: Sequence[str]) -> list[str]:
-    """Those of the files that are not in the cache at this commit."""
+    """The files that are not in the cache at this commit."""
     folder = snapshot_folder(listing)
     return [name for name in names if not (folder / name).is_file()]
 
@@ -83,10 +83,10 @@ def require_space(listing: Listing, names: Sequence[str]) -> None:
 
 
 def fetch_files(listing: Listing, names: Sequence[str], tell: Tell) -> Path:
-    """Bring the files that are not here yet; the folder that then holds all of them.
+    """Fetch the files that are not here yet; returns the folder that then holds all of them.
 
     Args:
-        tell: is told of the progress, and of every wait.
+        tell: called with the progress, and with every wait.
 
     Raises:
         RefusedError: a file is not to be had, or not what the hub says it is.
@@ -144,7 +144,7 @@ def _patience() -> Iterator[None]:
 
 
 class _Fetch:
-    """Files brought by a few threads, each file by one.
+    """Fetches files with a few threads, each file with one.
 
     The threads are daemons: where one fails, or a signal stops the program, the others end with the bytes they have.
     """
@@ -153,7 +153,7 @@ class _Fetch:
         self._listing, self._tell, self._num_bytes = listing, tell, num_bytes
         self._blobs = repository_folder(listing.repository.name) / "blobs"
         self._stop = threading.Event()
-        """No further file is begun."""
+        """Set: no further file is begun."""
         self._cut = threading.Event()
         """The files that are being written end where they are."""
         self._lock = threading.Lock()
@@ -195,7 +195,7 @@ class _Fetch:
                     thread.join(max(end_s - time.monotonic(), 0.0))
                 self._report(len(names), time.monotonic() - start_s)
             for thread in threads if not failed.empty() else ():
-                thread.join(FINISH_S / len(threads))  # what is small ends whole
+                thread.join(FINISH_S / len(threads))  # small files are finished
         finally:
             self._stop.set()
             self._cut.set()
@@ -254,7 +254,7 @@ class _Fetch:
 
     def _failed(self, name: str, error: OSError | RuntimeError) -> Exception:
         number = error.errno if isinstance(error, OSError) else None
-        if os.strerror(errno.ENOSPC) in str(error):  # hf_xet says so in words only
+        if os.strerror(errno.ENOSPC) in str(error):  # hf_xet says so only in its message
             number = errno.ENOSPC
         if number is None:
             return self._lost(name, str(error).splitlines()[0][:200]) if isinstance(error, OSError) else error

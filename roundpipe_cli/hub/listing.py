@@ -28,7 +28,7 @@ class Listing:
 
     repository: Repository
     revision: str | None
-    """As it was asked for."""
+    """The revision that was asked for."""
     commit: str
     files: Mapping[str, RemoteFile]
 
@@ -38,7 +38,7 @@ class Listing:
 
 
 _known: dict[tuple[str, str, str | None], Listing | UnreachableError] = {}
-"""(endpoint, model, revision) -> what the hub said: a run asks once, so that all of its files are of one commit."""
+"""(endpoint, model, revision) -> the hub's answer: a run asks once, so that all its files are of one commit."""
 
 
 def find_listing(name: str, revision: str | None, *, offline: bool, tell: Say) -> Listing:

@@ -1,6 +1,6 @@
-"""Notices of the hub while a question about a configuration or data set is answered: whom to tell.
+"""Where notices of the hub go while a configuration or data set is asked for.
 
-Whoever starts the program says once where notices go; nobody listens otherwise.
+The program sets this once at its start; without it notices are dropped.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ _listeners: list[Say] = []
 
 
 def listen(say: Say) -> None:
-    """Notices go to `say` from now on."""
+    """Send notices to `say` from now on."""
     _listeners[:] = [say]
 
 
 def notice(text: str) -> None:
-    """Tell whoever listens."""
+    """Send a notice."""
     for say in _listeners:
         say(text)

@@ -1,4 +1,4 @@
-"""huggingface_hub's own bars and messages, in the words and place of this program's."""
+"""Replaces huggingface_hub's progress bars and messages by this program's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Handler(logging.Handler):
 
 @contextlib.contextmanager
 def library_messages(tell: Say) -> Iterator[None]:
-    """While the body runs, the library draws no bars, and its warnings are told as notices."""
+    """While the body runs, the library draws no bars, and its warnings become notices."""
     from huggingface_hub import utils
 
     library: Any = utils  # its types do not name what it exports

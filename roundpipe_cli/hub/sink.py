@@ -17,7 +17,7 @@ SHA256, SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 class StoppedFetchError(Exception):
-    """Another file failed, so this one need not be brought."""
+    """Another file failed, so this one is not fetched."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Sink:
         return self.file.seek(place)
 
     def truncate(self) -> int:
-        """Begin again: a server that does not continue files sends the whole one."""
+        """Begin again: a server that cannot continue files sends the whole file."""
         self.wrote(-os.fstat(self.file.fileno()).st_size)
         self.digest = hashlib.sha256()
         return self.file.truncate(0)

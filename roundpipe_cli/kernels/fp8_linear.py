@@ -24,7 +24,8 @@ MIN_CAPABILITY = (8, 9)
 """Compute capability of the oldest cards with products of FP8: RTX 40, L4, H100 and newer."""
 MULTIPLE = 16
 """Features in and out of such a product are multiples of this (torch/aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
-LARGEST = 448.0
+LARGEST_E4M3 = 448.0
+"""The largest number of e4m3."""
 
 
 def takes_fp8(capability: tuple[int, int] | None) -> bool:
@@ -64,8 +65,8 @@ def fp8_linear(
 
 def scaled_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """rows W^T [N, out], in the type of `rows` [N, in]; the arguments of `Fp8Weight` else."""
-    own_scales = (rows.abs().amax(1).float() / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
-    own_codes = (rows / own_scales[:, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    own_scales = (rows.abs().amax(1).float() / LARGEST_E4M3).clamp_(min=torch.finfo(torch.float32).tiny)
+    own_codes = (rows / own_scales[:, None]).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
     if rows.device.type == "cpu":  # torch's takes scales of rows from 2.13 on only, and is no quicker there
         product = torch.mm(own_codes.float(), codes.float().t())
         return product.mul_(own_scales[:, None]).mul_(scales).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""Who multiplies experts: torch's own grouped product or our Triton kernels. Pure functions of cards and weights."""
+"""Chooses between torch's grouped product and our Triton kernels. Pure functions of cards and weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loops_over_groups(capability: Capability, dtype: torch.dtype) -> bool:
 def forgets_empty_groups(capability: Capability) -> bool:
     """Whether torch's grouped product may write no gradient for a weight whose group has no rows on such a card.
 
-    As reported by others of sm100; nobody has tried it here.
+    Others have reported it for sm100; it was not tried here.
     """
     return capability[0] == 10
 

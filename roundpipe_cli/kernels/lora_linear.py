@@ -24,14 +24,14 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class AdapterTerm:
-    """The adapter's share of a call, apart from its matrices."""
+    """Settings of the adapter in a call, apart from its matrices."""
 
     scaling: float
     """s; where inputs are dropped also what makes up for them, 1 / (1 - p)."""
     mask: torch.Tensor | None = None
     """m, bool of the input's shape; None: nothing is dropped."""
     fill: float | None = None
-    """If set, nobody reads y: it holds this, and only what the backward needs is computed."""
+    """If set, nobody reads y: it is filled with this value, and only what the backward needs is computed."""
 
 
 def lora_linear(

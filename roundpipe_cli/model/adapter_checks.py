@@ -15,9 +15,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1 << 20
 MAX_NUMBER = 1e9
-"""Largest alpha and the like; also leaves out NaN and infinity."""
+"""Largest accepted number, such as alpha; excludes NaN and infinity too."""
 PATTERN_S = 2.0
-"""Processor time for an adapter's patterns against all names of modules."""
+"""Seconds of processor time to match an adapter's patterns with all names of modules."""
 REFUSED_KEYS = ("megatron_config", "layer_replication")
 """The first imports a module that the file names; the second changes the base model, by any number of layers."""
 

@@ -1,4 +1,4 @@
-"""`all-linear`: linear layers without an adapter: PEFT forbids it, they return no tensor, or lie elsewhere."""
+"""Linear layers that `all-linear` leaves out: PEFT forbids them, they return no tensor, or are outside the blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _model_type(model: nn.Module) -> str:
 
 
 def _peft_forbids(model: nn.Module) -> set[str]:
-    """Names of linear layers that PEFT refuses to adapt in this model, as it says itself."""
+    """Names of linear layers that PEFT itself refuses to adapt in this model."""
     import_bitsandbytes()
     from peft import LoraConfig, LoraModel
 

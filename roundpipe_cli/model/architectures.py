@@ -1,4 +1,4 @@
-"""Models that a config.json alone rules out, by one rule for `plan` and `finetune`. No torch.
+"""Models that are refused by their config.json alone; `plan` and `finetune` use the same rule. No torch.
 
 Which model types there are is read from the installed transformers, whose tables are parsed, not imported (importing
 them loads torch and takes seconds).
@@ -49,7 +49,7 @@ def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> N
         RefusedError: no model type that transformers knows, or no decoder.
     """
     types = model_types()
-    if types is None:  # another layout of transformers than is known here: it says so itself when it loads
+    if types is None:  # transformers has another layout than is known here: it reports the error itself when it loads
         return
     model_type = str(config.get("model_type", ""))
     if model_type not in types.known:
@@ -137,7 +137,7 @@ def check_mask_bytes(*, max_seq_length: int, micro_batch_size: int) -> None:
 
 
 def scaled_by_length(kinds: Collection[str], limit: int | None, max_seq_length: int) -> str | None:
-    """The fault of position scaling that looks at the longest row of a batch, so that rows depend on others.
+    """The error for position scaling that depends on the longest row of a batch, so that rows depend on others.
 
     Args:
         kinds: transformers' names of the ways in which positions are scaled.
@@ -154,7 +154,7 @@ def scaled_by_length(kinds: Collection[str], limit: int | None, max_seq_length: 
 
 @lru_cache(maxsize=1)
 def model_types() -> ModelTypes | None:
-    """The installed transformers' types; None where its tables are not where they were."""
+    """The installed transformers' types; None where its tables have moved."""
     folder = _transformers_folder()
     if folder is None:
         return None

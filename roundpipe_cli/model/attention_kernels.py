@@ -32,7 +32,7 @@ _least_capability: tuple[int, int] | None = None
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """A call of `scaled_dot_product_attention`, by what decides."""
+    """The facts about a call of `scaled_dot_product_attention` that decide on its kernel."""
 
     dtype: torch.dtype
     heads: int
@@ -57,7 +57,7 @@ class AttentionArguments:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> AttentionArguments:
-        """From the arguments of a call, in torch's names."""
+        """The facts about a call with these arguments, in torch's names."""
         return AttentionArguments(
             dtype=query.dtype,
             heads=query.shape[1],
@@ -88,7 +88,7 @@ def choose_attention_kernel(
 
 
 def reasons_against(kernel: AttentionKernel, arguments: AttentionArguments, capability: tuple[int, int]) -> list[str]:
-    """Why a fused kernel does not take the call; empty: it does."""
+    """The reasons why a fused kernel does not take the call; empty: it does."""
     one, found = arguments, []
     if not MIN_CAPABILITY[kernel] <= capability <= MAX_CAPABILITY[kernel]:
         found.append(f"not for sm{capability[0]}{capability[1]}")

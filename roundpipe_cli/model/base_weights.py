@@ -1,4 +1,4 @@
-"""Base weights by name, from whatever files a model has: memory holds one weight at a time.
+"""Base weights by name, from any kind of file: memory holds one weight at a time.
 
 Weights are read in groups: those that are made of the same tensors of the files. Most groups are one weight of one
 tensor; fused experts are one of many, by transformers' own rules.
@@ -21,7 +21,7 @@ from roundpipe_cli.model.stored.quantized import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, turned
 
 MOST_TENSORS_PER_WEIGHT = 2048
-"""A fused weight of experts may come as a tensor per expert and projection; more is no model's."""
+"""Most tensors of a group: a fused weight of experts may be stored as a tensor per expert and projection."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WeightGroup:
 
 
 class BaseWeights(Mapping[str, torch.Tensor]):
-    """Name in the model -> tensor, read anew each time it is asked for."""
+    """Name in the model -> tensor, read again at each access."""
 
     def __init__(self, source: ModelSource, model: nn.Module, dtype: torch.dtype) -> None:
         """

@@ -1,4 +1,4 @@
-"""How a model calls its blocks: noted by stubs in their place, played back by workers."""
+"""A model's calls of its blocks: recorded by stubs in their place, replayed by workers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.boundary_layout import CarriedMark, Carry
 from roundpipe_cli.model.packed_attention import PackedRows
 from roundpipe_cli.model.router_loss import Routed
+from roundpipe_cli.model.stand_in import StandIn
 
 
 class SplitRefusedError(RefusedError):
@@ -45,19 +46,19 @@ class ResultMark:
     """Stands for what the block before returned beside the hidden states."""
 
     place: int
-    """In its result."""
+    """Place in its result."""
 
 
 @dataclass(frozen=True)
 class SharedMark:
-    """Stands for a mapping that is empty before the first block, and that blocks share."""
+    """Stands for a mapping that blocks share; it is empty before the first block."""
 
     kind: type[MutableMapping[Any, Any]]
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """How the model called one block, the hidden states replaced by `HIDDEN`."""
+    """The model's call of one block, with `HIDDEN` in place of the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -83,7 +84,7 @@ class BlockCall:
 
     @property
     def holds_rows(self) -> bool:
-        """Whether it says where packed rows lie rather than giving a mask."""
+        """Whether it has the places of packed rows instead of a mask."""
         return any(isinstance(value, PackedRows) for value in (*self.args, *self.kwargs.values()))
 
     def run(self, block: nn.Module, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:
@@ -151,7 +152,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class CallRecorder:
-    """Notes that the stubs of one forward make."""
+    """Collects the calls that the stubs of one forward see."""
 
     num_blocks: int
     result_length: int
@@ -173,7 +174,7 @@ class CallRecorder:
         self.calls, self.first_hidden, self._expected = [], None, None
 
     def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the call of block `index`; returns what the block's caller expects."""
+        """Record the call of block `index`; returns a result of the form that its caller expects."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 3 or not self._is_input(hidden):
             if self.calls:  # it comes from a stub
@@ -240,44 +241,30 @@ def _mark_shared(value: Any) -> Any:
 
 
 class WrongResultShapeError(Exception):
-    """The blocks of this model return something else than this recorder gives."""
+    """The blocks of this model return other results than this recorder gives."""
 
 
-class RecordingBlock(nn.Module):
+class RecordingBlock(StandIn):
     """Stands in for one block: notes how it was called and passes the hidden states on."""
 
     def __init__(self, block: nn.Module, index: int, recorder: CallRecorder) -> None:
-        super().__init__()
-        self.__dict__["_stands_for"] = block  # not a submodule: attributes are looked up, weights are not held
+        super().__init__(block)
         self._index = index
         self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._recorder.record(self._index, args, kwargs)
 
 
-class BeforeBlocks(nn.Module):
+class BeforeBlocks(StandIn):
     """Stands in, on the host, for a module of the tail: works as it does before the blocks, and passes the hidden
     states on after them. Some models (nanochat) use their last norm before the first block too."""
 
     def __init__(self, module: nn.Module, recorder: CallRecorder) -> None:
-        super().__init__()
-        has_weights = any(True for _ in module.parameters())  # such a one does not run before the blocks
+        super().__init__(module)  # zaya reads the dtype of its weight
+        has_weights = any(True for _ in module.parameters())  # a module with weights does not run before the blocks
         self._module = None if has_weights else copy.deepcopy(module)
-        self.__dict__["_stands_for"] = module  # zaya asks for the dtype of its weight
         self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None or self._recorder.calls:
@@ -303,20 +290,13 @@ def install_stubs(model: nn.Module, blocks_path: str, recorder: CallRecorder) ->
     return blocks
 
 
-class BackboneStub(nn.Module):
+class BackboneStub(StandIn):
     """Stands in for the backbone below the LM head: returns the hidden states that it was handed."""
 
     def __init__(self, output_type: type, backbone: nn.Module) -> None:
-        super().__init__()
+        super().__init__(backbone)
         self._output_type = output_type
-        self.__dict__["_stands_for"] = backbone
         self.hidden: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._output_type(last_hidden_state=self.hidden)

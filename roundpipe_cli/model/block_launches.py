@@ -39,12 +39,12 @@ class BlockLaunches:
     """One kind of block, for one microbatch."""
 
     blocks: tuple[int, ...]
-    """Those of this kind."""
+    """Number of blocks of this kind."""
     forward: Launches
     recompute: Launches
     """With the graph, so that backward can follow."""
     backward: Launches
-    """The sums of parameters' gradients over microbatches included."""
+    """Launches of the backward, with the sums of parameters' gradients over microbatches."""
     host_s: float
     """Seconds that a thread takes to issue the three on meta tensors, the least of a few tries."""
 

@@ -1,4 +1,4 @@
-"""Layout of a boundary tensor between two blocks: the hidden states, and behind them what travels along.
+"""Layout of a boundary tensor between two blocks: the hidden states, and behind them carried tensors.
 
 Shapes: B sequences of T tokens; a tensor of n elements takes n / (B x T) columns of the last dimension, whole numbers
 twice as many in 16 bit.
@@ -43,13 +43,13 @@ class Carry:
     dtype: torch.dtype
     """Dtype of the hidden states, and so of the boundary tensor."""
     tensors: Mapping[Name, Carried]
-    """Those that come in, in their order; at most one of them is open."""
+    """Tensors that come in, in order; at most one of them is open."""
     kept: tuple[Name, ...]
-    """Names of those that go out, in their order."""
+    """Names of the tensors that go out, in order."""
 
     @property
     def num_columns(self) -> int:
-        """Size of the last dimension of what comes in."""
+        """Size of the last dimension of the incoming boundary tensor."""
         return self._hidden_columns + sum(map(self._columns, self.tensors.values()))
 
     def most_columns(self, limit: int) -> int:
@@ -74,11 +74,11 @@ class Carry:
         return hidden.reshape(self.hidden_shape), {name: _decoded(part, form) for (name, form), part in parts}
 
     def pack(self, hidden: torch.Tensor, tensors: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        """Hidden states, and behind them what later blocks read."""
+        """The boundary tensor: hidden states, and behind them the tensors that later blocks read."""
         return join(hidden, [tensors[name] for name in self.kept])
 
     def sample(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A boundary tensor as it may come in, for hidden states like `hidden`: whole numbers are zeros."""
+        """An example of an incoming boundary tensor, for hidden states like `hidden`; whole numbers are zeros."""
         rows = hidden.shape[:2]
         if not self.tensors:
             return torch.randn(self.hidden_shape).to(hidden.device, hidden.dtype)
@@ -109,7 +109,7 @@ def _encoded(tensor: torch.Tensor, lead: Sequence[int], dtype: torch.dtype) -> t
 
 
 def _decoded(part: torch.Tensor, form: Carried) -> torch.Tensor:
-    """The tensor of which `_encoded` made `part`."""
+    """The inverse of `_encoded`."""
     shape = (*form.shape[:-1], -1) if form.is_open else form.shape
     if form.dtype.is_floating_point or form.dtype == torch.bool:
         return part.reshape(shape).to(form.dtype)

@@ -27,7 +27,7 @@ from roundpipe_cli.model.boundary_layout import Carried, CarriedMark, Carry, Nam
 
 @dataclass(frozen=True)
 class SharedStates:
-    """The use that one block makes of the mapping that blocks share."""
+    """How one block uses the mapping that blocks share."""
 
     written: tuple[tuple[object, tuple[Symbols, ...]], ...] = ()
     """Keys that it sets, each with the shapes of its tensors; "B" and "T" stand for sequences and tokens."""
@@ -36,7 +36,7 @@ class SharedStates:
 
 
 Symbols = tuple[int | str, ...]
-"""A shape, with "B" and "T" for sequences and tokens."""
+"""A shape in which "B" stands for sequences and "T" for tokens."""
 HandedOn = tuple[tuple[int, Symbols, torch.dtype | None], ...]
 """Tensors that one block returns for the next one: place in its result, shape, dtype (None: the weights') of each."""
 
@@ -135,7 +135,7 @@ def _marks(call: BlockCall) -> Iterator[Name]:
 
 
 class _NotedMapping(dict[Any, Any]):
-    """Notes which keys are read and set."""
+    """A mapping that records which keys are read and set."""
 
     def __init__(self) -> None:
         super().__init__()

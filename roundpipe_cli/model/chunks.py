@@ -1,4 +1,4 @@
-"""One sequence in chunks: what a block is handed so that a chunk's attention sees the keys and values of those before.
+"""One sequence in chunks: a cache lets a chunk's attention see the keys and values of earlier chunks.
 
 To the model's own code a chunk is what a prompt's continuation is in generation: tokens behind a cache of `start`
 earlier ones. So it makes masks and positions itself, and each block gives its keys and values to the cache's `update`:
@@ -41,7 +41,7 @@ class ChunkCache:
     """S: tokens of the sequence before the chunk."""
     num_blocks: int
     earlier: KeyValues | None = None
-    """The earlier chunks', [B, K, S, D]; None for the first chunk."""
+    """Keys and values of the earlier chunks, [B, K, S, D]; None for the first chunk."""
     own: list[KeyValues] = field(default_factory=list)
     """Keys and values that the block gave to `update`."""
 
@@ -61,7 +61,7 @@ class ChunkCache:
         return self.start
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(keys that a query may see, position of the first one)."""
+        """(number of keys that a query may see, position of the first key)."""
         return self.start + query_length, 0
 
     def update(

@@ -3,8 +3,8 @@
     <cache>/converted/<key>/   config.json, or tokenizer.json, tokenizer_config.json, chat_template.jinja
       digests.json             written last: SHA-256 of each of them
 
-What is read back is looked at like any model's files. It is kept only if it reads back as it was; what cannot be used
-is converted anew.
+Files that are read back are checked like any model's. They are kept only if they read back unchanged; files that cannot
+be used are made again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe)
     """The result of `load` for a GGUF file, taken from the cache where an earlier run has left it.
 
     Args:
-        kind: tells what it is from other things made of the same file.
+        kind: name of this kind of result.
         load: takes the GGUF file, and the folder that `save_pretrained` wrote.
         describe: all that matters of a loaded one, to be compared.
 
@@ -48,7 +48,7 @@ def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe)
     """
     try:
         folder = cache_folder(FOLDER) / _key(source, kind)
-    except OSError:  # unreadable: `load` says so
+    except OSError:  # unreadable: `load` reports it
         return load(source)
     found = _load_kept(folder, source.name, load)
     if found is None:
@@ -85,15 +85,15 @@ def _load_kept(folder: Path, name: str, load: Load) -> Any | None:
             raise ValueError(f"{folder} is not as it was written")
         found = load(ModelSource(name, folder))
     except (OSError, ValueError, RecursionError, RefusedError):
-        shutil.rmtree(folder, ignore_errors=True)  # it would stand in the way of its successor
+        shutil.rmtree(folder, ignore_errors=True)  # it would block its successor
         return None
     with suppress(OSError):
-        os.utime(folder)  # it was used
+        os.utime(folder)  # mark it as used
     return found
 
 
 def _keep(folder: Path, loaded: Any, name: str, load: Load, describe: Describe) -> None:
-    """Save it in the cache, if it can be written and reads back as it is."""
+    """Save the result in the cache, if it can be written and reads back unchanged."""
     temporary = new_folder(FOLDER)
     if temporary is None:
         return
@@ -105,7 +105,7 @@ def _keep(folder: Path, loaded: Any, name: str, load: Load, describe: Describe) 
         (temporary / DIGESTS_NAME).write_text(json.dumps(_digests(temporary)), encoding="utf-8")
         for path in temporary.iterdir():
             sync(path)
-        temporary.rename(folder)  # fails where another run was faster
+        temporary.rename(folder)  # fails if another run was faster
         sync(folder.parent)
         prune_cache(folder.parent, DIGESTS_NAME)
     except (OSError, ValueError, NotImplementedError, RefusedError):  # a full disk; a kind that is not saved

@@ -90,14 +90,14 @@ def weight_files(listing: Listing, folder: Path) -> list[str]:
 
 
 def fetch_configuration(listing: Listing, tell: Tell) -> Path:
-    """Bring all but the weights; the folder with it, which is checked.
+    """Fetch and check everything but the weights; returns the folder.
 
     Raises:
         RefusedError, ResourceError: see `fetch_files` and `check_model_folder`.
     """
     names = small_files(listing)
     folder = fetch_files(listing, names[:1], tell)
-    check_model_folder(folder, weights=False)  # of code that it asks for: before anything else comes
+    check_model_folder(folder, weights=False)  # a model that asks for code is refused before anything else is fetched
     fetch_files(listing, [name for name in names if name != INDEX_NAME], tell)
     if INDEX_NAME in names:
         fetch_files(listing, [INDEX_NAME], tell)
@@ -107,7 +107,7 @@ def fetch_configuration(listing: Listing, tell: Tell) -> Path:
 
 
 def fetch_weights(listing: Listing, folder: Path, tell: Tell) -> None:
-    """Bring the weights, where the disk has room for them; they are checked.
+    """Fetch and check the weights, if the disk has room for them.
 
     Raises:
         RefusedError, ResourceError: see `fetch_files` and `check_model_folder`.

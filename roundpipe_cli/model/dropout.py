@@ -2,7 +2,7 @@
 
 A layer's forward and its recompute must draw the same, on any worker and in any order. Each call of a layer runs under
 a function mode of its own thread that answers every random function of torch from a counter (`counter_random.py`) whose
-key is a hash of where the layer is and of how many draws it made before, or refuses it by name.
+key is a hash of the layer's place and the number of earlier draws, or refuses it by name.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def drawn_mask(tensor: torch.Tensor, p: float) -> torch.Tensor:
     """The mask of what `functional.dropout(tensor, p)` would keep here, bool of its shape; counts as that draw."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mode = next((one for one in reversed(modes) if isinstance(one, SeededDropout)), None)
-    if mode is None:  # outside of a layer's call: torch's own random numbers
+    if mode is None:  # outside a layer's call: torch's own random numbers
         return functional.dropout(torch.ones_like(tensor), p) != 0
     return mode.mask(tensor, p)
 
 
 class SeededDropout(TorchFunctionMode):
-    """While active in a thread, all that torch draws there follows from `seed`, generators handed over included.
+    """While active in a thread, all random numbers of torch follow from `seed`, even with a given generator.
 
     Raises:
         RefusedError: in the call of a random function that has no answer here; it names the function.
@@ -74,7 +74,7 @@ class SeededDropout(TorchFunctionMode):
         super().__init__()
         self._seed = seed
         self.num_draws = 0
-        """So far."""
+        """Number of draws so far."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

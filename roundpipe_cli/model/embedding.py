@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, embedding_noise
+from roundpipe_cli.model.stand_in import StandIn
 
 EmbedLeaf = tuple[str, torch.Tensor | None, torch.Tensor]
 """Parameter name, token ids of its rows or None, leaf."""
 
 
-class GatheringEmbedding(nn.Module):
+class GatheringEmbedding(StandIn):
     """The model's input embedding on the host: gathers the rows that a microbatch needs and nothing else.
 
     The table itself never becomes a leaf of a graph; its gradient comes back as rows.
     """
 
     def __init__(self, embedding: nn.Module, trainable: bool) -> None:
-        super().__init__()
-        self.__dict__["_embedding"] = embedding
+        super().__init__(embedding)
         self._trainable = trainable
         self.token_ids: torch.Tensor | None = None
         """After a forward: the distinct token ids, [U]."""
         self.rows: torch.Tensor | None = None
-        """After a forward: their rows [U, H], the leaf whose gradient is asked for."""
+        """After a forward: their rows [U, H], the leaf that gets the gradient."""
         self.noise_seed: int | None = None
-        """Seed of the noise added to what is gathered; None: no noise."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_embedding"], name)
+        """Seed of the noise that is added to the rows; None: no noise."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         result = self._gather(input_ids)
-        alpha = getattr(self.__dict__["_embedding"], NOISE_ATTRIBUTE, 0.0)
+        alpha = getattr(self.original, NOISE_ATTRIBUTE, 0.0)
         if alpha and self.noise_seed is not None:
             result = result + embedding_noise(result, alpha, self.noise_seed)
         return result
 
     def _gather(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedding = self.__dict__["_embedding"]
+        embedding = self.original
         if not self._trainable:
             result: torch.Tensor = embedding(input_ids)
             return result
@@ -76,14 +69,14 @@ class EmbedGradient:
 
 @dataclass
 class Prologue:
-    """Outcome of all before the first block, for one microbatch, on the host."""
+    """Result of everything before the first block, for one microbatch, on the host."""
 
     hidden: torch.Tensor
     """Input of block 0, [B, T, H], with its graph if the embed layer is trainable."""
     calls: tuple[BlockCall, ...]
-    """How each block is to be called; tensors on the host."""
+    """The call of each block; tensors on the host."""
     leaves: tuple[EmbedLeaf, ...] = ()
-    """(parameter name, token ids or None, leaf) of what is trainable in the embed layer."""
+    """(parameter name, token ids or None, leaf) of each trainable parameter of the embed layer."""
 
     def backward(self, grad_hidden: torch.Tensor) -> list[EmbedGradient]:
         """Gradients of the embed layer's parameters from that of `hidden`; frees the graph."""

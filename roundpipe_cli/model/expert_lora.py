@@ -56,7 +56,7 @@ def isolate_expert_adapters(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, ParamWrapper):
-            library_name(PEFT_LAYER, "ParamWrapper._activate_lora")  # PEFT calls what is put here, by this name
+            library_name(PEFT_LAYER, "ParamWrapper._activate_lora")  # PEFT calls this attribute
             module.__dict__["_activate_lora"] = types.MethodType(_activate, module)
 
 
@@ -122,7 +122,7 @@ def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: boo
 
 
 class _Beside(TorchFunctionMode):
-    """While active in a thread, grouped products with one weight get its adapter's product added."""
+    """While active in a thread, adds an adapter's product to each grouped product with its weight."""
 
     def __init__(self, weights: torch.Tensor, adapter: ExpertAdapter, kernel: GroupedByKernel | None) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _ScaledGroups:
-    """Groups of pairs, and what the adapters' share of their products is multiplied by."""
+    """Groups of pairs, and the factor of the adapters' products."""
 
     groups: _Groups
     scaling: float

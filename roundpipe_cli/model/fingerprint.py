@@ -1,4 +1,4 @@
-"""Which base model it is, by content: a run must not go on with another one than it began with."""
+"""Identity of a base model by content: a run must not continue with another base model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Fingerprint:
     """The hub's commit, or a SHA-256 over the SHA-256 of each file of the weights, made beside the loading.
 
     Hashing leaves Python's lock (1-2 GB/s a core), and the pages are read for loading anyway. The threads are daemons:
-    a run that is stopped meanwhile does not wait for them.
+    a run that is stopped does not wait for them.
     """
 
     def __init__(self, source: ModelSource) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import torch
 
-LARGEST = 448.0
+from roundpipe_cli.kernels.fp8_linear import LARGEST_E4M3
+
 AT_ONCE = 1 << 18
-"""Weights that the processor unpacks at once: what is in between stays in its cache."""
+"""Weights that the processor unpacks at once, so that intermediate values stay in its cache."""
 
 
 def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, at_once: int) -> None:
@@ -32,9 +33,9 @@ def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
         part = rows[start : start + num_rows].float()
         scale = scales[start : start + num_rows]
         # a row of zeros, or of the smallest numbers, must not be divided by zero
-        torch.clamp(part.abs().amax(1) / LARGEST, min=torch.finfo(torch.float32).tiny, out=scale)
-        # quotients may be rounded to a number beyond the largest
-        own_codes[start : start + num_rows].copy_((part / scale[:, None]).clamp_(-LARGEST, LARGEST))
+        torch.clamp(part.abs().amax(1) / LARGEST_E4M3, min=torch.finfo(torch.float32).tiny, out=scale)
+        # quotients may round to a number beyond the largest
+        own_codes[start : start + num_rows].copy_((part / scale[:, None]).clamp_(-LARGEST_E4M3, LARGEST_E4M3))
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which modules of a model compute by the fused operators of `kernels/`, and one worker's modules made to do so.
+"""Finds the modules of a model that can use the fused operators of `kernels/`, and makes a worker's modules use them.
 
 Found once, when the model is prepared. Norms and rotary embeddings are known by what they compute, not by name: each is
 tried on a few numbers and compared with the fused operator. What does not compute the same keeps its own forward. A
@@ -110,7 +110,7 @@ class FusedLora:
 
     def __init__(self, wrapper: Any, *, in_fp8: bool = False) -> None:
         self.fill: float | None = None
-        """If set, nobody reads the result: it holds this, and only the graph is made."""
+        """If set, nobody reads the result: it is filled with this value, and only the graph is made."""
         self._wrapper = wrapper
         self._plain = wrapper.forward
         (name,) = wrapper.active_adapters
@@ -134,11 +134,11 @@ class FusedLora:
 
     @property
     def _p(self) -> float:
-        """Share of the adapter's inputs that is dropped now."""
+        """Share of the adapter's inputs that is dropped; 0 outside of training."""
         return float(self._dropout.p) if isinstance(self._dropout, nn.Dropout) and self._dropout.training else 0.0
 
     def _in_fp8(self, x: torch.Tensor, weight: PackedParameter, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The same with the base layer multiplied in FP8, also where adapters are off; else by PEFT's own code."""
+        """The result with the base layer multiplied in FP8, also with adapters off; otherwise PEFT's own code."""
         a, b, p = self._a.weight, self._b.weight, self._p
         if args or kwargs or not (x.dtype == weight.whole_dtype == a.dtype == b.dtype):
             with whole_weights([(self._base, "weight", weight)], every=True):

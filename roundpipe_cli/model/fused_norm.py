@@ -1,4 +1,4 @@
-"""RMS norms of a model: known by what they compute, and one worker's norms made to compute by the fused operator."""
+"""RMS norms of a model: recognised by what they compute, and replaced by the fused operator in a worker's modules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from roundpipe_cli.kernels.rms_norm import rms_norm
 
 MAX_EPS = 1e-2
-"""Floats among a module's attributes up to this may be what keeps its root from zero."""
+"""A float attribute of a module up to this size may be its eps."""
 ROW_SCALES = (1e-4, 1e-2, 1.0, 30.0)
-"""Sizes of the rows that a norm is tried on: in small ones eps decides."""
+"""Magnitudes of the rows that a norm is tried on: in small rows eps decides."""
 MAX_ERROR = 1e-5
 """Largest error of a module against the formula, both in float32, relative to the row's norm."""
 
 
 @dataclass(frozen=True)
 class NormForm:
-    """How a module's norm is parametrised."""
+    """The parameters of a module's norm."""
 
     weight: str
     """Attribute of its weight [H]."""

@@ -45,7 +45,7 @@ def _fused_forward(forward: types.FunctionType) -> types.FunctionType:
 
 
 def _fused(plain: Turn) -> Turn:
-    """In place of `plain`; what it does not know is left to it."""
+    """Replaces `plain`, and calls it for arguments that the fused operator does not take."""
     share = 2 if _turns_halves(plain, 2) else 1
 
     def turn(
@@ -73,5 +73,5 @@ def _turns_halves(plain: Any, share: int) -> bool:
             one.shape == other.shape and float((one - other).abs().max()) <= MAX_ERROR * float(other.abs().max())
             for one, other in zip(found, expected, strict=True)
         )
-    except Exception:  # whatever a function of this name does elsewhere
+    except Exception:  # another function of this name may raise anything
         return False

@@ -1,4 +1,4 @@
-"""Each parameter's gradient in hand the moment that backward has it, so that a layer's never exist all at once."""
+"""Takes each parameter's gradient as soon as backward has it, so that a layer's gradients never all exist at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 Take = Callable[[int, torch.Tensor], None]
-"""Takes the index of a parameter and its gradient. A parameter that takes no part is not called for."""
+"""Called with the index of a parameter and its gradient; not called for parameters without one."""
 
 
 class GradientTaps:
-    """While entered, a backward hands over the gradients of `parameters` in place of leaving them in `.grad`.
+    """While entered, backward passes on the gradients of `parameters` instead of storing them in `.grad`.
 
     May be entered again after it was left.
     """

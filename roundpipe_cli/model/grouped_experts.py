@@ -68,7 +68,7 @@ class GroupedByKernel(TorchFunctionMode):
         self.takes = takes
         self._forgets = forgets
         self._adapters: dict[tuple[int, int], ExpertAdapter] = {}
-        """By the place of the weights that they adapt."""
+        """Place of adapted weights -> their adapter."""
         self._used: set[tuple[int, int]] = set()
 
     @contextmanager
@@ -119,7 +119,7 @@ class _EmptyGroups(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (ends,) = ctx.saved_tensors
         is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return gradient.masked_fill_(is_empty[:, None, None], 0.0), None  # in place: made by one product, for us alone
+        return gradient.masked_fill_(is_empty[:, None, None], 0.0), None  # in place: nobody else holds this product
 
 
 def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes, *, forgets: bool = False) -> frozenset[torch.dtype]:

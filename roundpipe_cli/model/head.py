@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.model.gradient_taps import GradientTaps
 from roundpipe_cli.model.preference import Preference, pair_loss, sequence_sums
 
@@ -19,7 +20,7 @@ Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """Tokens that the head of one microbatch is to predict, and their positions."""
+    """The target tokens of one microbatch, and their positions."""
 
     indices: torch.Tensor
     """int64 [N]: positions of target tokens in [B * T], from `target_rows`."""
@@ -32,14 +33,14 @@ class HeadTargets:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """How the head's loss is computed and differentiated."""
+    """Settings of the head's loss and its derivative."""
 
     gradient_scale: float
     """Factor of the loss sum before differentiation."""
     chunk_tokens: int
     """Target tokens per chunk."""
     label_smoothing: float = 0.0
-    """See `chunk_loss`."""
+    """Label smoothing, see `chunk_loss`."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class HeadResult:
     grad_hidden: torch.Tensor | None
     """Gradient of the last block's output, [B, T, H]."""
     reward_sums: torch.Tensor | None = None
-    """Those of `Rewards`, float64 [4]; set for preference pairs."""
+    """Sums of which `Rewards` are the means, float64 [4]; set for preference pairs."""
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,10 +61,10 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         indices [N] into the flattened [B * T] hidden states, and target ids [N].
     """
-    shifted = torch.full_like(labels, -100)
+    shifted = torch.full_like(labels, IGNORED_LABEL)
     shifted[:, :-1] = labels[:, 1:]
     flat = shifted.flatten()
-    indices = (flat != -100).nonzero().flatten()
+    indices = (flat != IGNORED_LABEL).nonzero().flatten()
     return indices, flat[indices]
 
 
@@ -159,8 +160,8 @@ def run_head(
     Args:
         logits_of: hidden states [N, H], index of their first row -> logits [N, V], with a graph.
         hidden: output of the last block, [B, T, H].
-        targets: what it is to predict.
-        loss: how that is computed.
+        targets: the target tokens.
+        loss: settings of the loss.
         taps: take the gradients of the head's trainable parameters, one at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
     """

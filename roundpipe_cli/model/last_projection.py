@@ -67,7 +67,7 @@ class NoProducts(TorchDispatchMode):
 
 
 class UnreadProducts:
-    """The modules of one block whose products can be left out. Belongs to one thread."""
+    """Leaves out the products of some modules of one block. Belongs to one thread."""
 
     def __init__(self, block: nn.Module, names: Sequence[str], fill: float = 0.0) -> None:
         """Wrap the modules `names` of `block`, one worker's own copy."""
@@ -76,7 +76,7 @@ class UnreadProducts:
         self._fill = fill
         modules = [block.get_submodule(name) for name in names]
         self._filling = [module.__dict__["forward"] for module in modules if _fills(module)]
-        """Forwards that leave themselves out: of modules that go in chunks of tokens, and fused ones."""
+        """Forwards that can leave their own product out: fused ones, and those in chunks of tokens."""
         self._modules = [module for module in modules if not _fills(module)]
         for module in self._modules:
             module.__dict__["forward"] = self._wrapped(module.forward)
@@ -91,7 +91,7 @@ class UnreadProducts:
         return run
 
     def __enter__(self) -> None:
-        """Leave the products out from here on."""
+        """Leave the products out from now on."""
         self._active = True
         for forward in self._filling:
             forward.fill = self._fill
@@ -102,18 +102,18 @@ class UnreadProducts:
             forward.fill = None
 
     def unwrap(self) -> None:
-        """Give the modules their own forward back."""
+        """Restore the modules' own forwards."""
         for module in self._modules:
             del module.__dict__["forward"]
 
 
 def _fills(module: nn.Module) -> bool:
-    """Whether the module's forward, put in place of its own, can be told that nobody reads its result."""
+    """Whether the module's forward was replaced by one that can leave its product out."""
     return isinstance(module.__dict__.get("forward"), (MlpChunks, FusedLora))
 
 
 class BlockProbe:
-    """One block on a few tokens, again and again, forward and backward."""
+    """Runs one block on a few tokens, forward and backward, as often as needed."""
 
     def __init__(self, block: nn.Module, call: BlockCall, hidden: torch.Tensor, seeded: Callable[[], Any]) -> None:
         """
@@ -137,7 +137,7 @@ class BlockProbe:
                 found = tuple(name for name in found if self._digests((name,)) == expected)
                 found = found if self._digests(found) == expected else ()
             return found
-        except RuntimeError:  # an operation that this processor does not have in this dtype: nothing is proven
+        except RuntimeError:  # this processor lacks an operation in this dtype: nothing is proven
             return ()
 
     def _run(self) -> tuple[torch.Tensor, torch.Tensor]:

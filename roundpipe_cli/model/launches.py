@@ -35,7 +35,7 @@ HOST_WAITS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim", "is_nonzero"}
     | {"unique_consecutive"}
 )
-"""On a device the host waits in these: it needs a number, or the size of the result."""
+"""Operators in which the host waits for the device: it needs a number, or the size of the result."""
 _FILLS = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"})
 """Their argument gives shape and type, and is not read."""
 ATTENTION_BACKWARD = 2.5
@@ -51,12 +51,12 @@ class Launches:
     """Counts of one pass."""
 
     num_operators: int = 0
-    """Dispatched; one may launch several kernels."""
+    """Dispatched operators; one may launch several kernels."""
     num_launches: int = 0
     num_products: int = 0
     """Matrix products and attention among the launches."""
     traffic_bytes: int = 0
-    """Read and written by all that are no products."""
+    """Bytes that all operators other than products read and write."""
     product_flops: float = 0.0
     num_host_waits: int = 0
     operators: Counter[str] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class Launches:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts what the thread dispatches while it is entered."""
+    """Counts the operators that a thread dispatches while it is entered."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         """

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe_cli.choices import PackedName
-from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize
+from roundpipe_cli.model.packed_weights import ALIGNMENT_BYTES, PackedParameter, packed_bytes, quantize
 
-ALIGNMENT_BYTES = 64
 TRAINABLE_ALIGNMENT_ELEMENTS = 32
 """64 bytes in a 16-bit dtype, 128 bytes in float32."""
 

@@ -1,4 +1,4 @@
-"""Calls of other libraries with somebody else's files or figures: whatever they raise is one refusal."""
+"""Calls of other libraries with untrusted files or figures: any error that they raise becomes one refusal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 
 RUST_PANIC = "PanicException"
-"""Name of what Rust libraries raise where they give up; it is no Exception, and no library exports it."""
+"""Name of the error that Rust libraries raise; it is no Exception, and no library exports it."""
 OUT_OF_MEMORY = "DefaultCPUAllocator"
-"""In the text of torch's RuntimeError where the host has no memory left."""
+"""Text in torch's RuntimeError when the host has no memory left."""
 
 
 @contextmanager

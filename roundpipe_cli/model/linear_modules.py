@@ -1,4 +1,4 @@
-"""Which modules are linear layers: one matrix, one tensor in, one tensor out."""
+"""Recognises linear layers: one matrix, one tensor in, one tensor out."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def _returns_a_tensor(module: nn.Linear) -> bool:
     try:
         with torch.no_grad():
             result = shadow.forward(torch.empty(2, module.in_features, device="meta", dtype=shadow.weight.dtype))
-    except Exception:  # whatever a module does that is no linear layer
+    except Exception:  # a module that is no linear layer may raise anything
         return False
     return isinstance(result, torch.Tensor) and result.shape == (2, module.out_features)

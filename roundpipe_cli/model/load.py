@@ -26,7 +26,7 @@ from roundpipe_cli.model.without_weights import build_without_weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Files that a tokenizer is loaded from; a folder needs at least one of them."""
 _SIZE = re.compile(r"^(n|num)_|_(size|dim|rank)$")
-"""Keys of a configuration with the size of something."""
+"""Keys of a configuration whose values are sizes."""
 
 
 def load_config(source: ModelSource) -> Any:
@@ -57,7 +57,7 @@ def _load_config(source: ModelSource) -> Any:
             raise unknown_architecture(model_type, file, list(CONFIG_MAPPING))
     with refusing("the model's configuration cannot be read", source.name):
         config = AutoConfig.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
-    stored_in_4bit(source)  # refuses what cannot be read
+    stored_in_4bit(source)  # refuses unreadable forms
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
     if not is_language_model(config) or is_encoder(config):
@@ -76,10 +76,10 @@ def is_encoder(config: Any) -> bool:
 
 
 def switch_off(config: Any) -> list[str]:
-    """Set what training blocks apart from each other cannot do to off in `config`.
+    """Switch off in `config` what cannot be trained when blocks compute separately.
 
     Returns:
-        what the user should know of it.
+        notices for the user.
     """
     texts = []
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
@@ -144,7 +144,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def _tokenizer_values(tokenizer: Any) -> list[Any]:
-    """All that decides which tokens a text has, and which text tokens have."""
+    """Everything that decides the tokens of a text and the text of tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = sorted((number, repr(token)) for number, token in tokenizer.added_tokens_decoder.items())
     names = ("special_tokens_map", "chat_template", "padding_side", "truncation_side", "model_max_length")

@@ -25,7 +25,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Which modules get an adapter, and of what kind."""
+    """The modules that get an adapter, and its settings."""
 
     r: int
     """Rank."""
@@ -36,7 +36,7 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     """`all-linear`, names of modules, or a regular expression for whole names."""
     modules_to_save: tuple[str, ...] = ()
-    """Names of modules that are trained whole."""
+    """Names of modules whose full weights are trained."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead."""
     use_dora: bool = False
@@ -148,7 +148,7 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...]) -> None:
 
 
 def _shared(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that stand at more than one place."""
+    """Parameters that are used in more than one place."""
     parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     counts = Counter(id(parameter) for parameter in parameters)
     return [parameter for parameter in parameters if counts[id(parameter)] > 1]

@@ -1,7 +1,7 @@
-"""How many parameters each layer of a model has, counted on the model itself, built without weights.
+"""Numbers of parameters of each layer of a model, counted on the model itself, built without weights.
 
 Done in a child process with limits, since the configuration decides how much is built; the process that asks loads no
-torch. What was counted once is remembered.
+torch. Counts are kept in the cache.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.model_sizes import SIZE_NAMES
 from roundpipe_cli.plain_files import read_regular
 
 FORMAT = 4
-"""Goes up when a document means something else than before."""
+"""Version of the documents; raised when they get another meaning."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
 WALL_S = 300.0
@@ -33,22 +34,10 @@ MEMORY_BYTES = 128 * 1024**3
 """Address space: most of it is zero pages that stand for embeddings."""
 
 _FIGURES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    **{key: names for key, names in SIZE_NAMES.items() if key != "num_hidden_layers"},
+    "hidden_size": (*SIZE_NAMES["hidden_size"], "hidden_dim"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": (
-        "num_experts_per_tok",
-        "moe_k",
-        "moe_topk",
-        "num_experts_per_token",
-        "top_k_experts",
-        "top_k",
-    ),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
     "sliding_window": ("sliding_window",),
 }
 """Figures for `plan` beside the counts, and the names that configurations have for it."""
@@ -183,7 +172,7 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
 
 
 def _runs(blocks: Iterable[tuple[int, ...]]) -> list[list[int]]:
-    """Blocks alike in a row, counted."""
+    """Numbers of equal consecutive blocks."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and tuple(runs[-1][1:]) == block:

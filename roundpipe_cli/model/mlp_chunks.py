@@ -26,7 +26,7 @@ from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 """Names that models give to the feed-forward part of a block."""
 ATTRIBUTE = "mlp_chunks"
-"""Attribute of a module whose forward goes in chunks: its `MlpChunks`."""
+"""Attribute with the `MlpChunks` of a module that computes in chunks."""
 MAX_ERROR = 0.02
 """Tolerance of a call in chunks against a whole one, both in 16 bit, relative to the norm of the result."""
 
@@ -49,9 +49,9 @@ class MlpChunks:
         self.chunk_tokens = chunk_tokens
         self.whole_weights = whole_weights
         self.dropout_seed: int | None = None
-        """Dropout seed of the call to come; None: nothing is dropped."""
+        """Dropout seed of the next call; None: nothing is dropped."""
         self.fill: float | None = None
-        """If set, nobody reads the result: it holds this, and only the graph is made."""
+        """If set, nobody reads the result: it is filled with this value, and only the graph is made."""
         self.forward: Callable[..., Any] = module.forward
         self.has_drawn = False
         """Whether a call with a seed drew random numbers."""

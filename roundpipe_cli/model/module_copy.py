@@ -13,7 +13,7 @@ _CONTAINERS = {OrderedDict, dict, set, list}
 
 
 def copy_modules(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """A deep copy of `model` that shares its configurations, and what became of each object: id -> copy.
+    """A deep copy of `model` that shares its configurations, and a table of copies: id of an object -> its copy.
 
     Configurations are read and never written while a model runs; they are half of a copy's time. So are the dozen of
     empty containers that every module has, mostly hooks that nobody registered, when they are copied one by one.

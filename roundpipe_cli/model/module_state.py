@@ -1,4 +1,4 @@
-"""State that modules keep from call to call, and how they forget it.
+"""State that modules keep from call to call, and how it is reset.
 
 Dynamic rotary scaling (`rope_type: dynamic`) keeps the frequencies of the longest sequence that it has met. A worker
 meets other microbatches than its neighbour, so each call has to begin from the state that the model was built with.
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class ModuleState:
-    """The attributes and buffers that the modules below `root` have now.
+    """A snapshot of the attributes and buffers of the modules below `root`.
 
     Only values that a module replaces are put back, not tensors that it writes into.
     """
@@ -22,7 +22,7 @@ class ModuleState:
         self._found = [(module, _attributes(module), dict(module._buffers)) for module in root.modules()]
 
     def restore(self) -> None:
-        """Give every module back what it had."""
+        """Restore the state of every module."""
         for module, attributes, buffers in self._found:
             module.__dict__.update(attributes)
             module._buffers.update(buffers)

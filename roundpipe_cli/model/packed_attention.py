@@ -31,9 +31,9 @@ from torch import nn
 from roundpipe_cli.model import attention_kernels
 
 NAME = "sdpa"
-"""The implementation in transformers' registries that is taught to read `PackedRows`."""
+"""The implementation in transformers' registries that reads `PackedRows`."""
 BLOCK_TOKENS = 256
-"""Queries of a block, at least, of a row that is longer than its window."""
+"""Least queries of a block in a row that is longer than its window."""
 _now = threading.local()
 
 
@@ -61,7 +61,7 @@ class PackedRows:
         raise TypeError(f"a part of a mask of packed rows: {places}")
 
     def map_tensors(self, function: Callable[[Any], Any]) -> PackedRows:
-        """The same with `function` applied to `ends`, e.g. to move it to a device."""
+        """A copy with `function` applied to `ends`, for instance to move it to a device."""
         return replace(self, ends=function(self.ends))
 
     @property
@@ -104,7 +104,7 @@ def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> Iterator[N
 
 @contextmanager
 def in_whole_rows(num_rows: int, tokens: int) -> Iterator[None]:
-    """The same for sequences of one row each, [num_rows, tokens]; the causal mask of all of them stays what it was."""
+    """`in_rows` for sequences of one row each, [num_rows, tokens]; the causal mask of whole sequences is kept."""
     with _within(((tokens,),) * num_rows, as_masks=False):
         yield
 
@@ -263,7 +263,7 @@ def _attend_row(
 
 
 def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> bool:
-    """Whether flash attention for rows of any length takes this: no dropout, heads of one width, a GPU that has it."""
+    """Whether variable-length flash attention applies: no dropout, heads of one width, a GPU that has it."""
     if query.device.type != "cuda" or more.get("dropout") or query.shape[-1] != value.shape[-1]:
         return False
     if more.get("s_aux") is not None:  # sinks

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, whole only in use.
+"""Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, unpacked for use.
 
 4 bit: NF4 (arXiv 2305.14314). 8 bit: its blockwise dynamic code (arXiv 2110.02861), for weights alone: products are
 computed with the unpacked weights, other than those of LLM.int8. FP8: `fp8_weights.py`. A packed weight is one run of
@@ -27,18 +27,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, WEIGHTS_PER_SCALE, PackedName
+from roundpipe_cli.choices import PACKED_FORMATS, SCALE_BYTES, UNPACKED_AT_ONCE, WEIGHTS_PER_SCALE, PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import fp8_weights
 from roundpipe_cli.model.linear_modules import is_linear
 
-_ALIGNMENT_BYTES = 64
-MAX_WEIGHTS = 1 << 30
-"""Dequantised at once, whole scales' worth: bitsandbytes counts in 32 bits. Fused experts may have more."""
-
-
+ALIGNMENT_BYTES = 64
+"""Parameters and scales begin at multiples of this: alignment changes the bits of CPU kernels."""
 PACKED_AT_ONCE = 1 << 22
-"""Weights that are packed at once, whole scales' worth."""
+"""Weights that are packed in one call, a multiple of a scale's weights."""
 
 
 def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
@@ -49,7 +46,7 @@ def packed_bytes(shape: torch.Size, kind: PackedName) -> int:
 
 
 def _codes_bytes(num_elements: int, kind: PackedName) -> int:
-    return -(-_num_codes(num_elements, kind) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-_num_codes(num_elements, kind) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _num_codes(num_elements: int, kind: PackedName) -> int:
@@ -73,7 +70,7 @@ def import_bitsandbytes() -> Any:
         return None
     if "bitsandbytes" not in sys.modules:
         hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "kernels"}
-        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # says that it misses the package
+        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the package is missing
         level, sys.modules["kernels"] = logger.level, None  # type: ignore[assignment]  # an import of it fails
         logger.setLevel(logging.ERROR)
         try:
@@ -155,11 +152,11 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
     codes, scales = packed[: _num_codes(count, kind)], packed[_codes_bytes(count, kind) :].view(torch.float32)
     if kind == "fp8":
         return fp8_weights.dequantize_rows(codes, scales, shape, dtype)
-    if count <= MAX_WEIGHTS:
+    if count <= UNPACKED_AT_ONCE:
         return _dequantize(codes, scales, shape, dtype, kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
-    for start in range(0, count, MAX_WEIGHTS):
-        part = whole.view(-1)[start : start + MAX_WEIGHTS]
+    for start in range(0, count, UNPACKED_AT_ONCE):
+        part = whole.view(-1)[start : start + UNPACKED_AT_ONCE]
         own_codes = codes[_num_codes(start, kind) :][: _num_codes(len(part), kind)]
         own_scales = scales[start // WEIGHTS_PER_SCALE :][: _num_scales(len(part))]
         part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, kind).view(-1))
@@ -169,7 +166,7 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
 def _dequantize(
     codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName
 ) -> torch.Tensor:
-    """The weights of at most `MAX_WEIGHTS` codes, by bitsandbytes."""
+    """The weights of at most `UNPACKED_AT_ONCE` codes, by bitsandbytes."""
     functional = import_bitsandbytes().functional
     count = shape.numel()
     # bitsandbytes compiles a function, in seconds, for each shape whose last dimension is odd: those are flat here
@@ -191,7 +188,7 @@ def _dequantize(
 
 
 class PackedParameter(nn.Parameter):
-    """A packed weight in a module's place for a weight; uint8, never trained."""
+    """A packed weight in place of a module's weight; uint8, never trained."""
 
     whole_shape: torch.Size
     whole_dtype: torch.dtype
@@ -214,7 +211,7 @@ class PackedParameter(nn.Parameter):
         return parameter
 
     def dequantized(self) -> torch.Tensor:
-        """The weight: a new tensor, or what is held; nobody writes to it."""
+        """The weight: a new tensor, or the held one; nobody writes to it."""
         if self._whole is not None:
             return self._whole
         whole = dequantize(self.detach(), self.whole_shape, self.whole_dtype, self.kind)
@@ -229,19 +226,19 @@ class PackedParameter(nn.Parameter):
         return codes, packed[_codes_bytes(count, self.kind) :].view(torch.float32)
 
     def let_go(self) -> None:
-        """Drop the held weight and hold none from now on."""
+        """Drop the held weight, and hold none from now on."""
         self.stays_whole, self._whole = False, None
 
 
 MULTIPLIES_PACKED = "_multiplies_packed"
 """A module with this attribute reads its packed weight itself."""
 PackedPlace = tuple[nn.Module, str, PackedParameter]
-"""(module, attribute, what is there)."""
+"""(module, attribute, its packed parameter)."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A dequantised weight as a graph keeps it: where to get it again, and the view that was asked for."""
+    """A dequantised weight as a graph keeps it: the packed weight, and the view of it that was saved."""
 
     parameter: PackedParameter
     size: torch.Size
@@ -304,11 +301,11 @@ def quantizable_names(model: nn.Module, blocks_path: str) -> frozenset[str]:
 
 
 MIN_PACKED_SHARE = 0.95
-"""Share of the blocks' frozen matrices; with less the user is told. Routers stay whole in every mixture of experts."""
+"""With a smaller packed share of the blocks' frozen matrices the user gets a notice. Routers always stay whole."""
 
 
 def check_packed(model: nn.Module, blocks_path: str, packed: Collection[str], kind: PackedName) -> str | None:
-    """A notice about the blocks' frozen matrices that stay whole; None: too little to speak of.
+    """A notice about the blocks' frozen matrices that stay whole; None: there are few.
 
     Raises:
         RefusedError: nothing is packed.

@@ -1,4 +1,4 @@
-"""Whether a model keeps packed rows apart, proved on how it calls its blocks; refused where it does not.
+"""Proof that a model keeps packed rows apart, by the arguments of its blocks; other models are refused.
 
 Packed rows are told apart by position ids that restart, with no mask and no cache. From that, the model's own code
 makes masks like this one for rows of 3 and 2 tokens (1: may see), which `packed_attention.py` does without:
@@ -68,7 +68,7 @@ def scaled_positions(model: nn.Module, max_seq_length: int) -> Iterator[tuple[st
 
 
 def _probe_calls(model: nn.Module, split: ModelSplit, *, as_masks: bool = False) -> list[BlockCall]:
-    """How the blocks are called for two equal packed sequences, told of rows or by masks."""
+    """The blocks' calls for two equal packed sequences, with the places of rows or with masks."""
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:

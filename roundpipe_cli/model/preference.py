@@ -52,7 +52,7 @@ class Preference:
         return self.objective != "dpo"
 
     def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
-        """The same with every tensor moved."""
+        """A copy with every tensor moved."""
         return replace(
             self,
             reference=None if self.reference is None else move(self.reference),
@@ -67,7 +67,7 @@ class Rewards:
 
     @staticmethod
     def of(sums: torch.Tensor) -> Rewards:
-        """The figures that `pair_loss` found; waits for them."""
+        """The rewards from the sums of `pair_loss`; waits for the device."""
         chosen, rejected, num_right, nll = sums.tolist()
         return Rewards(chosen, rejected, int(num_right), nll)
 
@@ -81,14 +81,14 @@ class Rewards:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """Loss of one microbatch of pairs, on the device of the log-probabilities; nobody waits for it."""
+    """Loss of one microbatch of pairs, on the device of the log-probabilities; the host does not wait for it."""
 
     loss_sum: torch.Tensor
     """float64, 0-dim."""
     factors: torch.Tensor
-    """float32 [N, 1]: of each target token's cross entropy, in the gradient of the loss."""
+    """float32 [N, 1]: weight of each target token's cross entropy in the gradient of the loss."""
     reward_sums: torch.Tensor
-    """Those of `Rewards`, float64 [4]."""
+    """Sums of which `Rewards` are the means, float64 [4]."""
 
 
 def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape:
 def pair_loss(
     log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int], preference: Preference
 ) -> PairLoss:
-    """Loss of one microbatch and what each token weighs in its gradient; the preference's tensors are on the device.
+    """Loss of one microbatch and each token's weight in its gradient; the preference's tensors are on the device.
 
     Args:
         log_probabilities, indices, shape: as in `sequence_sums`.

@@ -1,4 +1,4 @@
-"""Forms in which a checkpoint's weights may be quantised, told by its config.json, for `plan` and `finetune`. No torch.
+"""Forms in which a checkpoint's weights may be quantised, by its config.json, for `plan` and `finetune`. No torch.
 
 All but bitsandbytes' 4 bit are dequantised while they are read, one weight at a time.
 """
@@ -118,7 +118,7 @@ _UNREAD = {
     "fbgemm_fp8": _read,
     "mxfp4": _read,
 }
-"""Method -> what of its settings cannot be read, or None."""
+"""Method -> a function that names its unreadable settings, or returns None."""
 
 
 def is_stored_in_4bit(config: Mapping[str, Any], where: str) -> bool:

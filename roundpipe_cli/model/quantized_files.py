@@ -1,6 +1,6 @@
 """Checkpoints in bitsandbytes' 4 bit (NF4), as transformers saves them, which are read as they are.
 
-A weight `w` of a linear layer lies in the files as its codes and, beside it, what undoes them:
+A weight `w` of a linear layer is stored as its codes and, beside it, the values that undo them:
 
     w                                   codes, two a byte
     w.absmax                            scales, float32; quantised once more where there are the next two
@@ -62,7 +62,7 @@ class PackedWeight:
     dtype: torch.dtype
 
     def write(self, packed: torch.Tensor) -> None:
-        """Into uint8 [packed_bytes], as `packed_weights.quantize` lays it out."""
+        """Copy the weight into uint8 [packed_bytes], in the layout of `packed_weights.quantize`."""
         put_packed(self.codes, self.scales, self.shape, packed)
 
     def dequantized(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
 
     Args:
         codes: the tensor under the weight's own name, of any dtype of storage.
-        parts: those beside it, by suffix.
+        parts: the tensors beside it, by suffix.
 
     Raises:
         RefusedError: one is missing or is not what bitsandbytes writes.
@@ -128,7 +128,7 @@ def find_nf4(
 
 
 def _described(state: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
-    """Shape and type of a weight; None where they are not said, which `read_packed` refuses."""
+    """Shape and type of a weight; None where the files lack them, which `read_packed` refuses."""
     try:
         values = json.loads(bytes(state.numpy()).decode())
         return torch.Size(int(size) for size in values["shape"]), DTYPES[values["dtype"]]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.block_calls import BlockCall, ResultMark, install_stubs
 from roundpipe_cli.model.chunks import ChunkCache
@@ -24,13 +25,14 @@ from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_se
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
+from roundpipe_cli.model.stand_in import StandIn
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""
 MAX_WIDTH, MAX_HIDDEN = 256, 512
 """Widths of a feed-forward part and of hidden states in a narrower model."""
 MAX_VOCABULARY = 512
-"""More rows of the embedding and of the LM head are cut off."""
+"""Rows of the embedding and of the LM head beyond these are cut off."""
 
 WIDTHS = (
     "intermediate_size",
@@ -48,7 +50,7 @@ CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Keys of a configuration, in transformers' names: widths of feed-forward parts, experts, and experts of one token."""
 
 
-class SkippedBlock(nn.Module):
+class SkippedBlock(StandIn):
     """Passes the hidden states on as a block returns them; other attributes are those of the block."""
 
     def __init__(self, block: nn.Module, result_length: int, handed: Mapping[int, int | str]) -> None:
@@ -56,23 +58,16 @@ class SkippedBlock(nn.Module):
         Args:
             handed: place in the result -> argument with what the block before returned there.
         """
-        super().__init__()
-        self.__dict__["_stands_for"] = block
+        super().__init__(block)
         self._result_length, self._handed = result_length, handed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkippedBlock:
-        return SkippedBlock(self.__dict__["_stands_for"], self._result_length, self._handed)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
+        return SkippedBlock(self.original, self._result_length, self._handed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         for value in (*args, *kwargs.values()):
-            if isinstance(value, ChunkCache):  # it wants keys and values of every block
+            if isinstance(value, ChunkCache):  # the cache expects keys and values of every block
                 column = hidden.flatten(2)[:, None, :, :1]
                 value.update(column, column, 0)
         if self._result_length == 0:
@@ -88,10 +83,10 @@ class Reduced:
 
     model: nn.Module
     kept: tuple[int, ...]
-    """Indices of the blocks that are there."""
+    """Indices of the blocks that were kept."""
     vocab_size: int
     fused: FusedOps | None = None
-    """Its modules that are to compute by fused operators."""
+    """Its modules that compute by fused operators."""
 
     @property
     def num_parameters(self) -> int:
@@ -124,7 +119,7 @@ def _handed(call: BlockCall) -> dict[int, int | str]:
 
 
 def shrunk_configs(config: Any) -> Iterator[Any]:
-    """Copies of `config` for narrower models of the same blocks, the smallest first; not each of them need work."""
+    """Copies of `config` for narrower models of the same blocks, the smallest first; some may not work."""
     small = _narrow_feed_forward(config)
     text = small.get_text_config()
     heads, head_size = (_number(text, key) for key in ("num_attention_heads", "head_dim"))
@@ -146,7 +141,7 @@ def _number(text: Any, key: str) -> int:
 
 
 def _narrow_feed_forward(config: Any) -> Any:
-    """With fewer experts too."""
+    """The configuration with fewer experts too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     chosen = max(_number(text, key) for key in CHOSEN)
@@ -276,7 +271,7 @@ class PlainModel:
 
     def run(self, pieces: Sequence[Piece], seed: int, step: int) -> Outcome:
         """One step, each microbatch by a model that has met no other one; random draws are the engine's."""
-        targets = sum(int((piece.labels[:, 1:] != -100).sum()) for piece in pieces)
+        targets = sum(int((piece.labels[:, 1:] != IGNORED_LABEL).sum()) for piece in pieces)
         total = 0.0
         sums: dict[str, torch.Tensor] = {}
         for index, piece in enumerate(pieces):
@@ -310,11 +305,12 @@ class PlainModel:
                 output = fresh(input_ids=piece.input_ids, **more)
             logits = output.logits[:, :-1].flatten(0, 1)
             if routers is not None:
-                balance = routers.coefficient * output.aux_loss * int((piece.labels[:, 1:] != -100).sum())
+                balance = routers.coefficient * output.aux_loss * int((piece.labels[:, 1:] != IGNORED_LABEL).sum())
             self.has_drawn |= draws.num_draws > 0
         if logits.dtype != torch.float64:
             logits = logits.float()
-        loss = nn.functional.cross_entropy(logits, piece.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        labels = piece.labels[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
         loss = loss + balance
         (loss / targets).backward()
         return float(loss.detach().double())

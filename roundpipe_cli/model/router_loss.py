@@ -130,9 +130,9 @@ class Routed:
     weights: torch.Tensor | None
     """float32 [B x T]: 0 for padding, else 1; None: no padding."""
     hidden_shape: tuple[int, ...] | None
-    """Behind [B, T], of what comes in without sums; None: as it travels."""
+    """Shape behind [B, T] of the incoming tensor without sums; None: as it travels."""
     output_shape: tuple[int, ...]
-    """Behind [B, T], of the last block's hidden states."""
+    """Shape behind [B, T] of the last block's hidden states."""
 
     def run(
         self, block: nn.Module, boundary: torch.Tensor, inner: Callable[[torch.Tensor], torch.Tensor]
@@ -160,7 +160,7 @@ class Routed:
         return logits
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Routed:
-        """The same with `function` applied to the weights of tokens."""
+        """A copy with `function` applied to the weights of tokens."""
         return self if self.weights is None else replace(self, weights=function(self.weights))
 
 
@@ -201,7 +201,7 @@ def find_router_loss(model: nn.Module, blocks_path: str) -> RouterLoss | str:
 
 
 def describe_router_loss(routers: RouterLoss | None, why_not: str) -> str | None:
-    """Whether a model's balancing loss is trained, for the user; None where its configuration asks for none."""
+    """A line that says whether a model's balancing loss is trained; None where its configuration asks for none."""
     asked = "output_router_logits: true in the model's configuration"
     if routers is not None:
         weight = f"router_aux_loss_coef {routers.coefficient:g}"
@@ -227,7 +227,7 @@ def _number(places: Sequence[Any], names: Sequence[str]) -> int:
 
 
 def _is_usual(function: Callable[..., Any], loss: RouterLoss) -> bool:
-    """Whether a model's own function gives our numbers, with padding and without."""
+    """Whether a model's own function gives the same numbers, with padding and without."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(10, loss.num_experts, generator=generator) for _ in range(2)]
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -261,7 +261,7 @@ class _ToBits(torch.autograd.Function):
 
 
 class _OfBits(torch.autograd.Function):
-    """Undo `_ToBits`; the gradient becomes a rounded value and what that left, in its columns."""
+    """The inverse of `_ToBits`; the gradient becomes a rounded value and the remainder, in its columns."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memory that autograd keeps of a block for its backward, measured on a few tokens.
+"""Memory that autograd keeps for a block's backward, measured on a few tokens.
 
 Two lengths, T and 2T, tell how each tensor that is kept grows: not at all, with the tokens, or with the pairs of tokens
 of a sequence, as scores of attention and masks do. Where the longer one keeps other tensors, only the sums are told
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 PROBE_TOKENS = 128
-"""The shorter length, at most: two of the pieces in which linear attention goes."""
+"""Largest shorter length: two of the pieces in which linear attention computes."""
 GROWS, GROWS_BY_PAIRS = 1.5, 3.0
-"""Factors, from one length to the other, from which on a tensor grows with the tokens or with their pairs."""
+"""Factors between the two lengths above which a tensor grows with the tokens, or with their pairs."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SavedBytes:
 
     @staticmethod
     def of_lengths(short: Sequence[int], long: Sequence[int], tokens: int) -> SavedBytes:
-        """From the sizes of what sequences of `tokens` and of twice as many keep."""
+        """The bytes from the sizes of the tensors that sequences of `tokens` and of twice as many keep."""
         if len(short) != len(long):
             per_pair = max(0.0, (sum(long) - 2 * sum(short)) / (2 * tokens**2))
             return SavedBytes(0.0, max(0.0, sum(short) / tokens - per_pair * tokens), per_pair)
@@ -66,6 +66,6 @@ def saved_sizes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> lis
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = run()  # while it lives, no storage's address is given away again
+        kept = run()  # while it lives, no other storage gets its address
     del kept
     return list(found.values())

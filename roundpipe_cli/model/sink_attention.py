@@ -24,7 +24,7 @@ from roundpipe_cli.model.packed_attention import PackedRows, attend_rows, rows_o
 NAME = "roundpipe_sinks"
 """Name of the implementation in transformers' registry."""
 MODEL_TYPES = frozenset({"gpt_oss"})
-"""Whose attention has sinks, hands them over as `s_aux`, and has scores of its own in transformers."""
+"""Types whose attention has sinks, passes them as `s_aux`, and computes all scores in transformers."""
 STEP = 8
 
 
@@ -97,7 +97,7 @@ def sink_attention(
     scale = width**-0.5 if scaling is None else scaling
     seen = key.shape[2]
     more_width, more_keys = STEP - width % STEP, STEP - seen % STEP
-    one = functional.pad(query.new_ones(1), (0, more_width - 1))  # `x[0] = 1` would upload the number, and wait
+    one = functional.pad(query.new_ones(1), (0, more_width - 1))  # `x[0] = 1` would upload the number and wait for it
     query = torch.cat((query, one.expand(batch, heads, length, more_width)), dim=-1)
     groups = heads // key.shape[1]
     key, value = (

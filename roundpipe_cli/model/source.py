@@ -1,4 +1,4 @@
-"""The place of a model's files. Nothing here needs torch, so a wrong name is told at once.
+"""The place of a model's files. Nothing here needs torch, so a wrong name is reported at once.
 
 A model is a hub id, a local folder of safetensors, a `.gguf` file, or `package:NAME` (the one `.gguf` file in that
 installed Python package). Nothing of the model is executed: no remote code, no pickle.
@@ -55,7 +55,7 @@ def resolve_model(
     weights: bool = True,
     tell: Tell = _ignore,
 ) -> ModelSource:
-    """Find the model's files; a hub model is downloaded if need be.
+    """Find the model's files; a hub model is downloaded if it is not here.
 
     Args:
         weights: False: configuration and tokenizer are enough.
@@ -149,7 +149,7 @@ def _near_folder(name: str, recipe_folder: Path) -> str | None:
 def _hub_model(
     name: str, revision: str | None, weights: bool, tell: Tell, *, offline: bool, near: str | None
 ) -> ModelSource:
-    """The model in the hub's cache, brought there if need be.
+    """The model in the hub's cache, downloaded if it is not there.
 
     Args:
         near: a hint for a misspelt local folder.
@@ -174,7 +174,7 @@ def _hub_model(
 def _cached_model(
     name: str, revision: str | None, weights: bool, tell: Tell, *, why: str, near: str | None
 ) -> ModelSource:
-    """The model as the cache has it, where the hub cannot be asked."""
+    """The model in the cache, for when the hub cannot be asked."""
     folder = complete_snapshot(name, revision, weights=weights)
     if folder is None:
         raise RefusedError(
@@ -191,4 +191,4 @@ def _cached_model(
 
 
 _told: set[tuple[str, str | None]] = set()
-"""Models of which it was said that they are taken from the cache: a run looks at its model more than once."""
+"""Models whose use from the cache was already reported: a run looks at its model more than once."""

@@ -39,7 +39,7 @@ from roundpipe_cli.model.module_copy import copy_modules
 from roundpipe_cli.model.router_loss import WANTED, RouterLoss, find_router_loss
 
 ROWS, TOKENS = 3, 11
-"""Sequences and tokens that the probe's forward runs on: numbers that are no width of a model."""
+"""Sequences and tokens of the probe's forward: numbers that are no width of a model."""
 RESULTS = ((0, False), (1, False), (2, True), (2, False), (3, True), (3, False), (4, True), (4, False))
 """Results that blocks may return: length of a tuple (0: hidden states alone); whether the next block is given it."""
 
@@ -75,18 +75,18 @@ class ModelSplit:
     routers: RouterLoss | None = None
     """The routers' balancing loss, if it is trained."""
     no_router_loss: str = ""
-    """Why it is not, though the model's configuration asks for it."""
+    """The reason why it is not trained, though the model's configuration asks for it."""
 
     def layer_names(self) -> tuple[str, ...]:
         return ("embed", *(f"block.{index}" for index in range(self.num_blocks)), "head")
 
     def recorder(self) -> CallRecorder:
-        """For a forward with stubs in the place of this model's blocks."""
+        """A recorder for a forward with stubs in place of this model's blocks."""
         return CallRecorder(self.num_blocks, self.result_length, hands_on=bool(self.handed))
 
 
 class NotCalledError(SplitRefusedError):
-    """A list of modules that the model does not call for text."""
+    """The error for a list of modules that the model does not call for text."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -113,7 +113,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def split_model(model: nn.Module) -> ModelSplit:
-    """Find out how `model` (parameters on the meta device or real) comes apart, and prove it.
+    """Find the layers of `model` (parameters on the meta device or real), and prove the cut.
 
     Runs the model's forward on a few tokens with stubs for blocks and made-up weights for the rest.
 
@@ -227,7 +227,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     blocks = list(model.get_submodule(blocks_path).children())
     shared, handed = find_states(blocks, recorder.calls, recorder.first_hidden)
     dtype = weights_dtype(blocks)
-    boundary, calls = carry_along(recorder.first_hidden, recorder.calls, shared, handed, dtype)  # or refuses
+    boundary, calls = carry_along(recorder.first_hidden, recorder.calls, shared, handed, dtype)  # may refuse the model
     limit = getattr(config.get_text_config(), "index_topk", None) or TOKENS
     columns = [boundary.shape[2:].numel(), *(call.carry.most_columns(limit) for call in calls if call.carry)]
     outermost = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")
@@ -260,7 +260,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
 
 
 def _tensors_of(calls: Sequence[BlockCall]) -> Iterator[torch.Tensor]:
-    """Every tensor that blocks are given."""
+    """Every tensor among the blocks' arguments."""
     found: list[torch.Tensor] = []
     for call in calls:
         call.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]

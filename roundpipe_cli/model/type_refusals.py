@@ -1,7 +1,7 @@
 """Model types that the split, packed rows or sequences in chunks are known to refuse, for `plan`. No torch.
 
 `finetune` proves each model when it loads (`split.py`, `packing.py`, `chunks.py`), which needs the modules. What that
-proof says of a type whatever its sizes is written down here, in its words; a test holds the two together. A type that
+proof says of a type, whatever its sizes, is listed here in the same words; a test compares the two. A type that
 is not here may still be refused: `plan` says so where nothing is proven.
 """
 
@@ -103,7 +103,7 @@ PROVEN = frozenset(
 )
 """Types whose loss and gradients are compared with plain PyTorch's by the project's own tests."""
 _STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
-"""In the kinds of blocks that a configuration lists."""
+"""Names of such blocks in a configuration's list of kinds."""
 
 
 def check_type(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_seq_length: int) -> None:

@@ -61,7 +61,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack",
 
 
 def check_model_folder(folder: Path, *, weights: bool = True) -> None:
-    """Refuse what cannot be loaded safely.
+    """Refuse a folder that cannot be loaded safely.
 
     Args:
         weights: False: only configuration and tokenizer are going to be loaded.

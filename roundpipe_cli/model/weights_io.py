@@ -1,7 +1,7 @@
 """Weights from and to disk, one at a time: the host never holds a second copy.
 
 What a file holds as it is in the model is copied from the mapped file into the store. Everything else (experts that are
-fused, quantised weights, GGUF files) is converted weight by weight on the way.
+fused, quantised weights, GGUF files) is converted weight by weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FINITE_CHECK_ELEMENTS = 2**20
 def load_weights(
     source: ModelSource, model: nn.Module, set_parameter: SetParameter, set_packed: SetPacked | None = None
 ) -> list[str]:
-    """Hand every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
+    """Pass every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
 
     Args:
         set_packed: takes the weights that lie in the files in 4 bit; None: they are unpacked for `set_parameter`.
@@ -106,7 +106,7 @@ def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
 
 
 class _Checked:
-    """Checks a tensor and hands it on under the skeleton's name."""
+    """Checks a tensor and passes it on under the skeleton's name."""
 
     def __init__(
         self, where: str, names: Mapping[str, str], shapes: Mapping[str, torch.Size], set_parameter: SetParameter
@@ -137,7 +137,7 @@ class _Checked:
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         self._check_shape(name, tensor.shape)
-        if tensor.dtype.itemsize == 1:  # without its scales, which nothing here knows of
+        if tensor.dtype.itemsize == 1:  # without its scales, which are unknown here
             raise RefusedError(
                 "a base weight is quantised in a form that cannot be read",
                 where=f"{self._where}: {name}",

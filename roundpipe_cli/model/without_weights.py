@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 MANY = 1 << 20
-"""Elements from which `torch.empty` gives a tensor without memory."""
+"""`torch.empty` of at least this many elements gives a tensor without memory."""
 
 
 def build_without_weights(make: Callable[[], nn.Module]) -> nn.Module:

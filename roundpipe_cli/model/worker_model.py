@@ -52,7 +52,7 @@ class WorkerModel:
 
         Args:
             model: the causal language model, adapters included; not kept.
-            split: how it comes apart.
+            split: its cut into layers.
             host_views: parameter name -> the host's weights, for the embed layer.
             trainable: names of all trainable parameters.
             device: where blocks and head run.
@@ -79,9 +79,9 @@ class WorkerModel:
         self._above_backbone = causal.get_submodule(split.caller_path)
         roots = [[self._backbone], *([block] for block in self.blocks), [*self._tail, causal]]
         self._packed: dict[int, list[PackedPlace]] = {}
-        """Per layer, what of it is bound packed now."""
+        """Per layer, its packed parameters as bound now."""
         self._held: list[PackedParameter] = []
-        """Weights that stay whole once they were dequantised, until `drop_whole`."""
+        """Weights that stay dequantised until `drop_whole`."""
         self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
         self._roots = [root for modules in roots for root in modules]
         self._mode = (True, True)
@@ -158,13 +158,13 @@ class WorkerModel:
             parameter.stays_whole = True
 
     def drop_whole(self) -> None:
-        """Let go of all weights that `hold_whole` made stay."""
+        """Drop all weights that `hold_whole` keeps."""
         for parameter in self._held:
             parameter.let_go()
         self._held = []
 
     def unbind(self) -> None:
-        """Forget the parameters of all layers but the embed layer: their memory is to be free."""
+        """Drop the parameters of all layers but the embed layer, to free their memory."""
         self.drop_whole()
         for bindings in self._bindings[1:]:
             for module, attribute, _ in bindings:
@@ -254,7 +254,7 @@ class WorkerModel:
         return Prologue(boundary, calls, tuple(leaves))
 
     def probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
-        """A few tokens to try blocks with, [rows, tokens]."""
+        """A few tokens for trying blocks, [rows, tokens]."""
         config: Any = self._causal.config
         vocab_size: int = config.get_text_config().vocab_size
         return torch.arange(1, 1 + rows * tokens).reshape(rows, tokens) % vocab_size
@@ -325,7 +325,7 @@ class WorkerModel:
         self.set_mode(training=training, adapters=adapters)
 
     def leave_out(self, unread: Mapping[int, Sequence[str]]) -> None:
-        """From now on `run_block` leaves these modules' products out where nobody reads the block's output."""
+        """Let `run_block` leave out these modules' products where nobody reads the block's output."""
         self._left_out = {index: UnreadProducts(self.blocks[index], names) for index, names in unread.items() if names}
 
     def run_block(
@@ -351,7 +351,7 @@ class WorkerModel:
 
     @contextmanager
     def _ready(self, layer: int, dropout_seed: int | None) -> Iterator[None]:
-        """Around a call of a block: its dropout, and its weights unpacked where they lie in 4 bit."""
+        """Around a call of a block: its dropout, and its packed weights unpacked."""
         packed = self._packed.get(layer)
         with seeded(dropout_seed) as mode, whole_weights(packed) if packed else nullcontext():
             yield

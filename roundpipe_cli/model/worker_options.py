@@ -1,4 +1,4 @@
-"""How one worker's modules compute, apart from the model itself."""
+"""Settings of a worker's modules, apart from the model itself."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class WorkerOptions:
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code."""
     attends_in_rows: bool = False
-    """Blocks are told where rows lie, not by a mask of all pairs of tokens; `engine/probe.py` proves it."""
+    """Blocks get the places of rows instead of a mask of all pairs of tokens; `engine/probe.py` proves it."""

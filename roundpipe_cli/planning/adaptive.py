@@ -26,20 +26,20 @@ from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, chained_step_s, makespan_s
 
 PROFILE_STEPS = 2
-"""The first is slower than the rest (kernels are chosen, buffers made), so it counts only if there is no second."""
+"""Profile steps. The first is slower (kernels are chosen, buffers made), so it counts only if there is no second."""
 CONFIRM_STEPS = 2
-"""More such steps, where workers seem to differ in speed: only what all of them show is believed."""
+"""Further profile steps where workers seem to differ in speed: a difference counts only if all steps show it."""
 MAX_OFF = 1.3
-"""Factor by which steps may differ from an earlier run's times before they are measured again."""
+"""Steps that differ from an earlier run's times by more than this factor are measured again."""
 MAX_SEARCHES = 4
-"""Numbers of microbatches for which stages are looked for; steps of other numbers get those of the nearest."""
+"""Numbers of microbatches for which stages are searched; a step of another number takes the nearest one's."""
 PREDICTED_STEPS = 16
-"""Chained steps from which the time of one is predicted."""
+"""Number of chained steps that are simulated to predict the time of one."""
 
 
 @dataclass(frozen=True)
 class _KeptStages:
-    """Stages that stay, whatever a step's microbatches."""
+    """Stages that stay the same, however many microbatches a step has."""
 
     stages: tuple[tuple[StageRange, ...], tuple[StageRange, ...]]
     """Forward and backward."""
@@ -49,16 +49,16 @@ class _KeptStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConditions:
-    """Conditions that a run's planner respects beside the recipe's pipeline section and the layers' costs."""
+    """Conditions that bind a run's planner beside the recipe's pipeline section and the layers' costs."""
 
     chained: bool = False
     """Steps may follow each other without a barrier, see `Recipe.overlaps_steps`."""
     weights_stay: bool = False
-    """Workers have all weights, so that a microbatch may as well stay on one of them."""
+    """Every worker can read all weights, so a microbatch may stay on one worker."""
     shared_bytes: int = 0
-    """Bytes of a device's memory that any stages need."""
+    """Bytes of a device's memory that are needed whatever the stages are."""
     microbatches_per_round: int | None = None
-    """At most. None: no limit."""
+    """Upper limit; None: no limit."""
 
 
 class AdaptivePlanner:
@@ -92,7 +92,7 @@ class AdaptivePlanner:
         self._pipeline = pipeline
         self._schedules: dict[int, Schedule] = {}
         self._cuts: dict[int, StageCut] = {}
-        """Found by search, by microbatches of a step; by the present costs."""
+        """Stages found by search with the present costs, by number of microbatches of a step."""
         self._profile: list[Timeline] = []
         """Steps since the stages last changed."""
         self._kept: _KeptStages | None = None
@@ -105,12 +105,12 @@ class AdaptivePlanner:
         self._most_per_round = conditions.microbatches_per_round
         self._shared_bytes = conditions.shared_bytes
         self._chains: dict[int, tuple[StepChain, float] | None] = {}
-        """By microbatches of a step; with the seconds that one takes."""
+        """Schedules by number of microbatches of a step, each with the seconds that a step takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
         self.notice = cache.damage if cache is not None else None
         """Note for the user on the remembered times."""
         self._doubted = known is not None
-        """Whether the times are an earlier run's that this run's steps have not borne out yet."""
+        """Whether the times are an earlier run's, not yet confirmed by steps of this run."""
         self.costs = known or costs
         self.measured = known is not None or not self._planned
         """Whether `costs` are final; until then every step is a profile step."""
@@ -122,7 +122,7 @@ class AdaptivePlanner:
         return self._schedules[num_microbatches]
 
     def expected(self, num_microbatches: int) -> Schedule:
-        """The schedule of a step after the profile, by the costs as far as they are known."""
+        """The schedule of a step after the profile, by the costs known so far."""
         if self.measured:
             return self.schedule(num_microbatches)
         case = self.case(num_microbatches * self._chunks)
@@ -130,19 +130,19 @@ class AdaptivePlanner:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Schedules of full and short steps, as they were cut last."""
+        """The most recent schedules of full and short steps."""
         return tuple(self._schedules.values())
 
     def chain(self, num_microbatches: int) -> StepChain | None:
         """Schedules of steps that follow each other without a barrier; None where steps have to end first.
 
-        That is so until stages are settled, where workers differ in speed, and where it would not be faster.
+        None until stages are settled, where workers differ in speed, and where it would not be faster.
         """
         found = self._timed_chain(num_microbatches)
         return None if found is None else found[0]
 
     def _timed_chain(self, num_microbatches: int) -> tuple[StepChain, float] | None:
-        """With the seconds of a step."""
+        """The answer of `chain`, with the seconds that a step takes."""
         if not (self._chained and self.is_settled and self._kept is None):
             return None
         if num_microbatches not in self._chains:
@@ -151,7 +151,7 @@ class AdaptivePlanner:
         return self._chains[num_microbatches]
 
     def _make_chain(self, num_microbatches: int) -> tuple[StepChain, float] | None:
-        """With the seconds of a step. Its stages are others: with no barrier to wait at, they need not end short."""
+        """Schedules of steps without a barrier, and seconds per step. No step drains, so no last stage is short."""
         step, costs = self.schedule(num_microbatches), with_updates(self.costs)
         cut = StageCut(step.forward_stages, step.backward_stages, step.microbatches_per_round)
         if self._planned:
@@ -190,7 +190,7 @@ class AdaptivePlanner:
         return {"step_s": step_s, "least_step_s": least_s, "most_step_s": most_s, "bubble_ratio": bubble}
 
     def keep_stages(self, schedule: Schedule, costs: CostModel | None = None, options: Options | None = None) -> None:
-        """From now on only these stages: the devices' memory is filled up beside them.
+        """Keep to the stages of `schedule` from now on: the memory beside them will be filled.
 
         Args:
             costs: of the layers from now on; None: as they were.
@@ -201,7 +201,7 @@ class AdaptivePlanner:
         self._schedules = {schedule.num_microbatches // self._chunks: schedule}
 
     def release_stages(self) -> None:
-        """From now on the stages that the planner would choose for devices that keep no weights."""
+        """Go back to the stages that the planner chooses for devices that keep no weights."""
         self._kept = None
         self._schedules.clear()
 
@@ -211,7 +211,7 @@ class AdaptivePlanner:
         return self.measured and not self._doubted
 
     def observe(self, step: Timeline) -> None:
-        """Learn from a finished step, as it was measured."""
+        """Learn from the measured times of a finished step."""
         if self.is_settled:
             return
         self._profile.append(step)
@@ -234,7 +234,7 @@ class AdaptivePlanner:
             self._profile.clear()
 
     def _borne_out(self, steps: Sequence[Timeline]) -> bool:
-        """Whether steps took about as long as an earlier run's times predict."""
+        """Whether steps took about as long as the times of an earlier run predict."""
         for step in steps:
             num_microbatches = (1 + max(interval.microbatch for interval in step.intervals)) // self._chunks
             predicted_s = makespan_s(simulate(self.schedule(num_microbatches), self.costs))
@@ -266,7 +266,7 @@ class AdaptivePlanner:
         return self._cuts[num_microbatches]
 
     def _forget_schedules(self) -> None:
-        """Costs have changed."""
+        """Forget stages and schedules that were made with older costs."""
         self._schedules.clear()
         self._cuts.clear()
 
@@ -287,7 +287,7 @@ class AdaptivePlanner:
         )
 
     def _limits(self) -> StageLimits:
-        """How much one stage may take of a device."""
+        """The part of a device's memory that one stage may take."""
         memory_bytes = self.costs.device_memory_bytes
         if memory_bytes is None:
             return StageLimits(microbatches_per_round=self._most_per_round)

@@ -20,7 +20,7 @@ from roundpipe_cli.recipe.schema import Recipe
 
 
 def check_model(found: FoundConfig, recipe: Recipe) -> None:
-    """Refuse what `finetune` would refuse, with its words.
+    """Refuse a model that `finetune` would refuse, with the same message.
 
     Raises:
         RefusedError: as there.
@@ -75,7 +75,7 @@ def packing_note(found: FoundConfig, recipe: Recipe) -> str:
 
 
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
-    """Lines on what only `finetune` can tell of the model, or only another machine can do."""
+    """Lines on what only `finetune` finds out about the model, and what only another machine can do."""
     lines = []
     if architecture.model_type not in PROVEN:
         lines.append(
@@ -89,12 +89,12 @@ def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are weights in the folder, be they such as are refused."""
+    """Whether there are weights in the folder, refused kinds included."""
     return any(next(folder.glob(pattern), None) is not None for pattern in ("*.safetensors", *PICKLES))
 
 
 def holds_weights(found: FoundConfig) -> bool:
-    """Whether weights are in the model's folder; in the hub's cache all of them, as the rest may be still to come."""
+    """Whether weights are in the model's folder; in the hub's cache, where downloads may be unfinished, all of them."""
     if found.folder is None:
         return False
     if found.is_local:

@@ -1,7 +1,7 @@
-"""Plans made before, in the user's cache: a question that comes again needs neither search nor simulation.
+"""Earlier plans, kept in the user's cache: a repeated question needs neither search nor simulation.
 
 A file per question, JSON. Its name is a hash of all that the answer depends on: the question's figures and the code
-that answers. What cannot be read is worked out again, and `damage` says so.
+that answers. A file that cannot be read is computed again, and `damage` says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.damage: list[str] = []
-        """Files that could not be used, in words for the reader."""
+        """Messages about files that could not be used."""
 
     def once(
         self,
@@ -49,7 +49,7 @@ class Answers:
         write: Callable[[Answer], dict[str, Any]],
         read: Callable[[Any], Answer],
     ) -> Answer:
-        """The answer to a question, worked out unless it is known.
+        """The answer to a question: from the cache, or computed and kept.
 
         Args:
             question: its `repr` is the question, so it holds plain data and dataclasses of such.
@@ -87,7 +87,7 @@ def _paused_collector() -> Iterator[None]:
 
 
 def _forget_old(folder: Path) -> None:
-    """Remove answers that are older than anything in the cache is kept."""
+    """Remove answers that are older than the cache keeps anything."""
     oldest_s = time.time() - KEPT_S
     for path in folder.glob("*.json"):
         if path.stat().st_mtime < oldest_s:
@@ -96,7 +96,7 @@ def _forget_old(folder: Path) -> None:
 
 @cache
 def code_digest() -> str:
-    """A hash of the code that answers, so that another version's answers are not taken for this one's."""
+    """A hash of the code that answers, so that another version's answers are not used."""
     digest = hashlib.sha256()
     root = Path(__file__).parent.parent
     for room in ROOMS:

@@ -1,4 +1,4 @@
-"""How far a predicted time of a step may be off, by what the prediction rests on."""
+"""Uncertainty of a predicted step time, by what the prediction is based on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPERTS_BY_OWN_KERNELS = Band(1.5, "experts, kernels not measured")
 
 
 def band_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Band:
-    """The band of a prediction that no measurement of this machine went into."""
+    """The band of a prediction that uses no measurement of this machine."""
     if any(device.is_cpu for device in hardware.devices):
         return ON_CPU
     if architecture.num_experts_per_tok:

@@ -1,4 +1,4 @@
-"""The weight cache that `weight_cache: auto` will take of a GPU's spare memory, as `plan` foresees it. No torch."""
+"""The size of the weight cache that `weight_cache: auto` will choose, as `plan` predicts it. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_all_weights(question: PlanRequest) -> PlanRequest | None:
         return None if gpus or chained or question.num_workers == 1 else question
     cache_bytes = whole_cache_bytes(costs.layers)
     settings, unpacking = replace(question.settings, weight_cache_bytes=cache_bytes), question.unpacking
-    if settings.unpacks_once and unpacking is not None:  # a stage has most of the model then, a visit one microbatch
+    if settings.unpacks_once and unpacking is not None:  # a stage is most of the model then
         settings, unpacking = replace(settings, unpacks_once=False), replace(unpacking, once=False)
         link_bytes_per_s = costs.link_bytes_per_s
         costs = analytic_costs(question.architecture, settings, question.hardware).costs
@@ -33,7 +33,7 @@ def with_all_weights(question: PlanRequest) -> PlanRequest | None:
 
 
 def has_room(question: PlanRequest, verdict: Verdict) -> bool:
-    """Whether what `verdict` counts leaves on each GPU what no memory model knows."""
+    """Whether the needs in `verdict` leave free on each GPU the margin for what no memory model knows."""
     sizes = [device.memory_bytes for device in question.hardware.devices if not device.is_cpu]
     return verdict.fits and (not sizes or verdict.device.total_bytes <= DEVICE_SHARE * min(sizes))
 

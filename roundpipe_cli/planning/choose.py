@@ -31,24 +31,24 @@ from roundpipe_cli.schedule.timeline import makespan_s
 
 Effort = Literal["quick", "full"]
 MAX_JUDGED_ROUNDS = 4
-"""Microbatches by which even stages, and a head on all workers, are judged, per worker."""
+"""Microbatches per worker in the simulations that judge even stages and a head on all workers."""
 MAX_JUDGED_STEPS = 4
-"""Chained steps by which even stages are judged."""
+"""Chained steps in the simulations that judge even stages."""
 MAX_JUDGED_LAYERS = 72
-"""Layers above which only one even cut is judged: each takes seconds."""
+"""With more layers than these only one even cut is judged: each takes seconds."""
 NUM_FINALISTS = 3
-"""Partitions that are judged by a whole step in the end."""
+"""The best partitions by the short simulation; these are judged again by a whole step."""
 MIN_GAIN = 0.01
-"""Part of a step that another dealing than the published one has to save to be chosen."""
+"""A dealing other than the published one is chosen if it saves more than this part of a step."""
 MAX_PLANNED_ROUNDS = 4
-"""Microbatches per worker that a quick search looks at: later rounds repeat."""
+"""Microbatches per worker in a quick search: later rounds repeat the first ones."""
 MAX_SEARCHED_LAYERS = 72
 """With more layers than these a quick choice simulates a few even cuts: the search takes seconds. Bound schedules then
 try fewer numbers of stages."""
 MAX_WEIGHED_MICROBATCHES = 64
-"""Microbatches by which two cuts with rounds of different length are compared."""
+"""Microbatches in the simulations that compare cuts with rounds of different lengths."""
 STALE_STEPS = 4
-"""Chained steps of a case whose steps overlap."""
+"""Chained steps that are simulated where steps overlap."""
 
 
 def case_for(
@@ -86,7 +86,7 @@ def case_for(
 
 
 def dealing_options(pipeline: PipelineConfig) -> Options:
-    """How the recipe wants stages dealt out.
+    """How the recipe says that stages are dealt out.
 
     Raises:
         RefusedError: another dealing than the default for a schedule that binds its stages to workers.
@@ -103,7 +103,7 @@ def dealing_options(pipeline: PipelineConfig) -> Options:
 
 
 def given_cut(pipeline: PipelineConfig, num_workers: int) -> StageCut | None:
-    """The recipe's own stages; None where it leaves them to the planner.
+    """The stages that the recipe gives; None where it leaves them to the planner.
 
     Raises:
         RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
@@ -175,7 +175,7 @@ def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
 
 
 def _alone(case: SimulationCase, keeps: Keeps, effort: Effort) -> StageCut | None:
-    """Stages for one worker under limits of stages, which needs no search; None where it is not that."""
+    """Stages for one worker under limits, which need no search; None for other cases."""
     is_open = case.limits is not None and effort == "quick" and len(case.costs.layers) > 2
     return single_cut(case, keeps) if is_open and case.num_workers == 1 else None
 
@@ -260,7 +260,7 @@ def _loops(num_layers: int, num_workers: int, most: int) -> list[int]:
 
 
 Keeps = Callable[[StageCut], bool]
-"""Whether stages keep limits that the case does not have, the host's memory for instance."""
+"""Whether stages keep limits that are not in the case, such as the host's memory."""
 
 
 def chunk_cut(case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
@@ -284,7 +284,7 @@ def _head_spread(case: SimulationCase) -> Options | None:
 
 
 def _leaves_open(case: SimulationCase) -> bool:
-    """Whether the planner may deal in another way than the published one at all."""
+    """Whether the planner may deal stages in another way than the published one."""
     return case.options == Options() and case.accounting == "default"
 
 
@@ -326,7 +326,7 @@ def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None 
 
 
 def faster(planned: StageCut, other: StageCut, case: SimulationCase) -> StageCut:
-    """The other one if it is faster by more than the simulator can be trusted with."""
+    """`other` if it is faster by more than the simulator's error, else `planned`."""
     planned_s, other_s = (run_step_s("roundpipe", partition, case) for partition in (planned, other))
     return other if other_s < planned_s * (1 - MIN_GAIN) else planned
 
@@ -365,7 +365,7 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
 
 
 def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut:
-    """All layers in the stage with the head, but for an embedding, whose rows come from the host."""
+    """All layers in the stage with the head, except an embedding, whose rows come from the host."""
     last = len(costs.layers) - 1
     if costs.layers[0].name != "embed" or not last:
         return StageCut((), ((0, last),), num_microbatches)
@@ -373,7 +373,7 @@ def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut:
 
 
 def _whole_model_fits(costs: CostModel) -> bool:
-    """Whether every slot of a device could hold it, and its activations."""
+    """Whether every slot of a device could hold all layers, with the activations of one microbatch."""
     layers, limit = costs.layers, costs.device_memory_bytes
     held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
     return limit is None or held + sum(layer.visit_bytes for layer in layers) <= limit

@@ -21,10 +21,10 @@ from roundpipe_cli.schedule.dealing import Dealer, Options
 from roundpipe_cli.schedule.durations import stage_times
 
 NUM_SIMULATED = 4
-"""Shapes that the clocks of the dealing find fastest and that are simulated with their transfers."""
+"""So many of the shapes that are fastest without transfers are simulated with transfers."""
 MAX_ROUND_SIZES = 4
 ROUND_PER_WORKER = 4
-"""Microbatches per worker in a round at most: boundaries, keys and values of a whole round are kept on the host."""
+"""Most microbatches per worker in a round: the host keeps the round's boundaries, keys and values."""
 
 Shape = tuple[tuple[StageRange, ...], tuple[StageRange, ...], int]
 """Forward stages, backward stages (the head alone first), microbatches per round."""
@@ -56,7 +56,7 @@ def chunk_shapes(
 def fastest_shape(
     shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s: Callable[[Shape], float]
 ) -> Shape:
-    """The fastest in the simulator of the first few that keep their limits; the one of least memory if none does."""
+    """The fastest by simulation of the first few that keep their limits; if none does, the one of least memory."""
     kept = [shape for shape in shapes if keeps(shape)][:NUM_SIMULATED]
     if not kept:
         return max(shapes, key=lambda shape: (len(shape[1]), len(shape[0]), -shape[2]))

@@ -27,11 +27,11 @@ class SimulationCase:
     costs: CostModel
     num_workers: int
     num_microbatches: int
-    """Per step."""
+    """Microbatches of a step."""
     accounting: Literal["default", "published"] = "default"
     staleness: Literal[0, 1] = 0
     num_steps: int = 1
-    """1, or an even number: chained steps from which the time per step is taken."""
+    """Chained steps that give the time per step: 1, or an even number."""
     options: Options = Options()
     """How roundpipe deals out its stages; the other schedules bind theirs."""
     auto_dealing: bool = True
@@ -43,7 +43,7 @@ class SimulationCase:
     limits: StageLimits | None = None
     """Limits of stages and of rounds; None: `costs.device_memory_bytes` alone."""
     weights_stay: bool = False
-    """Workers read all weights where they are, so that a microbatch may stay on one worker."""
+    """Workers read all weights in place, so a microbatch may stay on one worker."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class StageCut:
     backward_stages: tuple[StageRange, ...]
     microbatches_per_round: int | None = None
     workers: tuple[int, ...] = ()
-    """Those that get stages; empty: all. The planner leaves workers idle where they would not make a step faster."""
+    """The workers that get stages; empty: all. The planner leaves idle those that would not make a step faster."""
     dealing: Options | None = None
-    """How roundpipe deals them out; None: as the case says."""
+    """How roundpipe deals out stages; None: as the case says."""
     explanation: tuple[str, ...] = ()
-    """Why these stages, in sentences."""
+    """Reasons for these stages, a sentence each."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule's figures."""
+    """Figures of one schedule."""
 
     schedule: Schedule
-    """The first step's."""
+    """Schedule of the first step."""
     timeline: Timeline
-    """The first step's; empty where the figures are remembered."""
+    """Timeline of the first step; empty where the figures come from the cache."""
     makespan_s: float
     parts: Bubble
     step_s: float
@@ -78,7 +78,7 @@ class Result:
 
 
 def check_case(case: SimulationCase) -> None:
-    """Refuse counts that mean nothing.
+    """Refuse counts that make no sense.
 
     Raises:
         RefusedError: which, and what was expected.
@@ -104,13 +104,13 @@ def check_case(case: SimulationCase) -> None:
 
 
 def costs_per_microbatch(name: str, case: SimulationCase, microbatches_per_round: int | None = None) -> CostModel:
-    """The case's costs with what visits take once in the times of their microbatches.
+    """The case's costs, with the work that a visit does once shared out over its microbatches.
 
     Args:
         microbatches_per_round: None: as few as there can be.
     """
     kind, per_visit = SCHEDULE_KINDS[name], float(case.num_microbatches)
-    if not kind.takes_chunks:  # visits take turns, and only one's weights stay unpacked
+    if not kind.takes_chunks:  # visits alternate, and only one visit's weights stay unpacked
         per_visit = 1.0
     elif not kind.binds_stages:
         per_visit /= math.ceil(case.num_microbatches / max(1, microbatches_per_round or case.num_workers))

@@ -1,4 +1,4 @@
-"""How many parameters a model has: as `plan` counts them, as the model itself says, or its files. No torch."""
+"""Number of parameters of a model, by `plan`'s own count, by the model itself or by its files. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 Build = Callable[[FoundConfig], Mapping[str, Any] | None]
-"""Counts a model by building it without weights (`model/meta_counts.py`); None: that could not be done."""
+"""Counts a model by building it without weights (`model/meta_counts.py`); None: it could not be built."""
 
 
 def counted_architecture(found: FoundConfig, build: Build | None = None) -> Architecture:
@@ -48,7 +48,7 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
 
 
 def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
-    """By the model itself; files that hold something else are noticed."""
+    """The model's own count; a notice says so where the files hold another number."""
     how = f"{found.source}; parameters counted on the model itself, built without weights"
     architecture = built_architecture(counts, name=found.name, source=how)
     count, source = _stored_count(found, architecture.tied)
@@ -67,7 +67,7 @@ def _noting_no_weights(found: FoundConfig, architecture: Architecture) -> Archit
 
 
 def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
-    """Parameters in the model's files, or None, and what says so."""
+    """Parameters in the model's files, or None, and the name of the source."""
     if found.folder is None or quantization_settings(found.config):
         return None, ""
     if holds_weights(found):
@@ -78,7 +78,7 @@ def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
 
 
 def _count_of_index(folder: Path, config: dict[str, Any]) -> int | None:
-    """By the index of weights that are not here; None where it does not tell."""
+    """Parameters by the index of weights that are not here; None where it has no total."""
     try:
         metadata = read_json(folder / INDEX_NAME).get("metadata")
     except RefusedError:

@@ -35,7 +35,7 @@ def _candidates(wanted: Architecture) -> Iterator[RecipeCandidate]:
 
 
 def _distance(question: PlanRequest, candidate: RecipeCandidate) -> tuple[bool, bool, int, bool, float]:
-    """Smaller is nearer to what was asked."""
+    """Distance of a recipe from what was asked, for sorting."""
     recipe, architecture, settings = candidate
     wanted = question.architecture
     other_machine = 0.0

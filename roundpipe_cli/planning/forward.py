@@ -22,7 +22,7 @@ from roundpipe_cli.schedule.timeline import makespan_s
 
 SEARCH_STEPS = 40
 COUNTS_TRIED = 3
-"""Numbers of stages that are tried, from the fewest that slots allow."""
+"""So many numbers of stages are tried, from the fewest that slots allow."""
 
 
 def forward_stages(
@@ -33,7 +33,7 @@ def forward_stages(
     num_workers: int,
     num_microbatches: int,
 ) -> tuple[StageRange, ...]:
-    """Stages for a pass of forwards, the fastest of a few that are even and of the step's own.
+    """Stages for a pass of forwards: the fastest of a few even cuts and of the step's own stages.
 
     Args:
         own: a step's stages that cover every layer once, in order. One or two stay as they are: each microbatch then
@@ -58,7 +58,7 @@ def forward_stages(
 
 
 def _keeps(layers: Sequence[LayerCost], most_bytes: tuple[int, int]) -> bool:
-    """Whether a stage of these layers takes at most so many bytes of weights, and of unpacked ones."""
+    """Whether a stage of these layers keeps both limits: bytes of weights, and of unpacked weights."""
     weights, whole = sum(layer.param_bytes for layer in layers), sum(layer.whole_bytes for layer in layers)
     return weights <= most_bytes[0] and whole <= most_bytes[1]
 

@@ -23,28 +23,28 @@ from roundpipe_cli.planning.stages import (
 from roundpipe_cli.units import format_bytes
 
 MIN_ROUNDS = 40
-"""Chained rounds by which a plan for staleness 1 is judged at least."""
+"""Least number of chained rounds that judge a plan for staleness 1."""
 BRISK = SearchEffort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
-"""For the default accounting, which tries several round sizes and whose transfers are estimated anyway."""
+"""Effort for the default accounting, which tries several round sizes and only estimates transfers."""
 STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
-"""For chained steps, of which every score takes many rounds."""
+"""Effort for chained steps, where each score takes many rounds."""
 LIGHT = SearchEffort(cell_work=5.0e6, pattern_cells=30, local_work=3.0e7, enough=2e-3)
-"""For a recipe's stages, whose costs are not known more exactly."""
+"""Effort for a recipe's stages, whose costs are estimates."""
 QUICK = SearchEffort(cell_work=2.0e7, pattern_cells=100, local_work=4.0e6)
-"""For fewer workers, which seldom win."""
+"""Effort for fewer workers than there are, which are seldom faster."""
 SCOUT = SearchEffort(cell_work=3.0e6, pattern_cells=0, local_work=0.0)
-"""For telling numbers of microbatches a round apart, of which most are far off."""
+"""Effort for choosing the microbatches per round, where most values are far from the best."""
 DEEP_LAYERS = 48
 """Above this many layers stages can be cut so evenly that the number of microbatches per round hardly matters."""
 NEAR = 1.004
 """Fewer workers are searched in full if a quick search comes as close as this."""
 FAR = 1.05
-"""Rounds shorter than those that are slower by this are not tried."""
+"""Once a length of rounds is slower by this factor, shorter rounds are not tried."""
 
 
 @dataclass(frozen=True)
 class PlannedCut:
-    """Which layers form a stage, and what the planner expects of it."""
+    """A choice of stages, and the times that the planner expects."""
 
     forward_stages: tuple[StageRange, ...]
     """Inclusive layer ranges in execution order; leaves out what the first backward stage computes itself."""
@@ -62,7 +62,7 @@ class PlannedCut:
 
 @dataclass(frozen=True)
 class _Task:
-    """One question to the search. `per_round` None: at most as many microbatches as workers."""
+    """One question to the search. `per_round` None: at most one microbatch per worker."""
 
     costs: CostModel
     sums: StageSums
@@ -81,7 +81,7 @@ class _Task:
         return self.per_round or len(self.workers)
 
     def scorer(self, hop_s: float | None = None, links: bool = True) -> BatchScorer:
-        """Scores partitions; optionally as if hops or links were different."""
+        """A scorer of partitions, optionally for other hop times or links."""
         costs = self.costs
         speeds = worker_speeds(costs, max(self.workers) + 1)
         moves = any(layer.param_bytes or layer.boundary_bytes or layer.grad_bytes for layer in costs.layers)
@@ -98,7 +98,7 @@ class _Task:
         )
 
     def bounds(self) -> list[int]:
-        """Units of equal work; layers where such a unit, which may hold two layers of unequal work, breaks a limit."""
+        """Units of about equal work; single layers where a unit, which may hold two layers, breaks a limit."""
         units, scorer = unit_bounds(self.sums), self.scorer()
         body = [stop - first for first, stop in pairwise(units)]
         finest = Batch(*map(scorer.numpy.array, ([[*body, 1, *reversed(body)]], [len(body)], [2 * len(body) + 1])))
@@ -109,13 +109,13 @@ class _Task:
         return self.default and self.costs.has_updates
 
     def chain(self) -> RoundChain:
-        """The rounds whose times are the plan's."""
+        """The rounds whose times the plan reports."""
         staleness, num_steps = self.staleness, self.num_steps
         waits = self._waits
         return chain_of(self.num_microbatches, self.round_size, staleness=staleness, num_steps=num_steps, waits=waits)
 
     def judged(self) -> RoundChain:
-        """By what plans are compared: the same, or more rounds where it has too few to tell a steady state."""
+        """The rounds by which plans are compared: as `chain`, or more where those are too few for a steady state."""
         chain = self.chain()
         if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
             return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS, waits=self._waits)
@@ -124,7 +124,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A task and what the search found for it, the fastest first."""
+    """A task and the partitions that the search found for it, fastest first."""
 
     task: _Task
     found: list[Candidate]
@@ -271,7 +271,7 @@ def _to_partition(plan: _Plan) -> PlannedCut:
 
 
 def _does_not_fit(task: _Task) -> ResourceError:
-    """Names the layer that is too large on its own."""
+    """The error for a layer that is too large by itself."""
     sums, names = task.sums, [layer.name for layer in task.costs.layers]
     largest = max(range(sums.num_layers), key=lambda index: sums.backward_bytes(index, index + 1))
     needed = format_bytes(sums.backward_bytes(largest, largest + 1))

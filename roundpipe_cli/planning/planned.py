@@ -1,4 +1,4 @@
-"""Predictions for the very cut that a run used, for the comparison at its end."""
+"""Predictions for the stages that a run used, for the comparison at its end."""
 
 from __future__ import annotations
 

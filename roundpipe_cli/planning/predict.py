@@ -56,7 +56,7 @@ RESIDENT_CUT = "each microbatch stays on one worker, and as much of it as fits n
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """The answer of `roundpipe plan`."""
 
     question: PlanRequest
     forward_stages: tuple[StageRange, ...]
@@ -65,7 +65,7 @@ class Plan:
     verdict: Verdict
     step_s: float
     host_s: float
-    """Part of `step_s`: interpreter time, one after the other for all workers."""
+    """Part of `step_s`: time of the Python interpreter, which serves one worker at a time."""
     bubble_ratio: float
     links: LinkBytes
     cut: StageCut
@@ -105,7 +105,7 @@ def check_fits(loaded: LoadedRecipe) -> None:
     """
     question = ask(loaded, here=True)
     if question.architecture.is_guess:
-        return  # a guess is no reason to refuse a run
+        return  # a guessed size is no reason to refuse a run
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
     if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
@@ -170,19 +170,7 @@ def make_plan(
 
 def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
     """The plan for all devices of the question's machine."""
-    whole = with_all_weights(question)
-    cut = _known_cut(question, answers)
-    verdict = _judged(question, cut)
-    question, kept = with_auto_cache(question, verdict)
-    if kept is not None:
-        verdict = _judged(question, cut)
-    step = _known_step(question, cut, answers)
-    resident = _resident(whole, step.step_s if verdict.fits else math.inf, answers)
-    if resident is not None:
-        question, cut, verdict, step = resident
-        held = question.settings.weight_cache_bytes
-        if held:
-            kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
+    question, cut, verdict, step, kept = decide(question, answers)
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     pairs_s = reference_s(question, cut)
     needs_s = _needs_s(question, step, host_s)
@@ -207,6 +195,26 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
         assumptions=_assumptions(question, cut),
         needs_s=needs_s,
     )
+
+
+def decide(
+    question: PlanRequest, answers: Answers | None
+) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep, str | None]:
+    """The stages of a step, for `plan` and `bench`; the question then has the weight cache, which the line names."""
+    whole = with_all_weights(question)
+    cut = _known_cut(question, answers)
+    verdict = _judged(question, cut)
+    question, kept = with_auto_cache(question, verdict)
+    if kept is not None:
+        verdict = _judged(question, cut)
+    step = _known_step(question, cut, answers)
+    resident = _resident(whole, step.step_s if verdict.fits else math.inf, answers)
+    if resident is not None:
+        question, cut, verdict, step = resident
+        held = question.settings.weight_cache_bytes
+        if held:
+            kept = f"weight cache (auto): all {format_bytes(held)} of weights stay on each GPU, uploaded once in a run"
+    return question, cut, verdict, step, kept
 
 
 def _resident(
@@ -242,7 +250,7 @@ def stage_case(question: PlanRequest) -> SimulationCase:
 
 
 def _figures(question: PlanRequest) -> tuple[object, ...]:
-    """All that the stages and the time of a step depend on."""
+    """Everything that the stages and the time of a step depend on."""
     return question.loaded.recipe, question.architecture, question.settings, question.hardware, question.analytic
 
 
@@ -337,7 +345,7 @@ def _what_binds(needs_s: Mapping[str, float]) -> str:
 
 
 def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
-    """Lines on what was measured, what given and what assumed."""
+    """Lines that say which figures were measured, given or assumed."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [
         f"model: {architecture.source}",
@@ -387,6 +395,6 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
 def solve_recipe(plan: Plan) -> Solution:
     """Changes that would make it fit."""
     question = plan.question
-    asked = question.loaded.recipe.pipeline.weight_cache  # what `auto` takes of what is spare is in nobody's way
+    asked = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
     settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
     return solve(question.architecture, settings, question.hardware)

@@ -19,13 +19,13 @@ from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.timeline import Timeline
 
 MIN_DIFFERENCE = 0.1
-"""Share by which a worker must be slower than the fastest to count as slower."""
+"""A worker counts as slower if it takes longer than the fastest by at least this share."""
 SAME_SPEED = 0.05
-"""Slower workers whose speeds are as near as this have the same."""
+"""Slower workers whose speeds differ by less than this share get the same speed."""
 MIN_SAMPLES = 4
-"""Times of a worker below which its speed is not known."""
+"""With fewer times of a worker than this its speed is unknown."""
 MIN_SHARE = 0.1
-"""Times shorter than this share of the longest are left out: in them overheads count, not the device."""
+"""Times shorter than this share of the longest are left out: they show overheads, not the device."""
 
 
 def profile_stages(num_layers: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...]]:
@@ -81,7 +81,7 @@ def measured_costs(base: CostModel, steps: Iterable[Timeline]) -> CostModel:
 
 
 def measured_speeds(base: CostModel, steps: Sequence[Timeline], num_workers: int) -> tuple[float, ...] | None:
-    """Each worker's speed, that of the fastest 1; None where they are equal, as far as profile steps can tell.
+    """Each worker's speed relative to the fastest; None where profile steps show no difference.
 
     A worker is slower if it takes `MIN_DIFFERENCE` more for the same layers and microbatch in every one of the steps,
     and three quarters of its times are above three quarters of the fastest one's: noise does neither.
@@ -111,7 +111,7 @@ _Spread = tuple[float, float, float]
 
 
 def _slower(spreads: Sequence[_Spread]) -> set[int]:
-    """Workers that are clearly slower than the fastest."""
+    """Workers that are clearly slower than the fastest worker."""
     fastest = min(spreads, key=lambda spread: spread[1])
     return {
         worker

@@ -21,7 +21,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.plain_files import read_regular
 
 FORMAT = 2
-"""Goes up when times mean something else than before."""
+"""Version of the files; raised when the times get another meaning."""
 
 MAX_BYTES = 16 * 1024**2
 MAX_S = 1e6
@@ -36,7 +36,7 @@ class ProfileCache:
             key: everything that layer times depend on, in JSON's types.
         """
         self.damage: str | None = None
-        """The fault of the file, for the reader; set by `load`."""
+        """Message about a damaged file; set by `load`."""
         text = json.dumps([FORMAT, key], sort_keys=True)
         self.path: Path = cache_folder("profiles") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 

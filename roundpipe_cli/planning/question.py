@@ -35,20 +35,20 @@ class PlanRequest:
     hardware: Hardware
     analytic: AnalyticCosts
     reads_disk: bool = False
-    """Weights are read anew from the disk in every round."""
+    """Weights are read from the disk again in every round."""
     machine_source: str = ""
-    """Who named the machine, for the reader."""
+    """Who named the machine, as a text for the user."""
     choices: tuple[str, ...] = ()
-    """The value of `auto` for some keys, a line each."""
+    """A line for each key whose value is `auto`: what it became."""
 
     unpacking: Unpacking | None = None
     """How packed weights are unpacked; None: there are none."""
     packs: bool = False
-    """Rows will be packed, by the recipe or as far as `auto` can be told before they are read."""
+    """Rows will be packed: the recipe says so, or `auto` will, as far as that is known before rows are read."""
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
-        """The CPU is planned for because there is no GPU here and nobody named a machine."""
+        """The plan is for the CPU because no machine was named and there is no GPU here."""
         on_cpu = all(device.is_cpu for device in self.hardware.devices)
         return self.machine_source == THIS_MACHINE and on_cpu and self.loaded.recipe.pipeline.devices == "auto"
 
@@ -66,7 +66,7 @@ class PlanRequest:
 
 
 def settings_of(recipe: Recipe) -> TrainingSettings:
-    """The part of a recipe that decides costs and memory."""
+    """The recipe's values that decide costs and memory."""
     targets = recipe.lora.target_modules
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
@@ -154,7 +154,7 @@ def ask(
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
-    """The value of `micro_batch_tokens: auto` here."""
+    """The value of `micro_batch_tokens: auto` for this model and machine."""
     by_row = replace(settings, micro_batch_size=1, num_microbatches=recipe.rows_per_step)
     by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
     smallest = with_smallest_card(machine)
@@ -164,7 +164,7 @@ def _token_budget(recipe: Recipe, architecture: Architecture, settings: Training
 
 
 def describe_budget(recipe: Recipe) -> str:
-    """The value that `micro_batch_tokens: auto` became, in words."""
+    """A line that says what `micro_batch_tokens: auto` became."""
     rows, tokens = recipe.rows_per_microbatch, recipe.token_budget
     return f"micro_batch_tokens (auto): {tokens:,}: {counted(rows, 'row')} of {recipe.max_seq_length:,} tokens"
 
@@ -190,7 +190,7 @@ def _kept_blocks(recipe: Recipe, num_workers: int) -> int:
 
 
 def choose_tier(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> TrainingSettings:
-    """Frozen weights mapped from disk, if host memory is too short for them and that is all that is in the way."""
+    """The settings, with frozen weights mapped from disk where host memory is too small and only that helps."""
     if settings.method == "full" or judge_coarsest(architecture, settings, machine).fits:
         return settings
     mapped = replace(settings, weights_on_disk=True)
@@ -218,7 +218,7 @@ def _read_from_disk(
 
 
 def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
-    """The machine that a recipe's `devices` mean here; assumed where there is no such GPU to be seen."""
+    """The machine that a recipe's `devices` mean here; assumed where no such GPU is found."""
     devices, output_dir = recipe.pipeline.devices, Path(recipe.output_dir)
     gpus, notes = visible_gpus()
     if isinstance(devices, str):

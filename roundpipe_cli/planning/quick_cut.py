@@ -31,7 +31,7 @@ def quick_cut(
     simulated = min(num_microbatches, MAX_SIMULATED_MICROBATCHES)
 
     def step_s(cut: QuickCut) -> float:
-        """Simulated seconds of a step with these stages."""
+        """Seconds of a simulated step with these stages."""
         schedule = build_schedule(
             "roundpipe",
             forward_stages=cut[0],

@@ -22,7 +22,7 @@ METHODS = {
     "4-bit LoRA": ("method: lora", "load_in_4bit: true"),
     "full": ("method: full",),
 }
-"""Name for the reader -> lines of a recipe; every other key has its default."""
+"""Displayed name -> lines of a recipe; every other key has its default."""
 NUM_SHOWN = 3
 SEQUENCE = 2048
 """Tokens of a row."""
@@ -103,4 +103,4 @@ def _lack(architecture: Architecture, settings: TrainingSettings, hardware: Hard
     if all(device.is_cpu for device in hardware.devices) and architecture.parameters > MAX_PARAMETERS_ON_CPU:
         return "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
     verdict = judge_coarsest(architecture, settings, hardware)
-    return None if verdict.fits else verdict.reasons[0].partition(". Needed are")[0]
+    return None if verdict.fits else verdict.short_reasons[0]

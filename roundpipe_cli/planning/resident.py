@@ -23,7 +23,7 @@ DEALING = Options(earliest_free=True)
 
 
 def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut], bool]) -> StageCut | None:
-    """The stages of fewest recomputes that `keeps` lets pass; None if it lets none pass.
+    """The stages with the fewest recomputes among those that keep the limits of `keeps`; None if none does.
 
     Args:
         costs: their first layer is an embedding, which is gathered on the host.

@@ -21,7 +21,7 @@ from typing import IO
 
 MAX_COUNTED_BYTES = 256 * 1024**2
 MAX_PARSED_BYTES = 32 * 1024**2
-"""Largest JSON list or quoted table, of which every byte has to be looked at."""
+"""Largest JSON list or quoted table that is counted: every byte has to be read."""
 MAX_FOOTER_BYTES = 16 * 1024**2
 MAX_DEPTH = 16
 """Depth of structures in a parquet footer; real ones have six."""
@@ -34,7 +34,7 @@ class RowCount:
 
     num_rows: int
     num_bytes: int
-    """Bytes of text, about; 0 where it is not known."""
+    """Approximate bytes of text; 0: unknown."""
     is_exact: bool = True
 
 
@@ -160,7 +160,7 @@ class _Footer:
         return (value >> 1) ^ -(value & 1)
 
     def _skip(self, kind: int, depth: int) -> None:
-        """Leave out a value of a type of the compact protocol."""
+        """Skip a value of this type of the compact protocol."""
         if depth > MAX_DEPTH:
             raise ValueError("a parquet footer that is nested too deeply")
         if kind in (1, 2):  # true and false are their own values

@@ -23,9 +23,9 @@ class RunLength:
     steps: int | None
     """None: the rows cannot be counted here."""
     why: str
-    """How that is known, or why not."""
+    """How the number is known, or why it is not."""
     is_packed: bool = False
-    """Rows are packed, so that sequences are full and there are fewer than rows."""
+    """Rows are packed, so there are fewer sequences than rows."""
 
 
 def length_of(loaded: LoadedRecipe, *, packs: bool = False) -> RunLength:
@@ -58,7 +58,7 @@ def length_of(loaded: LoadedRecipe, *, packs: bool = False) -> RunLength:
 
 
 def _rows_of(dataset: DatasetConfig, folder: Path) -> RowCount | None:
-    """Rows of a source, as far as its split is one that can be told before they are read."""
+    """Rows of a source, where its split is known without reading them."""
     match = SLICE.fullmatch(dataset.split.strip())
     if match is None:
         return None

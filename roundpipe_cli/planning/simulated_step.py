@@ -20,7 +20,7 @@ from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, chained_step_s
 
 MAX_SIMULATED_MICROBATCHES = 64
-"""Longer steps are extrapolated."""
+"""Steps with more microbatches are extrapolated."""
 EXTRAPOLATED_PER_WORKER = 4
 """Microbatches per worker from which a longer step is extrapolated, at least `MAX_SIMULATED_MICROBATCHES / 2` and at
 most `MAX_SIMULATED_MICROBATCHES` together. As many are simulated, and two rounds fewer."""
@@ -41,7 +41,7 @@ class LinkBytes:
 
 
 def per_round_of(question: PlanRequest, cut: StageCut) -> int:
-    """Microbatches of a round; of schedules that have no rounds, all of a step's."""
+    """Microbatches of a round; all of the step for schedules without rounds."""
     usual = 0 if question.loaded.recipe.pipeline.binds_stages else question.num_workers
     return cut.microbatches_per_round or usual or question.settings.num_microbatches
 
@@ -71,7 +71,7 @@ def step_from(document: Any) -> SimulatedStep:
 
 
 def overlaps_steps(question: PlanRequest) -> bool:
-    """Whether no step waits for all of the one before."""
+    """Whether steps may overlap: no step waits until all of the step before has ended."""
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
     may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
     return may and question.num_workers > 1 and question.analytic.costs.equal_workers
@@ -112,7 +112,7 @@ def _rounds(question: PlanRequest, cut: StageCut) -> int:
 
 
 def _num_simulated(question: PlanRequest, cut: StageCut) -> int:
-    """Microbatches that are simulated: all of a step's, or whole rounds less."""
+    """Microbatches that are simulated: those of the whole step, or fewer by whole rounds."""
     wanted, rounds = question.settings.num_microbatches, _rounds(question, cut)
     if wanted <= MAX_SIMULATED_MICROBATCHES:
         return wanted

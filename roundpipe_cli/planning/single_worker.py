@@ -21,13 +21,13 @@ from roundpipe_cli.schedule.durations import stage_times
 
 MAX_SIMULATED_MICROBATCHES = 8
 MAX_SHORT_ROUND = 4
-"""Rounds of so many microbatches are tried, and longer ones where links would bind."""
+"""Rounds of these numbers of microbatches are tried, and longer ones where links would limit."""
 ROUNDING = 1e-9
-"""Relative difference by which a bound may exceed a time only because sums are rounded."""
+"""A bound may exceed a time by this relative difference, because sums are rounded."""
 
 
 def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> StageCut | None:
-    """The fastest of a few cuts that `keeps` lets pass; None if it lets none pass."""
+    """The fastest of a few cuts that keep the limits of `keeps`; None if none does."""
     assert case.limits is not None
     cuts = list(filter(keeps, _candidates(case.costs, case.limits, case.num_microbatches)))
     if len(cuts) < 2:
@@ -35,7 +35,7 @@ def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> Stage
     longest = max(cut.microbatches_per_round or 1 for cut in cuts)
     simulated = min(case.num_microbatches, max(MAX_SIMULATED_MICROBATCHES, longest))
     short = replace(case, num_microbatches=simulated)
-    # the most promising first, of equal bounds the one with long rounds, which waits for its link less
+    # most promising first; of equal bounds the one with long rounds, which waits less for its link
     order = sorted(
         (single_worker_bound_s(cut, short), -(cut.microbatches_per_round or 1), place) for place, cut in enumerate(cuts)
     )
@@ -69,7 +69,7 @@ def single_worker_bound_s(cut: StageCut, case: SimulationCase) -> float:
     }
     now_s = link_s = 0.0
     held: dict[StageRange, float] = {}
-    """Stages in slots, least recently used first, and when each was left."""
+    """Stages in slots, least recently used first, and the time at which each was left."""
     for begin in range(0, case.num_microbatches, per_round):
         size = min(per_round, case.num_microbatches - begin)
         for layers, seconds in forward + backward:
@@ -83,7 +83,7 @@ def single_worker_bound_s(cut: StageCut, case: SimulationCase) -> float:
 
 
 def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
-    """Large and middling stages, in short rounds and in such as links need."""
+    """Cuts with large and medium stages, with short rounds and with rounds long enough for the links."""
     num_blocks = len(costs.layers) - 2
     blocks = costs.layers[1:-1]
     weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)

@@ -24,12 +24,12 @@ MAX_SEQUENCE_TOKENS = 1 << 24
 MAX_MICRO_BATCH = 1 << 16
 NUM_CHANGES = 3
 MLP_CHUNK_TOKENS = 4096
-"""That keep large products busy, of an expert too: with 8 of 128 experts a token, 256 rows each."""
+"""Tokens that keep large products busy; with 8 of 128 experts a token, each expert gets 256 rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One way to make a recipe fit."""
+    """A change that makes a recipe fit."""
 
     overrides: tuple[str, ...]
     """`key=value` texts for the command line; empty for a change of the machine."""
@@ -42,12 +42,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """None: not even the smallest value fits."""
+    """Settings that would fit; None: not even the smallest value does."""
 
     max_seq_length: int | None
     micro_batch_size: int | None
     changes: tuple[Change, ...]
-    """Empty where the recipe fits as it is."""
+    """Changes that make the recipe fit; empty where it fits as it is."""
 
 
 def solve(
@@ -118,7 +118,7 @@ def cheapest_changes(
         for change, steps in sorted(joined, key=lambda item: item[0].rank):
             keys = frozenset(override.split("=")[0] for override in change.overrides)
             if any(enough <= keys for _, enough in found):
-                continue  # holds a change of the same keys that is enough and cheaper
+                continue  # a cheaper change of the same keys is enough
             changed = settings
             for _, apply in steps:
                 changed = apply(changed)

@@ -28,12 +28,12 @@ class StageLimits:
     forward_bytes: int | None = None
     backward_bytes: int | None = None
     head_bytes: int | None = None
-    """Limit of the first backward stage, on top of which come its logits; None: as `backward_bytes`."""
+    """Limit of the first backward stage, without its logits; None: as `backward_bytes`."""
     microbatches_per_round: int | None = None
-    """The host keeps the boundaries of all of them."""
+    """Longest round: the host keeps the boundaries of all its microbatches."""
 
     def keeps_round(self, microbatches: int) -> bool:
-        """Whether a round may have so many."""
+        """Whether a round may have this many microbatches."""
         return self.microbatches_per_round is None or microbatches <= self.microbatches_per_round
 
 
@@ -135,7 +135,7 @@ def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> l
 
 
 def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
-    """Sizes in execution order to layer ranges, from layer 0 up."""
+    """Layer ranges of stages of these sizes, in execution order, from layer 0 up."""
     ranges = []
     first = 0
     for size in sizes:
@@ -145,7 +145,7 @@ def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
 
 
 def backward_ranges(sizes: Sequence[int], num_layers: int) -> tuple[StageRange, ...]:
-    """Sizes in execution order to layer ranges, from the last layer down."""
+    """Layer ranges of stages of these sizes, in execution order, from the last layer down."""
     ranges = []
     stop = num_layers
     for size in sizes:
@@ -155,7 +155,7 @@ def backward_ranges(sizes: Sequence[int], num_layers: int) -> tuple[StageRange, 
 
 
 def even_sizes(total: int, parts: int, *, larger_first: bool) -> tuple[int, ...]:
-    """`total` in `parts` that differ by at most one."""
+    """`total` divided into `parts` numbers that differ by at most one."""
     size, larger = divmod(total, parts)
     small, large = [size] * (parts - larger), [size + 1] * larger
     return tuple(large + small if larger_first else small + large)

@@ -1,4 +1,4 @@
-"""A plan in one word and the reason for it."""
+"""The verdict on a plan in one word, and its reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
 from roundpipe_cli.planning.predict import Plan
 
 WAITING_SHARE = 0.5
-"""A step in which workers wait for more than this share of the time is slow."""
+"""A plan is SLOW if workers wait for more than this share of the time."""
 Word = Literal["FITS", "SLOW", "DOES NOT FIT"]
 
 
@@ -19,13 +19,13 @@ class Summary:
 
     word: Word
     reasons: tuple[str, ...] = ()
-    """Why it is slow, or which numbers break and by how much; the parts of a need are left out."""
+    """Why the plan is slow, or which memory is short by how much."""
 
 
 def summary_of(plan: Plan) -> Summary:
-    """FITS, SLOW if the machine mostly waits, or DOES NOT FIT."""
+    """FITS, DOES NOT FIT, or SLOW if the machine mostly waits."""
     if not plan.verdict.fits:
-        return Summary("DOES NOT FIT", tuple(reason.partition(". Needed are")[0] for reason in plan.verdict.reasons))
+        return Summary("DOES NOT FIT", plan.verdict.short_reasons)
     rate = f"{plan.tokens_per_s:,.0f} tokens/s"
     question = plan.question
     on_cpu = all(device.is_cpu for device in question.hardware.devices)

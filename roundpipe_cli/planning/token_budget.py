@@ -28,17 +28,17 @@ from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, stages_of_blocks
 
 USUAL_TOKENS = 8192
-"""Tokens that keep a card busy with products rather than with launching them and fetching weights (rule of thumb)."""
+"""Tokens with which products take longer than launches and uploads of weights (rule of thumb)."""
 EXPERT_TOKENS = 16384
-"""The same where each expert sees a small share of them."""
+"""The same for models whose experts each get a small share of the tokens."""
 CPU_TOKENS = 2048
 """The same for the processor, which fetches no weights."""
 MIN_MICROBATCHES = 4
-"""Microbatches that a full step is left with, whatever the number of workers, which is not asked for."""
+"""A full step keeps at least so many microbatches, whatever the number of workers."""
 MIN_LARGE_MICROBATCHES = 16
-"""The same where they have more than `USUAL_TOKENS`."""
+"""The same where a microbatch has more than `USUAL_TOKENS`."""
 MICROBATCHES_KEPT = 16
-"""Microbatches whose boundaries the host has room for: rounds of two for each of eight workers."""
+"""The host must have room for the boundaries of so many: rounds of two for each of eight workers."""
 CPU_SHARE = 1 / 8
 """Share of the host's memory for the activations of one CPU worker."""
 
@@ -76,7 +76,7 @@ def choose_token_budget(
 
 
 def with_smallest_card(machine: Hardware) -> Hardware:
-    """The machine with its card of least memory alone, of which stages may fill `DEVICE_SHARE`, and any disk."""
+    """The machine with only its smallest card, of which stages may fill `DEVICE_SHARE`, and any disk."""
     gpus = [device for device in machine.devices if not device.is_cpu]
     device = min(gpus or machine.devices, key=lambda one: one.memory_bytes)
     share = 1.0 if device.is_cpu else DEVICE_SHARE / FITTING_SHARE

@@ -33,7 +33,7 @@ def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
 
 
 def describe_idle_gpus(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:
-    """Which devices stay idle and why.
+    """A line that says which devices stay idle, and why.
 
     Args:
         fits: whether it would fit with them.

@@ -30,14 +30,14 @@ from roundpipe_cli.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Unpacking:
-    """The decision, and what is in its way."""
+    """The decision, and what prevents unpacking once per visit."""
 
     label: str
-    """The format, for readers."""
+    """Name of the format, for the user."""
     once: bool
-    """Per visit of a stage; otherwise for each microbatch and pass."""
+    """Once per visit of a stage; otherwise for each microbatch and pass."""
     lacking: str = ""
-    """`3 GiB of GPU memory`, where that is why."""
+    """Memory that is missing for once per visit, such as `3 GiB of GPU memory`."""
 
     def describe(self) -> str:
         """A line for the user."""
@@ -50,7 +50,7 @@ class Unpacking:
 def choose_unpacking(
     architecture: Architecture, settings: TrainingSettings, machine: Hardware, pipeline: PipelineConfig
 ) -> Unpacking | None:
-    """How packed weights are unpacked; None where none are.
+    """How packed weights are unpacked; None where there are none.
 
     Args:
         settings: as they are apart from this decision.
@@ -78,7 +78,7 @@ def choose_unpacking(
 def _least_stages(
     pipeline: PipelineConfig, num_layers: int, num_workers: int
 ) -> tuple[Sequence[StageRange], Sequence[StageRange]]:
-    """Forward and backward stages that take least of a device: the recipe's own, or the smallest of its schedule."""
+    """The stages that need least device memory: the recipe's own, or the smallest of its schedule."""
     given = given_cut(pipeline, num_workers)
     if given is not None:
         return given.forward_stages, given.backward_stages

@@ -1,4 +1,4 @@
-"""Does it fit: the needs of a run against what the machine has, and which number breaks by how much."""
+"""Whether a run fits: its needs against the machine's memories, and which memory is short by how much."""
 
 from __future__ import annotations
 
@@ -28,21 +28,26 @@ from roundpipe_cli.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Needs of a run in each memory, and why it does not fit, if it does not."""
+    """Needs of a run in each memory, and the reasons why it does not fit."""
 
     device: Need
-    """One worker's."""
+    """Need of one worker."""
     host: Need
-    """At the peak of a step."""
+    """Need of the host at the peak of a step."""
     loading: Need
-    """Peak of the host, while the model is loaded."""
+    """Need of the host at its peak while the model is loaded."""
     disk: Need
     reasons: tuple[str, ...]
-    """Empty: it fits."""
+    """Reasons why the run does not fit; empty: it fits."""
 
     @property
     def fits(self) -> bool:
         return not self.reasons
+
+    @property
+    def short_reasons(self) -> tuple[str, ...]:
+        """The reasons, without the parts of each need."""
+        return tuple(reason.partition(". Needed are")[0] for reason in self.reasons)
 
 
 def judge(
@@ -131,7 +136,7 @@ def _finest_host_bytes(
     analytic: AnalyticCosts,
     per_round: int,
 ) -> int:
-    """With one layer a stage, which keeps the most boundaries."""
+    """The host's need with one layer a stage, which keeps the most boundaries."""
     count = len(analytic.costs.layers)
     return host_need(analytic.costs, architecture, settings, hardware, (count, count), per_round).total_bytes
 
@@ -156,7 +161,7 @@ def _device_reason(need: Need, device: Device) -> str | None:
 
 
 def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str | None:
-    """None if the need is met; otherwise which number breaks and by how much."""
+    """None if the need is met; otherwise which memory is short, and by how much."""
     over = need.total_bytes - usable_bytes
     if over <= 0:
         return None

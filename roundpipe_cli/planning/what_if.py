@@ -23,7 +23,7 @@ _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 @dataclass(frozen=True)
 class Combination:
-    """One combination: its plan, or why there is none."""
+    """One combination of values: its plan, or the reason why there is none."""
 
     values: Mapping[str, str]
     plan: Plan | None
@@ -32,7 +32,7 @@ class Combination:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Fastest first, then what does not fit, then what is refused."""
+        """Order of rows: fastest first, then what does not fit, then what is refused."""
         if self.plan is None or self.summary is None:
             return 2, 0.0
         return int(self.summary.word == "DOES NOT FIT"), -self.plan.tokens_per_s

@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_cli.choices import OPTIMIZERS
 
 Writes = dict[str, Any]
-"""Dotted recipe key -> value. Empty: the line asks for what this tool does anyway, or for nothing."""
+"""Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
 
 AliasConversion = Callable[[Any], Writes]
 """May raise ValueError with a sentence: this value has no counterpart here."""
@@ -143,7 +143,7 @@ ALIASES: dict[str, AliasConversion] = {
     "do_train": _one_of({True: {}}),
     "auto_resume_from_checkpoints": _one_of({True: {"resume_from_checkpoint": "auto"}, False: {}}),
 }
-"""Dotted key of another trainer -> what it means here."""
+"""Dotted key of another trainer -> its meaning here."""
 
 _DEVICES = "layers are streamed through all devices anyway; name them with pipeline.devices"
 

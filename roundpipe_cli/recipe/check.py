@@ -1,4 +1,4 @@
-"""Plain data against the annotations of `schema.py`: unknown keys, types, ranges, missing keys; all at once."""
+"""Checks plain data against the annotations of `schema.py`: unknown keys, types, ranges, missing keys; all at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_SHOWN = 30
 """Problems shown one by one; the rest are counted."""
 
 REFUSED: Any = object()
-"""In place of a value that was refused; its problem is among the findings."""
+"""Stands for a refused value; its problem is among the findings."""
 NAMED_KEYS = 6
-"""Keys of a mapping that an error names at most."""
+"""Most keys of a mapping that an error names."""
 
 
 class Findings:
@@ -58,7 +58,7 @@ class Findings:
         return self.places.get(path, Place("recipe", 0))
 
     def trial(self) -> Findings:
-        """Empty findings about the same data, to try one reading of a value."""
+        """Empty findings about the same data, for trying one type of a value."""
         return Findings(self.places, self)
 
     def is_refused(self, path: KeyPath) -> bool:
@@ -141,7 +141,7 @@ def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
         is_list = get_origin(base) is tuple and isinstance(value, list)
         result = check(value, base, path, findings) if is_list else _scalar(value, base)
         if result is REFUSED and is_list:
-            return REFUSED  # an item is wrong, and has said so
+            return REFUSED  # an item is wrong and was reported
         if result is REFUSED or not all(constraint.accepts(result) for constraint in constraints):
             return _refuse(value, hint, path, findings)
         return result

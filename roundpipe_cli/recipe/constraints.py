@@ -49,7 +49,7 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Explained:
-    """One of a table's names; the meanings of its entries follow the key's own in the list of keys."""
+    """One of a table's names; the list of keys shows their meanings behind the key's own."""
 
     table: Mapping[Any, OptimizerKind]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
@@ -45,7 +45,7 @@ _USUAL: dict[str, tuple[Any, ...]] = {
     "field_tools": ("tools",),
     "chat_template": ("tokenizer_default",),
 }
-"""Values by which a dataset says what is done here anyway."""
+"""Values that ask for what is always done here."""
 
 
 def axolotl_datasets(items: Any, key: str, name: str, result: Conversion) -> list[Entry]:
@@ -54,15 +54,23 @@ def axolotl_datasets(items: Any, key: str, name: str, result: Conversion) -> lis
     Raises:
         RefusedError: an entry without a path, of rows that are tokens already, or with messages that are not read here.
     """
-    entries: list[Entry] = []
+    found = items_with_path(items, key, name)
+    return [entry for where, item in found for entry in _axolotl_entries(item, where, name, result)]
+
+
+def items_with_path(items: Any, key: str, name: str) -> Iterator[tuple[str, Entry]]:
+    """(place, copy) of each item of axolotl's list `key`.
+
+    Raises:
+        RefusedError: an item without a path.
+    """
     for index, item in enumerate(items if isinstance(items, list) else [items]):
         where = f"{key}[{index}]"
         if not isinstance(item, dict) or not isinstance(item.get("path"), str):
             raise RefusedError(
                 "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
             )
-        entries += _axolotl_entries(dict(item), where, name, result)
-    return entries
+        yield where, dict(item)
 
 
 def axolotl_texts(items: Any, name: str, result: Conversion) -> list[Entry]:

@@ -38,7 +38,7 @@ _READ = (
     *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "formatting", "ranking"),
     *("subset", "split", "folder", "num_samples", "columns", "tags"),
 )
-"""Keys of a dataset in the table that are dealt with here."""
+"""Keys of a dataset in the table that this module reads."""
 
 
 def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conversion) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 Every key ends in exactly one of three lists: it is in the recipe, it changes nothing here, or it is left out with a
 reason. Where training itself becomes another, the recipe's first line says so; where the file is for another job, it
-is refused. The recipe always passes every check: whatever would not is left out. What a file leaves unsaid is the
+is refused. The recipe always passes every check: values that would not are left out. Missing keys get the
 other tool's default. A peer's step has micro batch x accumulation x GPUs rows; a step here does not depend on the
 number of GPUs, so the accumulation is multiplied by it.
 """
@@ -292,7 +292,7 @@ def _multiply(writes: RecipeWrites, num_gpus: int, result: Conversion) -> None:
 
 
 def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
-    """Notes about what the file leaves unsaid."""
+    """Notes about keys that the file does not have."""
     tool = result.tool
     if writes.defaults:
         shown = ", ".join(f"{target} {short(value)}" for target, value in writes.defaults.items())

@@ -1,4 +1,4 @@
-"""When other tools save and evaluate, as `save_steps` and `eval_steps`."""
+"""Other tools' settings for saving and evaluating, as `save_steps` and `eval_steps`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roundpipe_cli.recipe.aliases import Writes
 from roundpipe_cli.recipe.convert_outcomes import ConversionRule, Data, LeaveOutError
 
 _BY_STRATEGY = ("epoch", "no", False, "best")
-"""Strategies beside which transformers does not read the number of steps."""
+"""Strategies with which transformers does not read the number of steps."""
 
 
 def _save_strategy(value: Any, data: Data) -> Writes:

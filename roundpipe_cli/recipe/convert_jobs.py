@@ -1,6 +1,6 @@
-"""Which files of other tools are refused, because they are for a job that no recipe does.
+"""Refuses files of other tools for a job that no recipe does.
 
-What would come out of such a file as a recipe is another model than the file is for. Settings that only change the way
+A recipe of such a file would train another model than the file does. Settings that only change the way
 there are converted, and named in the recipe's first line (`convert_tables.CHANGES`).
 """
 
@@ -111,7 +111,7 @@ def refuse_other_jobs(data: Mapping[str, Any], tool: Tool, name: str) -> Job:
 
 
 def _other_jobs(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]:
-    """(job, the line that says so) of everything that no recipe does."""
+    """(job, its line) of everything that no recipe does."""
     yield from _by_values(data, tool)
     known = job_of(data, tool)
     for key, job in _BY_KEY.items():

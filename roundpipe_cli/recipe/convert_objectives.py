@@ -1,4 +1,4 @@
-"""The objective of another tool's file: which job it is, and its keys of losses that compare answers.
+"""The objective of another tool's file, and its keys for losses that compare answers.
 
 A tool reads such a key in one kind of job. Elsewhere it changes nothing, and neither does it here.
 """
@@ -99,7 +99,7 @@ _PAIR_CHANGES: Mapping[str, str] = {
 """Keys that have no counterpart in a job with pairs, and what is trained instead."""
 
 _DECIDE = ("rl", "stage", "pref_loss", "dpo_loss_type", "loss_type")
-"""Keys that say which objective it is."""
+"""Keys that name the objective."""
 _SILENT = """
     precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel
     dpo_use_logits_to_keep dpo_generate_during_eval generate_during_eval precompute_ref_batch_size max_prompt_len
@@ -109,10 +109,10 @@ _SILENT = """
     reward_model_adapters reward_model_quantization_bit reward_model_type
 """
 _WITHOUT_EFFECT = frozenset(_SILENT.split())
-"""Keys that are read in other jobs, or that say how the same is computed."""
+"""Keys that other jobs read, or that only change how the same is computed."""
 _OF_SFT = frozenset(("train_on_prompt", "train_on_inputs", "mask_history", "loss_type"))
 LOSS_KEYS = frozenset({*_TARGETS, *_PAIR_CHANGES, *_WITHOUT_EFFECT, *_DECIDE} - _OF_SFT)
-"""Keys that say something of losses on answers that are compared."""
+"""Keys about losses that compare answers."""
 
 JOB_DEFAULTS: Mapping[Tool, Mapping[str, Mapping[str, Any]]] = {
     "axolotl": {"simpo": {"simpo.beta": 0.1, "simpo.cpo_alpha": 1.0}},

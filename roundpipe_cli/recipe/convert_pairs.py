@@ -1,15 +1,13 @@
-"""`datasets` of preference pairs in axolotl's files: its `type` says which columns a row has."""
+"""`datasets` of preference pairs in axolotl's files, whose `type` names the columns of a row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.aliases import is_off
-from roundpipe_cli.recipe.convert_data import NAME_PATH, Entry, check_role, file_paths, message_type
+from roundpipe_cli.recipe.convert_data import Entry, check_role, file_paths, items_with_path, message_type
 from roundpipe_cli.recipe.convert_result import Conversion
-from roundpipe_cli.recipe.strict_yaml import shown_value
 
 _PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
 """axolotl's shapes of rows, the second word of a `type`, whose prompt has a column of its own."""
@@ -32,15 +30,7 @@ def axolotl_pairs(items: Any, key: str, name: str, result: Conversion) -> list[E
     Raises:
         RefusedError: an entry without a path, or with messages that are not read here.
     """
-    entries: list[Entry] = []
-    for index, item in enumerate(items if isinstance(items, list) else [items]):
-        where = f"{key}[{index}]"
-        if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-            raise RefusedError(
-                "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
-            )
-        entries += _entries(dict(item), where, name, result)
-    return entries
+    return [entry for where, item in items_with_path(items, key, name) for entry in _entries(item, where, name, result)]
 
 
 def _entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""The result of a conversion, and how its recipe is written: the header says first what means something else."""
+"""The result of a conversion, and its recipe as text, whose header begins with what trains differently."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Conversion:
     without_effect: list[str] = field(default_factory=list)
     """Keys that change nothing here."""
     written: set[str] = field(default_factory=set)
-    """Keys of the file that say a value of the recipe."""
+    """Keys of the file that set a value of the recipe."""
     notes: list[str] = field(default_factory=list)
     """Notes for users of the other tool."""
 
@@ -45,7 +45,7 @@ class Conversion:
             self.change(key, change)
 
     def change(self, key: str, what: str) -> None:
-        """Add to the first line what `key` becomes."""
+        """Name in the first line what training does in place of `key`."""
         sentence = f"{key}: {what}"
         if sentence not in self.changes:
             self.changes.append(sentence)

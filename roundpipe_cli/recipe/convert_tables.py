@@ -1,4 +1,4 @@
-"""Meanings of the keys of axolotl, LLaMA-Factory and TRL: the tables of `convert.py`.
+"""Meanings of the keys of axolotl, LLaMA-Factory and TRL: the tables of `convert_file.py`.
 
 The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what depends on the value is in
 `convert_rules.py`. A key that is in no table and is no recipe key either has no counterpart.
@@ -27,7 +27,7 @@ SIGNS: Mapping[Tool, tuple[str, ...]] = {
         *("dtype", "dataset_train_split", "dataset_num_proc", "assistant_only_loss", "eos_token", "model_revision"),
     ),
 }
-"""Keys by which a tool's file is known; the tool with most of them it is."""
+"""Keys that identify a tool's file: it belongs to the tool with most of its keys."""
 
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "axolotl": {

@@ -1,4 +1,4 @@
-"""Which names of chat templates in axolotl and LLaMA-Factory are a model's own, so that its tokenizer has them."""
+"""Names of chat templates in axolotl and LLaMA-Factory that are a model's own, so that its tokenizer has them."""
 
 from __future__ import annotations
 

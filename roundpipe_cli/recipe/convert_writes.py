@@ -28,7 +28,7 @@ class RecipeWrites:
     def __init__(self, result: Conversion) -> None:
         self.values: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
-        """Keys that the other tool's defaults have put in."""
+        """Keys that come from the other tool's defaults."""
         self._sources: dict[str, tuple[str, Any]] = {}
         self.result = result
         self.refused: set[str] = set()
@@ -51,7 +51,7 @@ class RecipeWrites:
         self._sources.setdefault(target, (key, written))
 
     def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
-        """List a line whose value no recipe has, with what the recipe does instead."""
+        """List a line whose value no recipe can have, with what the recipe does instead."""
         self.refused.add(target)
         change = None
         if target.partition(".")[0] not in _NOT_TRAINING:

@@ -19,7 +19,7 @@ MAX_CHAIN = 20
 """References that may lead from one to the next."""
 
 MISSING: Any = object()
-"""In place of an item that does not exist."""
+"""Stands for an item that does not exist."""
 
 _OPENING = re.compile(r"(\\*)\$\{")
 _VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)(?=/|$)")
@@ -89,7 +89,7 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
     for path in texts:
         if path in findings.refused:
             _replace(data, path, None)
-    from omegaconf import OmegaConf  # takes longer to import than a recipe to read, and few need it
+    from omegaconf import OmegaConf  # imported late: it takes longer than reading a recipe, and few recipes need it
 
     plain = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
     assert isinstance(plain, dict)

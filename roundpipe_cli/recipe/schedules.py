@@ -1,4 +1,4 @@
-"""The settings of learning-rate schedules: which a schedule takes, and which values keep the learning rate in bounds.
+"""The settings of learning-rate schedules, and their values that keep the learning rate in bounds.
 
 No schedule may give a learning rate that is negative, or above `learning_rate` unless `lr_above_peak` asks for it. The
 bounds here do not depend on the number of steps; `train/optim/learning_rate.py` looks at every step before training.
@@ -24,7 +24,7 @@ SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """Settings of each schedule in transformers."""
 NEEDED_SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
-"""Exactly one of these has to be there."""
+"""Exactly one of these is required."""
 
 _NOT_NEGATIVE, _COUNT = Annotated[float, Range(0)], Annotated[int, Range(0)]
 _CURVE = Literal["linear", "cosine", "1-sqrt"]

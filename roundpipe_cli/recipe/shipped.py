@@ -1,4 +1,4 @@
-"""The recipes that come with the tool: where they are, what they are called, and what their headers promise.
+"""The recipes that come with the tool: their places, names, and the verdicts in their headers.
 
 They lie in `recipes/` of the repository, which the wheel carries as `roundpipe_cli/shipped_recipes`. The whole name of
 a recipe is its path without `.yaml`: `qwen3/8b_lora_2x24gb`; a link beside the folders gives its short name `qwen3-8b`.
@@ -31,15 +31,15 @@ class HeaderVerdict:
     """Figures that `roundpipe plan` gave when the recipe's header was written."""
 
     hardware: str
-    """For `--hardware`; host memory included."""
+    """Value of `--hardware`, host memory included."""
     fits: bool
     step_s: float
     step_range_s: tuple[float, float]
-    """Between which it is to be expected."""
+    """Range in which it is to be expected."""
     tokens_per_step: int
     tokens_per_s: float
     device_bytes: float
-    """One worker's."""
+    """Bytes of one worker's GPU memory."""
     host_bytes: float
     disk_bytes: float
 

@@ -1,4 +1,4 @@
-"""YAML that cannot surprise: plain data out, every value with its place in the file.
+"""Strict YAML without surprises: plain data, each value with its place in the file.
 
 PyYAML's C parser only delivers the events; the values are made here, so nothing can be constructed but null, booleans,
 integers, floats, text, lists and mappings with text keys. Scalars follow the core schema of YAML 1.2: `1e-5` is a
@@ -26,7 +26,7 @@ MAX_NUMBER_CHARACTERS = 100
 """Longer digit strings stay text: Python converts decimal digits in quadratic time."""
 
 MAX_DUPLICATES = 20
-"""Duplicate keys listed in one report; a longer list helps nobody."""
+"""Most duplicate keys listed in one report."""
 
 KeyPath = tuple[str | int, ...]
 

@@ -1,4 +1,4 @@
-"""Keys that make no sense together, each pair with one problem that names both."""
+"""Checks for keys that make no sense together; one problem names both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDS_EVALUATION = (
     ("load_best_model_at_end", False),
     ("early_stopping_patience", None),
 )
-"""(key, off value) of what does nothing without rows to evaluate on."""
+"""(key, off value) of keys without effect where there are no rows to evaluate on."""
 
 
 PAIRS = "preference"
@@ -68,7 +68,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
-    """A token budget that no row fits into, or that nothing would read."""
+    """Check for a token budget that is too small for a row, or that nothing reads."""
     path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
     if recipe.micro_batch_tokens is not None and recipe.pipeline.num_chunks > 1:
         what = "microbatches of chunked sequences are not filled by tokens"
@@ -142,7 +142,7 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
-    """Keys that do not go with sequences in chunks."""
+    """Check for keys that do not go with sequences in chunks."""
     pipeline = recipe.pipeline
     if pipeline.num_chunks == 1:
         return
@@ -184,7 +184,7 @@ def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
-    """Stages and devices that no schedule takes."""
+    """Check for stages and devices that no schedule takes."""
     forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
     is_bound = pipeline.binds_stages
     if not is_bound and forward_auto != backward_auto:
@@ -208,7 +208,7 @@ def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
 
 
 def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:
-    """Keys that nothing would read."""
+    """Check for keys that nothing reads."""
     defaults = {field.name: field.default for field in fields(Recipe)}
     used = OPTIMIZERS[recipe.optim].keys
     for key in OPTIMIZER_KEYS:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PATH = re.compile(r"[^.\[\]=\s]+(\.[^.\[\]=\s]+|\[\d{1,5}\])*")
 _LINE_OF_OVERRIDES = 10**8
-"""Sorts the problems of overrides after those of the file."""
+"""Line number that sorts problems of overrides behind those of the file."""
 
 
 def dotted(path: KeyPath) -> str:
@@ -37,7 +37,7 @@ def apply_overrides(
     """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
     if not overrides:
         return data
-    from omegaconf import DictConfig, OmegaConf  # takes longer to import than a recipe to read
+    from omegaconf import DictConfig, OmegaConf  # imported late: it takes longer than reading a recipe
 
     config = OmegaConf.create(data)
     assert isinstance(config, DictConfig)
@@ -101,7 +101,7 @@ def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> D
     del section[path[-1]]
     for inner in [known for known in findings.places if known[: len(path)] == path]:
         del findings.places[inner]
-    if isinstance(path[-1], int):  # what stood behind it in the list has moved up
+    if isinstance(path[-1], int):  # later items of the list have moved up
         _move_up(path, findings)
     findings.refused = {known for known in findings.refused if known[: len(path)] != path}
     left = OmegaConf.create(plain)

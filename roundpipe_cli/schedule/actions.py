@@ -87,9 +87,9 @@ class Schedule:
     because a chunk's attention sees the ones before, and in reverse order backward."""
 
     def backward_place(self, stage: int, microbatch: int) -> int:
-        """Place of a microbatch in the order in which a backward stage takes them; the microbatch at a place as well.
+        """Place of a microbatch in the order of a backward stage, and just as well the microbatch at a place.
 
-        A stage with the head alone takes them as they come.
+        A stage with the head alone takes them in ascending order.
         """
         if self.fused_head and stage == 0:
             return microbatch

@@ -23,7 +23,7 @@ from roundpipe_cli.schedule.validate import check_chunks, check_stages
 
 
 def schedule_name(name: str) -> ScheduleName:
-    """The schedule's own name for any spelling with dashes, spaces or capitals.
+    """The name of a schedule, from any spelling with dashes, spaces or capitals.
 
     Raises:
         RefusedError: no such schedule.
@@ -124,7 +124,7 @@ class StepChain:
     """Steps of roundpipe that follow each other without a barrier, as with staleness 1, one schedule at a time.
 
     Each begins on the worker that is free first when the steps before are done, so all workers get their share of
-    every stage. Schedules come again and are then the same object.
+    every stage. Equal schedules are the same object.
     """
 
     def __init__(self, step: Schedule, costs: CostModel) -> None:
@@ -134,17 +134,17 @@ class StepChain:
             costs: by which it was built.
         """
         self.first = step
-        """The first step's, and that of any other that begins on the same workers."""
+        """Schedule of the first step, and of each later one that begins on the same workers."""
         self._known = {step.actions: step}
         stages = step.forward_stages, step.backward_stages
         self._dealer = _dealer(step.num_workers, costs, *stages, Options(), step.sequence_chunks)
         self._dealer.waits = True
 
     def next(self) -> Schedule:
-        """The next step's."""
+        """Schedule of the next step."""
         step, dealer = self.first, self._dealer
         earliest_s = min(dealer.free_s)
-        # from there on, since a run may have millions of steps
+        # relative to that time, since a run may have millions of steps
         dealer.free_s = [free_s - earliest_s for free_s in dealer.free_s]
         dealer.step_ends_s = [end_s - earliest_s for end_s in dealer.step_ends_s]
         dealer.rows = [[] for _ in range(step.num_workers)]
@@ -158,7 +158,7 @@ def _actions(rows: Sequence[WorkerRow]) -> tuple[tuple[Action, ...], ...]:
 
 
 SCORED_PER_WORKER = 4
-"""Microbatches of one pass of forwards alone, which is as long as a step or so, since a signal waits for its end."""
+"""Microbatches of one pass of forwards: about as long as a step, since a signal waits for its end."""
 
 
 def build_forward(stages: Sequence[StageRange], *, num_workers: int, num_microbatches: int) -> Schedule:
@@ -198,7 +198,7 @@ def every_stage(schedule: Schedule) -> tuple[StageRange, ...]:
 
 
 def _in_chunk_order(row: WorkerRow, num_microbatches: int, sequence_chunks: int) -> WorkerRow:
-    """The same row with each backward stage's microbatches in the order that chunks need; forwards all come before."""
+    """The row with each backward stage's microbatches in the order that chunks need, behind all forwards."""
     stages = dict.fromkeys(stage for kind, stage, _ in row if kind is Kind.BACKWARD)
     order = backward_order(range(num_microbatches), sequence_chunks)
     backward = [item for stage in stages for item in backward_run(stage, order)]
@@ -298,7 +298,7 @@ def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Sc
     """The same schedule on some of `num_workers` workers, the others idle.
 
     Args:
-        workers: which worker takes the place of each of the schedule's.
+        workers: for each worker of the schedule, the worker that takes its place.
     """
     if list(workers) == list(range(num_workers)):
         return schedule

@@ -29,7 +29,7 @@ WorkerRow = list[tuple[Kind, int, int]]
 """(kind, stage, microbatch) of one worker, in order. Backward stages count from the head."""
 
 _Arrival = tuple[float, int] | None
-"""End of the previous stage of a microbatch, and the worker it ran on."""
+"""End of a microbatch's previous stage, and the worker on which it ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Options:
 
     @property
     def why(self) -> str:
-        """The sentence of `plan` where the planner has chosen this."""
+        """Sentence for `plan` where the planner has chosen this dealing."""
         if self.earliest_free:
             return "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
         return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
@@ -61,7 +61,7 @@ class Rounds:
     num_steps: int = 1
     """Chained optimizer steps."""
     staleness: int = 0
-    """With 0 every step starts afresh behind a barrier, with 1 steps follow each other like rounds."""
+    """0: each step starts behind a barrier. 1: steps follow each other like rounds."""
     sequence_chunks: int = 1
     """So many consecutive microbatches are one sequence; rounds hold whole sequences."""
     options: Options = Options()
@@ -71,17 +71,17 @@ class Rounds:
 def options_of(
     head_workers: int | Literal["auto"], dispatch: Literal["auto", "round_robin", "earliest_free"]
 ) -> Options:
-    """The dealing that a recipe asks for; `auto` is the published way until something is known of the workers."""
+    """The dealing that a recipe asks for; `auto` is the published way until the workers' speeds are known."""
     return Options(1 if head_workers == "auto" else head_workers, dispatch == "earliest_free")
 
 
 def backward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
-    """Each backward directly preceded by its recompute."""
+    """The row with each backward directly preceded by its recompute."""
     return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
 
 
 def backward_order(microbatches: Sequence[int], sequence_chunks: int) -> Sequence[int]:
-    """Microbatches as a backward stage with blocks takes them: each sequence from its last chunk to its first."""
+    """Microbatches in the order of a backward stage with blocks: each sequence from its last chunk to its first."""
     if sequence_chunks == 1:
         return microbatches
     return [in_backward_order(microbatch, sequence_chunks) for microbatch in microbatches]
@@ -106,7 +106,7 @@ class Dealer:
         """See `Schedule`; a round holds whole sequences."""
         self.rows: list[WorkerRow] = [[] for _ in range(num_workers)]
         self.free_s = [0.0] * num_workers
-        """End of each worker's last action."""
+        """Times at which each worker's last action ends."""
         self.step_ends_s = [0.0, 0.0]
         """Ends of the last two steps dealt; 0 where there are none."""
         self.waits = False
@@ -171,7 +171,7 @@ class Dealer:
         return lead, self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
 
     def _ends_s(self, worker: int, position: int, indices: Iterable[int], arrivals: list[_Arrival]) -> list[float]:
-        """When a worker would be done with each of a stage's microbatches, in this order."""
+        """Times at which a worker would finish each of a stage's microbatches, taken in this order."""
         lead, rest = self._parts_s(worker, position)
         clock_s, ends_s = self.free_s[worker], []
         ready_s = self.step_ends_s[0] if self.waits else 0.0

@@ -1,4 +1,4 @@
-"""Work as screens, pages and pictures show it: intervals as parts of events, and the letter that names their colour."""
+"""How screens, pages and pictures show work: intervals as parts of events, and the letter of their colour."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def stage_times(
 
 
 def equal_costs(num_layers: int) -> CostModel:
-    """Every layer costs the same: forward 1, backward 2, all but the last recomputed. In place of a cost model."""
+    """Costs in place of a cost model: each layer takes 1 forward and 2 backward, all but the last are recomputed."""
     layers = tuple(
         LayerCost(name=f"layer {index}", forward_s=1.0, backward_s=2.0, recompute=index < num_layers - 1)
         for index in range(num_layers)

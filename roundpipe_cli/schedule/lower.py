@@ -49,7 +49,7 @@ from roundpipe_cli.schedule.operations import (
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 NUM_STAGING = 2
-"""Boundary tensors that may wait on a worker, per direction (DESIGN.md, section 5), and microbatches whose gradients
+"""Boundary tensors that may wait on a worker, per direction, and microbatches whose gradients
 may wait for their download."""
 
 
@@ -104,18 +104,18 @@ class _Lowering:
         self.forward_ops = [[-1] * total for _ in schedule.forward_stages]
         self.backward_ops = [[-1] * total for _ in schedule.backward_stages]
         self.boundary_ops: dict[tuple[int, int], int] = {}
-        """(boundary, microbatch) -> the download of the hidden states at the input of that layer."""
+        """(layer, microbatch) -> the download of the hidden states at the input of that layer."""
         self.gradient_ops: dict[tuple[int, int], int] = {}
         """(backward stage, microbatch) -> the download of the gradient that the stage passes on."""
         self.update_ops: list[dict[int, int]] = []
-        """Per step: layer -> update; key -1 is the gate. Empty where updates cost nothing and nothing waits."""
+        """Per step: layer -> update; key -1 is the gate. Empty where updates take no time and nothing waits."""
         self.hidden_bytes = [0] + [layer.boundary_bytes for layer in costs.layers]
         """Bytes of one microbatch's hidden states at the input of each layer."""
         inputs = {first for index, (first, _) in enumerate(schedule.backward_stages)}
         self.saved = [
             [first for first in sorted(inputs) if start < first <= end] for start, end in schedule.forward_stages
         ]
-        """Per forward stage: boundaries within it that a recompute will start from."""
+        """Per forward stage: boundaries within it at which a recompute will start."""
         self.producer_stage = {
             boundary: index
             for index, (first, last) in enumerate(schedule.forward_stages)
@@ -136,7 +136,7 @@ class _Lowering:
         return op_id
 
     def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], deps: list[int]) -> int:
-        """Add what a link carries for the compute operation `op`."""
+        """Add a transfer that belongs to the compute operation `op`."""
         op_id, kind = len(self.ops), Kind.UPLOAD if lane == UP else Kind.DOWNLOAD
         microbatch = op.microbatch if load.boundary >= 0 else -1
         place = op.worker, op.stage, microbatch, op.step
@@ -294,7 +294,7 @@ class _Lowering:
 
     @staticmethod
     def _stage_output(op: Op, downloads: list[int], outputs: list[list[int]]) -> None:
-        """An operation waits until the output of the one before the last has left the worker."""
+        """Let an operation wait until the output of the operation before the last has left the worker."""
         if downloads:
             if len(outputs) >= NUM_STAGING:
                 op.deps.extend(outputs[-NUM_STAGING])
@@ -354,7 +354,7 @@ class _Lowering:
         else:
             first_op.deps.extend(deps)
         before = self._accumulator_before(visit)
-        if before is not None:  # on its own, because a visit may begin with forwards, which must not wait for this
+        if before is not None:  # separately, because a visit may begin with forwards, which must not wait for this
             backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD)
             num_bytes = sum(layer.grad_bytes for layer in self.layers[first : last + 1])
             load = _Load(WEIGHT_GRADIENT, num_bytes, visit=visit_id)

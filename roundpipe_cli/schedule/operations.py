@@ -9,10 +9,10 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 
 WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
-"""Loads of a transfer. `GRADIENT` is that of a boundary."""
+"""Loads of a transfer. `GRADIENT` is the gradient of a boundary tensor."""
 
 URGENT, NEXT, SAVED, LAST = 0, 1, 2, 3
-"""First part of a priority: unblocks compute; weights, by visit; kept for a recompute; weight gradients."""
+"""First part of a priority: what unblocks compute; weights, by visit; what a recompute reads; weight gradients."""
 
 
 class Op(NamedTuple):
@@ -36,7 +36,7 @@ class Op(NamedTuple):
     deps: list[int]
     late_deps: list[int]
     boundary: int = -1
-    """The layer at whose input the hidden states are that a transfer carries, or whose gradient it carries."""
+    """A transfer carries the hidden states at the input of this layer, or their gradient."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Visit:
     step: int
     slot: int
     num_bytes: int
-    """Weights and gradient accumulators while in the slot."""
+    """Bytes of weights and gradient accumulators in the slot."""
     ops: list[int] = field(default_factory=list)
     """Compute operations, in order."""
     upload: int = -1

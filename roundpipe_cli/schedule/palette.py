@@ -12,9 +12,11 @@ WORK_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
 BOTH, BOTH_NAME = "H", "forward and backward"
 """Letter and name of what the head's stage computes where its forward belongs to its backward: the loss is computed
 chunk by chunk, so the two are not measured apart. A mark has both colours, forward above backward."""
+DRAWN_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
+"""Letter -> name of everything that is drawn."""
 BOTH_ID = "both"
 BOTH_PAINT = (
     f'<defs><linearGradient id="{BOTH_ID}" x2="0" y2="1"><stop offset="0.5" stop-color="{WORK_COLOURS["F"]}"/>'
     f'<stop offset="0.5" stop-color="{WORK_COLOURS["B"]}"/></linearGradient></defs>'
 )
-"""SVG definition that a picture with such marks needs before them."""
+"""SVG definition that a picture needs before marks with both colours."""

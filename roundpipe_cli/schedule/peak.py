@@ -84,7 +84,7 @@ def _hold(changes: _Changes, freed_s: float, taken_s: float, num_bytes: int) -> 
 
 def _peak(changes: _Changes) -> int:
     held = peak = 0
-    for _, num_bytes in sorted(changes):  # at equal times what is given back comes first
+    for _, num_bytes in sorted(changes):  # at equal times, memory is freed before it is taken
         held += num_bytes
         peak = max(peak, held)
     return peak

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.drawn import work_letter
-from roundpipe_cli.schedule.palette import BOTH, BOTH_ID, BOTH_NAME, BOTH_PAINT, WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.schedule.palette import BOTH, BOTH_ID, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
     DOWN,
@@ -26,16 +26,15 @@ _LEFT, _WIDTH, _RIGHT = 70, 1000, 20
 """Columns of labels, of lanes, and of the margin."""
 _LANE_HEIGHT, _TITLE_HEIGHT, _GAP = 14, 26, 14
 _WIDE_NAME = 60
-"""Columns of the legend that its longest name takes beside the usual."""
+"""Additional columns of the legend for its longest name."""
 _HIGH_LANE = 26
 """Height of a lane in a picture of one timeline."""
 MAX_GAP = 0.8
-"""Between two marks."""
+"""Gap between two marks."""
 MIN_MARK, MIN_NUMBERED = 4.0, 16.0
 """Marks of a visit narrower than this are drawn as one; a visit wider than this has its stage's number on it."""
-_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
 _TICKS = 6
-"""About so many on the axis."""
+"""Approximate number of labels on the axis."""
 _CSS = f"""
 svg {{ font: 12px system-ui, sans-serif; }} text {{ fill: #1c2024; }} .back {{ fill: #ffffff; }}
 .idle {{ fill: #e6e8ec; }} .faint {{ fill: #5a626b; }} .large {{ font-size: 30px; font-weight: 700; }}
@@ -111,7 +110,7 @@ def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float, lane: i
 
 
 def _visits(row: Sequence[Interval]) -> list[list[Interval]]:
-    """The runs of intervals of one stage and direction, without a pause that could be seen between them."""
+    """Runs of intervals of one stage and direction without a visible pause between them."""
     visits: list[list[Interval]] = []
     for interval in row:
         before = visits[-1][-1] if visits else None
@@ -129,14 +128,14 @@ def _visits(row: Sequence[Interval]) -> list[list[Interval]]:
 
 
 def _svg_visit(visit: Sequence[Interval], y: float, lane: int, scale: float, *, fused_head: bool) -> list[str]:
-    """A visit whose marks are too narrow to be told apart: one mark of as many bands as kinds, high by their time."""
+    """One mark for a visit whose marks are too narrow: a band for each kind, as high as its share of the time."""
     seconds: dict[str, float] = {}
     for interval in visit:
         letter = work_letter(interval.kind, interval.stage, fused_head=fused_head)
         seconds[letter] = seconds.get(letter, 0.0) + interval.end_s - interval.start_s
     x, length = _LEFT + visit[0].start_s * scale, (visit[-1].end_s - visit[0].start_s) * scale
     name = f"stage {visit[0].stage}, " + ", ".join(
-        f"{_NAMES[letter]} {format_seconds(time_s)}" for letter, time_s in seconds.items()
+        f"{DRAWN_NAMES[letter]} {format_seconds(time_s)}" for letter, time_s in seconds.items()
     )
     parts, at = [], float(y)
     for letter, time_s in seconds.items():
@@ -150,7 +149,7 @@ def _svg_visit(visit: Sequence[Interval], y: float, lane: int, scale: float, *, 
 
 
 def _bar(css: str, place: tuple[float, float], size: tuple[float, float], name: str) -> str:
-    """A mark; the gap to the next one is small against it, where a stroke would hide most of a narrow one."""
+    """A mark, with a gap to the next one that is small beside it; a stroke would hide most of a narrow mark."""
     (x, y), (length, height) = place, size
     length -= min(MAX_GAP, 0.08 * length)
     where = f'x="{x:.2f}" y="{y:.6g}" width="{max(length, 0.05):.2f}" height="{height:.4g}"'
@@ -158,7 +157,7 @@ def _bar(css: str, place: tuple[float, float], size: tuple[float, float], name: 
 
 
 def _host_row(timeline: Timeline, y: float, longest_s: float) -> list[str]:
-    """When the host updates weights, which the workers may wait for; pieces without a visible gap are one mark."""
+    """The lane of the host's updates, for which workers may wait; pieces without a visible gap are one mark."""
     scale = _WIDTH / longest_s
     pieces: list[list[float]] = []
     updates = (item for item in timeline.intervals if item.lane == HOST and item.start_s < longest_s)
@@ -191,7 +190,7 @@ def _axis(top: float, longest_s: float) -> list[str]:
 def _legend(top: int, *, has_both: bool, has_host: bool) -> list[str]:
     parts = []
     letters = [*WORK_NAMES, BOTH] if has_both else [*WORK_NAMES]
-    names = {**{f"kind-{letter}": _NAMES[letter] for letter in letters}, "idle": "idle"}
+    names = {**{f"kind-{letter}": DRAWN_NAMES[letter] for letter in letters}, "idle": "idle"}
     if has_host:
         names["update"] = "optimizer update on the host"
     for index, (css, name) in enumerate(names.items()):

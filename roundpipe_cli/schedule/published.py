@@ -49,7 +49,7 @@ def _rows_by_step(schedule: Schedule) -> list[list[list[Action]]]:
 
 
 class _Walk:
-    """Walks all workers' lists, each as far as what it waits for has been done.
+    """Walks all workers' lists, each as far as the actions that it waits for are done.
 
     `forward_end` and `backward_end` hold (end, worker) per stage and microbatch, None before it is known.
     """
@@ -65,7 +65,7 @@ class _Walk:
         self.backward_end: list[list[tuple[float, int] | None]] = [[None] * total for _ in schedule.backward_stages]
 
     def run(self, rows: list[list[Action]] | tuple[tuple[Action, ...], ...]) -> None:
-        """Walk all workers' actions, each row in its order, as soon as what they need has ended.
+        """Time all workers' actions, each row in its order, each action once its inputs have ended.
 
         Raises:
             ValueError: the schedule deadlocks.
@@ -83,7 +83,7 @@ class _Walk:
             raise ValueError("the schedule deadlocks")
 
     def _try(self, action: Action) -> bool:
-        """Time one action if what it waits for is known. A recompute is timed together with its backward."""
+        """Time one action if the ends of its inputs are known. A recompute is timed together with its backward."""
         if action.kind is Kind.RECOMPUTE:
             return True
         worker, stage, microbatch = action.worker, action.stage, action.microbatch

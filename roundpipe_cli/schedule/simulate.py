@@ -44,7 +44,7 @@ def simulate(schedule: Schedule, costs: CostModel, *, accounting: str = "default
 def simulated_makespan_s(
     schedule: Schedule, costs: CostModel, *, accounting: str = "default", staleness: int = 0
 ) -> float:
-    """The makespan of what `simulate` returns, in three quarters of the time.
+    """The makespan of `simulate`'s timeline, computed in three quarters of the time.
 
     Raises:
         ValueError: as `simulate`.
@@ -56,7 +56,7 @@ def simulated_makespan_s(
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The figures of a timeline that tell how fast a schedule is, see `timeline.py`."""
+    """The figures of a timeline that say how fast a schedule is, see `timeline.py`."""
 
     makespan_s: float
     busy_s: list[float]
@@ -64,7 +64,7 @@ class Ends:
 
 
 def simulated_ends(program: Program, costs: CostModel) -> Ends:
-    """The figures of what `simulate_program` returns, without its intervals and memory.
+    """The figures of `simulate_program`'s timeline, without intervals and memory.
 
     Raises:
         ValueError: the program deadlocks.
@@ -105,13 +105,13 @@ class _Link:
 
     def __init__(self, chunk_s: float) -> None:
         self.chunk_s = chunk_s
-        """Seconds of a chunk; infinite where nothing overtakes."""
+        """Seconds of a chunk; infinite where transfers do not overtake each other."""
         self.queue: list[tuple[tuple[int, int], int]] = []
         self.current = -1
         self.started_s = 0.0
         self.ends_s = 0.0
         self.serial = 0
-        """Counts what was put on the link, so that an end that was moved is known by its old number."""
+        """Number of pieces put on the link: a moved end still has the old number and is ignored."""
         self.pieces: list[tuple[int, float, float]] = []
 
 
@@ -126,7 +126,7 @@ class _Run:
         ops = program.ops
         self.ops, self.compute, self.times = ops, program.compute, times
         self.paired = [False] * len(ops)
-        """Whether a recompute is settled with the operation after it."""
+        """Per operation: whether it is a recompute, settled together with the operation after it."""
         self.waiting = [len(op.deps) + len(op.late_deps) for op in ops]
         self.ready_s = [0.0] * len(ops)
         self.late_s = [0.0] * len(ops)
@@ -196,7 +196,7 @@ class _Run:
             raise ValueError("the program deadlocks")
 
     def _finish(self, op_id: int, now_s: float) -> None:
-        """Tell the followers of an operation that it has ended."""
+        """Pass the end of an operation on to its followers."""
         waiting = self.waiting
         for follower, times_s, latency_s in self.followers[op_id]:
             arrival_s = now_s + latency_s
@@ -214,7 +214,7 @@ class _Run:
                 self._enqueue(link, follower, now_s)
 
     def _advance(self, worker: int) -> None:
-        """Settle a worker's next operations, as far as all they wait for is known."""
+        """Settle a worker's next operations, as long as all their inputs are known."""
         row, waiting, position = self.compute[worker], self.waiting, self.position[worker]
         while position < len(row):
             op_id = row[position]
@@ -252,7 +252,7 @@ class _Run:
         if current < 0:
             self._start_next(link, now_s)
         elif priority < self.ops[current].priority:
-            if link.started_s == now_s:  # both turned up at this moment: nothing has been moved yet
+            if link.started_s == now_s:  # both became ready at this moment: nothing has been moved yet
                 heappush(link.queue, (self.ops[current].priority, current))
                 if self.start_s[current] == now_s:
                     self.start_s[current] = -1.0
@@ -283,7 +283,7 @@ class _Run:
         link.pieces.append((op_id, link.started_s, now_s))
         self.remaining_s[op_id] -= now_s - link.started_s
         link.current = -1
-        if self.remaining_s[op_id] > 1e-12 * now_s:  # what rounding leaves over is not worth another piece
+        if self.remaining_s[op_id] > 1e-12 * now_s:  # a remainder from rounding gets no piece
             heappush(link.queue, (self.ops[op_id].priority, op_id))
         else:
             self.end_s[op_id] = now_s

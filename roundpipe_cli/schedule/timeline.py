@@ -42,11 +42,11 @@ class Timeline:
     num_workers: int
     intervals: tuple[Interval, ...]
     fused_head: bool = True
-    """As of the schedule; decides what counts as warm-up (`bubble`)."""
+    """`fused_head` of the schedule; decides what counts as warm-up (`bubble`)."""
     updates_overlap: bool = False
     """Staleness 1: the host's updates run beside the next step and do not lengthen the makespan."""
     device_peak_bytes: tuple[int, ...] = ()
-    """Per worker, where known."""
+    """Peak of each worker's memory; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Bubble:
     drain: float
     """Idle from a worker's last backward to the makespan."""
     steady: float
-    """The rest."""
+    """All other idle time."""
 
 
 def makespan_s(timeline: Timeline) -> float:
@@ -88,7 +88,7 @@ def busy_s(timeline: Timeline) -> list[float]:
 def chained_step_s(
     first_busy_s: Sequence[float], ends_s: tuple[float, float], num_steps: int, speeds: Sequence[float]
 ) -> float:
-    """Time per step of steps that follow each other without a barrier: of `num_steps` more of them.
+    """Time per step of `num_steps` steps that follow each other without a barrier.
 
     Never less than all work at the speed of all workers: where few steps are compared, their last actions may end
     early or late by chance.

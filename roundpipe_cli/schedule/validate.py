@@ -1,4 +1,4 @@
-"""Is this a schedule? Stages that cover the layers, and actions that are complete, in order and free of deadlock.
+"""Checks of a schedule: stages cover the layers; actions are complete, in order and free of deadlock.
 
 An error shows the grid of actions, one row a worker, with the wrong cell marked:
 
@@ -18,7 +18,7 @@ _COLUMNS_SHOWN = 6
 """Cells shown on either side of the marked one."""
 
 Key = tuple[Kind, int, int]
-"""(kind, stage, microbatch): what an action is, wherever it runs."""
+"""(kind, stage, microbatch): an action, on whichever worker it runs."""
 
 
 class InvalidScheduleError(RefusedError):
@@ -283,7 +283,7 @@ def _check_complete(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> N
             wanted.append((Kind.BACKWARD, stage, microbatch))
         for kind, stage, index in wanted:
             if (kind, stage, index) not in places:
-                # point where a reader would look for it: after the same stage's neighbour microbatch, else the end
+                # mark the cell where it is expected: after a neighbour microbatch of the same stage, else at the end
                 worker, position = places.get((kind, stage, index - 1), (0, len(schedule.actions[0]) - 1))
                 missing = f"{stage}{kind.value}{index}"
                 raise InvalidScheduleError(f"{missing} is missing", schedule, worker, position + 1)
@@ -305,7 +305,7 @@ def _check_chunk_order(schedule: Schedule, places: dict[Key, tuple[int, int]]) -
 
 
 def _check_order(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> None:
-    """Walk all rows at once, each as far as what it waits for has been done."""
+    """Walk all rows at once, each as far as the actions that it waits for are done."""
     for worker, row in enumerate(schedule.actions):
         _check_row(schedule, worker, row, places)
     done: set[Key] = set()
@@ -335,7 +335,7 @@ def _check_order(schedule: Schedule, places: dict[Key, tuple[int, int]]) -> None
 
 
 def _check_row(schedule: Schedule, worker: int, row: Sequence[Action], places: dict[Key, tuple[int, int]]) -> None:
-    """Check one worker's list for what it alone can get wrong."""
+    """Check one worker's list for mistakes that show in this list alone."""
     step = 0
     for position, action in enumerate(row):
         for need in needs(schedule, _key(action)):

@@ -16,21 +16,21 @@ from roundpipe_cli.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Fit:
-    """How a step is computed, from some step of the run on."""
+    """How steps are computed, from a step of the run on."""
 
     micro_batch_size: int
     """Sequences of one microbatch; divides the recipe's. With a token budget, those of `max_seq_length` tokens."""
     recompute: str
     first_step: int = 1
-    """The first one computed so, from 1."""
+    """The first step that is computed so, counted from 1."""
 
     @staticmethod
     def of(recipe: Recipe) -> Fit:
-        """As the recipe says."""
+        """How the recipe says that steps are computed."""
         return Fit(recipe.rows_per_microbatch, recipe.pipeline.recompute)
 
     def smaller(self, step: int) -> Fit | None:
-        """The next one that needs less device memory, from `step` (from 1) on; None if there is none."""
+        """The next change that needs less device memory, from `step` (counted from 1) on; None if there is none."""
         if self.recompute != "layer":
             return Fit(self.micro_batch_size, "layer", step)
         divisors = (size for size in range(self.micro_batch_size // 2, 0, -1) if self.micro_batch_size % size == 0)
@@ -47,7 +47,7 @@ class Fit:
         return [batch[start : start + size] for batch in batches for start in range(0, len(batch), size)]
 
     def recipe_lines(self, recipe: Recipe) -> dict[str, int | str]:
-        """Recipe keys that make a run compute so from the start."""
+        """Recipe keys with which a run computes in this way from the start."""
         steps = recipe.gradient_accumulation_steps * recipe.micro_batch_size // self.micro_batch_size
         lines: dict[str, int | str] = {}
         if self.micro_batch_size != recipe.rows_per_microbatch and recipe.token_budget is not None:
@@ -59,7 +59,7 @@ class Fit:
         return lines
 
     def to_json(self, recipe: Recipe) -> dict[str, Any] | None:
-        """For checkpoint, metrics and report; None if it is as the recipe says."""
+        """JSON values for checkpoint, metrics and report; None if steps are computed as the recipe says."""
         return asdict(self) if self.recipe_lines(recipe) else None
 
 

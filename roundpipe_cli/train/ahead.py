@@ -1,4 +1,4 @@
-"""Steps without a barrier: the workers are given the next step while they are at this one.
+"""Steps without a barrier: workers get the next step while they compute this one.
 
 main thread    begin k | begin k + 1 | wait for k: row, update | begin k + 2 | wait for k + 1 ...
 workers        k ............ k + 1 ...............                             each goes on when its own part is done
@@ -22,11 +22,11 @@ from roundpipe_cli.train.setup import Setup
 
 @dataclass(frozen=True)
 class Begun:
-    """A step that the workers have been given."""
+    """A step that the workers have."""
 
     batches: list[RowBatch]
     position: Position
-    """Position of the data behind them."""
+    """Position of the data behind the step's rows."""
     microbatches: list[Microbatch]
     num_tokens: int
     under_way: StepUnderWay
@@ -50,19 +50,19 @@ class StepsAhead:
         """
         self._setup, self._planner, self._sampler, self._make = setup, planner, sampler, make_microbatches
         self.next: Begun | None = None
-        """Begun while the one before was under way."""
+        """A step that began while the step before was under way."""
         self._ended_s = 0.0
-        """When the step before ended, of `time.perf_counter`."""
+        """End of the step before, by `time.perf_counter`."""
         self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
-        """The last steps that overlap: seconds that each worker computed, and seconds that they took."""
+        """The last overlapping steps: seconds that each worker computed, and seconds that the step took."""
 
     def begin(self, engine: Engine, step: int) -> Begun | None:
-        """The step that is next, if need be given to the workers now; None where it has to be computed alone."""
+        """The next step, begun now if it was not yet; None where it has to be computed alone."""
         begun, self.next = self.next, None
         return begun or self._begin(engine, step)
 
     def begin_next(self, engine: Engine, step: int) -> None:
-        """Give the workers a step behind the one that they are at, unless it has to be computed alone."""
+        """Begin another step behind the current one, unless it has to be computed alone."""
         self.next = self._begin(engine, step)
 
     def _begin(self, engine: Engine, step: int) -> Begun | None:
@@ -72,7 +72,7 @@ class StepsAhead:
             return None
         position = self._sampler.position
         batches = self._sampler.next_step()
-        if len(batches) != num_microbatches:  # an epoch may end with fewer
+        if len(batches) != num_microbatches:  # an epoch may end with fewer microbatches
             self._sampler.seek(position)
             return None
         log_rows(self._setup.dataset.rows, step + 1, batches)

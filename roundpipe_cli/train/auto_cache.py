@@ -3,7 +3,7 @@
 Only frozen weights are worth it, which are uploaded once in a run. The first step with the stages that the run would
 keep shows what it takes; what the memory model says of longer microbatches counts where it is more. Up to
 `DEVICE_SHARE` of the memory is then filled. Where all weights fit, so that stages need no room for them, and other
-stages are faster then (`planning/resident.py`), the run changes to those. If a device runs out of memory all the same,
+stages are then faster (`planning/resident.py`), the run changes to them. If a device still runs out of memory,
 the cache is given up first, and such stages with it.
 """
 
@@ -35,7 +35,7 @@ from roundpipe_cli.units import format_bytes
 
 
 class AutoCache:
-    """Grants the cache once."""
+    """Decides once how large the cache is."""
 
     def __init__(
         self,
@@ -58,26 +58,26 @@ class AutoCache:
         self._most = 0
         """Microbatches of the longest step so far."""
         self.num_bytes = 0
-        """Granted to each worker."""
+        """Bytes of the cache of each worker."""
         self.holds_all = False
         """Whether stages are cut for devices that hold all weights."""
         self._unpacks_once = any(layer.whole_bytes for layer in planner.costs.layers)
-        """Whether a stage's packed weights stay unpacked for a visit, where stages are the usual ones."""
+        """Whether a stage's packed weights stay unpacked for a visit, with the usual stages."""
 
     @property
     def spare(self) -> str | None:
-        """The part of a device's memory that nobody asked for and `give_up` drops first, in words; None: nothing."""
+        """Name of the optional part of a device's memory that `give_up` drops first; None: there is none."""
         if self.num_bytes:
             return "the weight cache; pipeline.weight_cache=0 never has one"
         return "packed weights that stay unpacked for a visit" if self._unpacks_once else None
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be decided."""
+        """Whether the size is still undecided."""
         return self._is_open
 
     def observe(self, engine: Engine, result: StepResult) -> None:
-        """Learn from a finished step, before the planner does. A short one at an epoch's end has stages of its own."""
+        """Learn from a finished step, before the planner does. A short step at an epoch's end has other stages."""
         memory_bytes = self._planner.costs.device_memory_bytes
         if not self._is_open or memory_bytes is None:
             return
@@ -136,7 +136,7 @@ class AutoCache:
         return True
 
     def give_up(self, engine: Engine) -> None:
-        """A device ran out of memory. A cache beside the usual stages may come later, if it was with others."""
+        """Drop the cache: a device ran out of memory. If stages relied on it, go back to streamed stages."""
         self._is_open = self.holds_all
         if self.holds_all:
             self.keep_usual_stages()
@@ -150,7 +150,7 @@ class AutoCache:
             engine.unpack_per_visit(False)
 
     def keep_usual_stages(self) -> None:
-        """From now on no stages that count on all weights: a device has run out of memory, now or in an earlier run."""
+        """Never use stages that need all weights: a device has run out of memory, now or in an earlier run."""
         self._trained_bytes, self.holds_all = None, False
 
 
@@ -171,6 +171,6 @@ def make_auto_cache(setup: Setup, planner: AdaptivePlanner, tell: Tell) -> AutoC
     pipeline = setup.recipe.pipeline
     is_open = pipeline.weight_cache == "auto" and setup.recipe.method == "lora" and setup.devices[0] != "cpu"
     is_open = is_open and pipeline.num_chunks == 1
-    may_hold_all = setup.recipe.may_hold_all_weights and num_machines() == 1  # no step can be run again on several
+    may_hold_all = setup.recipe.may_hold_all_weights and num_machines() == 1  # several cannot repeat a step
     item_bytes = setup.store.layouts[0].trainable_dtype.itemsize if may_hold_all else None
     return AutoCache(planner, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes)

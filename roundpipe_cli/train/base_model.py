@@ -1,4 +1,4 @@
-"""The base model of a run: where its files are, and how its weights are to lie."""
+"""The base model of a run: its files, and the format of its weights in memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class BaseModel:
 
     source: ModelSource
     packed_as: PackedName | None
-    """Format of the blocks' frozen weights; None: they lie whole."""
+    """Format of the blocks' frozen weights; None: they are not packed."""
     is_stored_packed: bool
     """Whether the files themselves are in 4 bit."""
 
 
 def find_base(loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell: Tell) -> BaseModel:
-    """The base model of a recipe; a hub model is downloaded if need be.
+    """The base model of a recipe; a hub model is downloaded if it is not here.
 
     Args:
         revision: of a hub model; a run that continues may have another than its recipe.

@@ -24,7 +24,7 @@ from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_t
 from roundpipe_cli.train.setup import Setup, prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
-"""Relative, between the losses of two schedules."""
+"""Allowed relative difference between the losses of two schedules."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Measured:
     steps: list[StepResult] = field(default_factory=list)
     num_tokens: int = 0
     device_peak_bytes: int = 0
-    """Peak of the worker that needs most; on the processor, live tensors of a step that is run for this alone."""
+    """Highest peak of a worker; on the processor, live tensors of a separate step."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Comparison:
     """All schedules of one recipe."""
 
     costs: CostModel
-    """As measured here, with all workers busy."""
+    """Costs measured here, with all workers busy."""
     devices: tuple[str, ...]
     num_microbatches: int
     schedules: tuple[Measured, ...]
@@ -84,7 +84,7 @@ def compare_for_real(
     No weight is changed: the same step is computed again and again.
 
     Args:
-        live: tell several times a second what the workers do.
+        live: report several times a second what the workers do.
 
     Raises:
         RefusedError: recipe, model or data refused.
@@ -130,7 +130,7 @@ def compare_for_real(
 
 
 class _Teller:
-    """Tells of each step as if it were one of training."""
+    """Reports each step as if it were a step of training."""
 
     def __init__(self, tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int) -> None:
         self._tell, self._clock, self._num_steps, self._num_tokens = tell, clock, num_steps, num_tokens

@@ -1,4 +1,4 @@
-"""Between two steps: a checkpoint where one is due or asked for, a pause, a stop."""
+"""Events between two steps: a checkpoint, a pause, a stop."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ PAUSE_LOOK_S = 0.1
 
 
 class Border:
-    """The border between two steps, again and again."""
+    """The border between two steps; used after every step."""
 
     def __init__(
         self, stop: StopSignals, machines: Machines, saver: Saver, save: Callable[[int], None], tell: Tell
     ) -> None:
         """
         Args:
-            stop: what the user asks for.
-            saver: what `save` gives its checkpoints to.
+            stop: the user's requests.
+            saver: the saver that `save` uses.
             save: begins a checkpoint after so many steps.
         """
         self._stop, self._machines, self._saver, self._save, self._tell = stop, machines, saver, save, tell
         self._saved_step = 0
 
     def at(self, done: int, num_steps: int, *, due: bool, last: bool, may_stop: bool) -> None:
-        """Save where it is due or asked for, wait while the user holds the run, stop if asked.
+        """Save where it is due or asked for, wait while the run is paused, stop if asked.
 
         Args:
             done: steps that are done.
@@ -56,7 +56,7 @@ class Border:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
-        signal, _, _ = self._asked(may_stop)  # read once: a later one is for the next border
+        signal, _, _ = self._asked(may_stop)  # read once: later requests count at the next border
         if signal:
             self._save_once(done)
         if last or signal:

@@ -1,4 +1,4 @@
-"""From a prepared model to its engine and its planner, for training and for `bench --run` alike."""
+"""From a prepared model to its engine and its planner, for training and for `bench --run`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
 
 
 def weight_cache_bytes(pipeline: PipelineConfig) -> int:
-    """Bytes of each GPU's memory for weights that stay there."""
+    """Bytes of each GPU's memory for weights that stay on it."""
     return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
 
 
@@ -158,7 +158,7 @@ def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     recipe = setup.recipe
     context = _sequence_tokens(recipe, setup.dataset.rows.lengths, longest=longest)
     rows = recipe.rows_per_microbatch
-    if recipe.token_budget is not None:  # as many as fill it
+    if recipe.token_budget is not None:  # as many rows as fill it
         rows = min(recipe.rows_per_step, rows * recipe.max_seq_length // context)
     return _Form(rows * (2 if recipe.trains_pairs else 1), max(1, context // recipe.pipeline.num_chunks), context)
 
@@ -170,7 +170,7 @@ class _MemoryParts:
     activation_bytes: list[int] | None
     """Activations of each layer for one microbatch; None: not known."""
     shared_bytes: int
-    """For what any stages need beside them."""
+    """Bytes that all stages need beside their activations."""
 
 
 def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryParts:
@@ -259,12 +259,12 @@ def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest:
 
 @contextmanager
 def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[None]:
-    """Keep the store's weights and gradients page-locked meanwhile, so that copies to GPUs run beside the host.
+    """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
 
     Args:
         weights: as in the recipe.
 
-    `weights: auto` goes on with ordinary memory where the system refuses, and says so.
+    `weights: auto` continues with ordinary memory where the system refuses, and says so.
 
     Raises:
         ResourceError: `weights: pinned` and the system refuses.

@@ -19,11 +19,11 @@ from roundpipe_cli.recipe.schema import Recipe
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """PCIe 4.0 with 16 lanes."""
 LINK_BYTES = 16 * 1024**2
-"""Copied to each GPU at once to measure its link."""
+"""Bytes that are copied to all GPUs at once to measure their links."""
 
 
 def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """The device of each worker, and a notice if they were chosen for want of a GPU.
+    """The device of each worker, and a notice if CPU workers were chosen because there is no GPU.
 
     Raises:
         RefusedError: a device that does not exist.
@@ -58,7 +58,7 @@ def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str |
 
 
 def with_dtype_of(recipe: Recipe, devices: Sequence[str]) -> tuple[Recipe, str | None]:
-    """The recipe in float16 where a device has no bfloat16, as `plan` has it, and a notice of that."""
+    """The recipe in float16 where a device has no bfloat16, as in `plan`, and a notice of that."""
     if recipe.dtype != "bfloat16":
         return recipe, None
     indices = {name: gpu_index(name) for name in dict.fromkeys(devices) if name != "cpu"}
@@ -134,7 +134,7 @@ def slowest_link_bytes_per_s(devices: Sequence[str]) -> float:
     names = list(dict.fromkeys(devices))
     try:
         speeds = measure_links([cuda.CudaBackend(gpu_index(name)) for name in names], LINK_BYTES)
-    except RuntimeError:  # no memory, of the card or page-locked; the run will say so itself
+    except RuntimeError:  # out of memory, on the card or page-locked; the run will report it
         return ASSUMED_LINK_BYTES_PER_S
     shares = (speed.up_bytes_per_s / devices.count(name) for name, speed in zip(names, speeds, strict=True))
-    return float(f"{min(shares):.2g}")  # what differs from one measurement to the next is no reason for another cut
+    return float(f"{min(shares):.2g}")  # small differences between measurements must not change the cut

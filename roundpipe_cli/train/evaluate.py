@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.batching import pad_token_id
-from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.step import Microbatch
@@ -45,7 +45,7 @@ from roundpipe_cli.train.setup import Setup
 
 
 class Evaluator:
-    """When to evaluate, and what came of it so far."""
+    """Decides when to evaluate, and keeps the results so far."""
 
     def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, tell: Tell) -> None:
         self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
@@ -63,11 +63,11 @@ class Evaluator:
         self._num_worse = 0
         """Evaluations since the best one."""
         self._stated_best: int | None = None
-        """The best step by the newest checkpoint, which may still be on its way to the disk."""
+        """The best step in the newest checkpoint, which may not be written yet."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether early stopping ends the run here."""
+        """Whether early stopping ends the run now."""
         patience = self._setup.recipe.early_stopping_patience
         return patience is not None and self._num_worse >= patience
 
@@ -89,7 +89,7 @@ class Evaluator:
     def evaluate(self, done: int) -> None:
         """Evaluate after `done` updates, write the row, keep the weights if they are the best.
 
-        Where the run is asked to stop meanwhile, the evaluation stays owed.
+        If the run is asked to stop meanwhile, the evaluation is made after the resume.
 
         Raises:
             NotFiniteError: the loss is not a number.
@@ -196,7 +196,7 @@ class Evaluator:
             self.best_step, self.best_loss = None, math.inf
             return save_result(self._setup, self._output_dir)
         for step, folder in list_best(self._output_dir):
-            if step != self.best_step:  # no checkpoint is gone back to now
+            if step != self.best_step:  # from here the run goes back to no checkpoint
                 remove_tree(folder)
         return names
 
@@ -221,11 +221,11 @@ class Evaluator:
         return {"best_step": self.best_step, "best_loss": best, **counts}
 
     def saved(self) -> None:
-        """A checkpoint is durable: best weights that only older ones needed can go."""
+        """Note that a checkpoint is durable: best weights that only older ones needed can be removed."""
         self._prune()
 
     def start(self, state: Mapping[str, Any] | None) -> None:
-        """Take up the state of a checkpoint, or begin afresh."""
+        """Restore the state of a checkpoint, or begin without one."""
         if state and state.get("last_step") is not None:
             self._last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
         if state and state.get("best_step") is not None:
@@ -237,7 +237,7 @@ class Evaluator:
         self._prune()
 
     def _is_whole(self, folder: Path) -> bool:
-        """Whether the best weights so far are as they were written; tells where they are not, or cannot be compared."""
+        """Whether the best weights are as they were written; reports if they are not, or cannot be compared."""
         what = f"the best weights so far, of step {self.best_step},"
         if not folder.is_dir():
             self._tell(Notice(f"{what} are gone; the search begins anew"))

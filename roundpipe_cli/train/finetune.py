@@ -51,9 +51,9 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
     with nodes_of(recipe) as nodes, ExitStack() as stack:
         output_dir = named_path(recipe.output_dir)
         resume = start.resume or recipe.resume_from_checkpoint is not None
-        if was_restarted() and list_checkpoints(output_dir):  # its own ones, wherever it began
+        if was_restarted() and list_checkpoints(output_dir):  # its own checkpoints, wherever it began
             recipe, resume = replace(recipe, resume_from_checkpoint="auto"), True
-        if not nodes.is_first:  # what it writes, nobody reads
+        if not nodes.is_first:  # nobody reads what it writes
             output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
         is_other = resume and is_of_other_run(recipe, output_dir)
         held = stack.enter_context(OutputDir(output_dir, resume and not is_other))

@@ -14,7 +14,7 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.loss_scale import LossScale
 
 MAX_SKIPPED_IN_A_ROW = 10
-"""One more and the weights are to blame, not the rows."""
+"""With more steps left out in a row than these, the weights are the cause, not the rows."""
 
 
 def poisoned(result: StepResult, poison: float | None) -> StepResult:
@@ -30,7 +30,7 @@ class FiniteGuard:
         self.num_skipped = 0
         """Steps left out since the start of the run."""
         self.num_in_a_row = 0
-        """Steps left out since the last one that was not."""
+        """Steps left out since the last update."""
         self._may_skip = recipe.on_nonfinite == "skip"
         self._dataset = dataset
 
@@ -42,7 +42,7 @@ class FiniteGuard:
         return is_finite
 
     def skip(self, step: int, batches: list[RowBatch], result: StepResult, tell: Tell) -> None:
-        """Have the update left out, where float16's loss scale was too large or the recipe says so.
+        """Leave the update out, where float16's loss scale was too large or the recipe says so.
 
         Raises:
             NotFiniteError: neither, or too often.

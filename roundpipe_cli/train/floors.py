@@ -1,4 +1,4 @@
-"""The oldest versions of libraries that do not have a known hole through which a model or checkpoint runs code."""
+"""The oldest versions of libraries without a known hole that lets a model or checkpoint run code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKING_FLOORS = {
 
 
 def check_floors() -> None:
-    """Refuse to start on a library that is too old, before it is imported.
+    """Refuse to start with a library that is too old, before it is imported.
 
     Raises:
         RecipeError: (exit code 2) each of them with the reason.

@@ -1,4 +1,4 @@
-"""The weights' way from the model's files into the store, with progress."""
+"""Loading weights from the model's files into the store, with progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TELL_EVERY_S = 5.0
 
 
 class _Progress:
-    """Hands weights to the store and says now and then how many bytes of it are filled."""
+    """Gives weights to the store and reports from time to time how many bytes are filled."""
 
     def __init__(self, store: WeightStore, tell: Tell) -> None:
         self._store, self._tell = store, tell

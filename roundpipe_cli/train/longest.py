@@ -1,6 +1,6 @@
 """A step of the longest rows before the first one: a device that is too small shows at once, not hours later.
 
-Nothing of it is kept. Weights, the order of the rows and every bit of the run are as without it.
+The result is discarded: weights, the order of the rows and every bit of the run are as without it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from roundpipe_cli.train.setup import Setup
 
 RunStep = Callable[[Engine, int, list[Microbatch]], StepResult]
 Compute = Callable[[list[RowBatch], RunStep], object]
-"""Computes a step of such rows by the given function, with less where the recipe lets it adapt."""
+"""Computes a step of such rows by the given function; where the recipe lets it adapt, with less memory."""
 
 
 def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: Tell, *, is_only: bool) -> None:
-    """Compute a step of the longest rows with the stages that later steps will have, and discard it, where the recipe
-    says so.
+    """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
 
     Args:
         is_only: there is one machine.

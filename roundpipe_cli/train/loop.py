@@ -106,7 +106,7 @@ class Trainer:
             needs_norm or may_compute_again or not self._machines.is_only
         )
         """Whether a layer is updated as soon as its gradient is complete."""
-        self._planner.schedule(recipe.microbatches_per_step)  # stages that cannot be are refused now
+        self._planner.schedule(recipe.microbatches_per_step)  # impossible stages are refused now
 
     @property
     def recipe(self) -> Recipe:
@@ -167,7 +167,7 @@ class Trainer:
                 done = first_step
                 if not self._is_last(done):
                     try_longest(setup, self._planner, partial(self._compute, engine, done), self._tell, is_only=alone)
-                if done and evaluator.is_owed(done):  # a signal came before it
+                if done and evaluator.is_owed(done):  # a signal came first
                     evaluator.evaluate(done)
                     self._at_border(border, done)
                 while not self._is_last(done):
@@ -201,7 +201,7 @@ class Trainer:
         planned, holds_all = self._reporting.planned, self._auto_cache.holds_all
         longest, schedules = self._log.longest_row, self._planner.schedules
         needs = [planned(self.recipe, one, holds_all, longest) for one in schedules] if planned and longest else []
-        for need in needs:  # what the step that needs most does: a short one is cut in its own way
+        for need in needs:  # the longest step needs most: a short step has other stages
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
 
@@ -230,7 +230,7 @@ class Trainer:
                 self._updater.begin_early(step, learning_rate)
             result, microbatches, num_tokens = self._compute(engine, step, batches)
             self._position = self.sampler.position
-        self._updater.wait()  # at staleness 1 for the update that ran beside this step
+        self._updater.wait()  # at staleness 1, wait for the update that ran beside this step
         self._auto_cache.observe(engine, result)
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
@@ -293,10 +293,10 @@ class Trainer:
                 if spare is None and smaller is None:
                     raise
                 problem = error.problems[0]
-                error.__cause__ = None  # its frames hold what was computed
+                error.__cause__ = None  # its frames hold tensors of the step
             gc.collect()
             self._auto_cache.give_up(engine)
-            if spare is not None or smaller is None:  # what nobody asked for must not end a run
+            if spare is not None or smaller is None:  # an optional use of memory must not end a run
                 text = f"{problem.what} ({problem.where}: {problem.found}); computing it again without {spare}"
                 self._tell(Notice(f"step {step + 1}: {text}"))
                 continue
@@ -337,7 +337,7 @@ class Trainer:
     def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
         row = metrics_row(event)
         if self._fit.first_step == event.step and (segment := self._fit.to_json(self.recipe)):
-            row["segment"] = segment  # the curve goes on with other microbatches from here
+            row["segment"] = segment  # from here the loss curve has other microbatches
         if self._guard.num_in_a_row:
             row["skipped"] = True
         self._rows.add(append_row(metrics, self.output_dir / METRICS_NAME, row))

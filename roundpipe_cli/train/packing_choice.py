@@ -29,7 +29,7 @@ def with_packing(recipe: Recipe, model: nn.Module, split: ModelSplit, dataset: T
 
 
 def step_needs(recipe: Recipe) -> StepNeeds:
-    """The recipe's part of the question."""
+    """The recipe's values that decide."""
     length, epochs = recipe.max_seq_length, recipe.num_train_epochs
     return StepNeeds(length, recipe.rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
 

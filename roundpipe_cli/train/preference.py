@@ -1,4 +1,4 @@
-"""Preference pairs: from rows with prompt, chosen and rejected to microbatches that know their loss.
+"""Preference pairs: from rows with prompt, chosen and rejected answer to microbatches with their loss.
 
 DPO's reference model is the base model: the same engine with the adapters left out, before each step.
 """
@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.batching import pad_token_id
-from roundpipe_cli.data.encode import IGNORED_LABEL
 from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch

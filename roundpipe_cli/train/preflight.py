@@ -1,4 +1,4 @@
-"""Checks before torch is loaded, so that a wrong name is told within a second or two."""
+"""Checks before torch is loaded, so that a wrong name is reported within a second or two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from roundpipe_cli.train.reporting import Start
 
 
 def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Output directory, model and datasets: are they there, and may a run start?
+    """Check that output directory, model and datasets exist and that a run may start.
 
     Args:
         tell: is told of downloads, and where the hub is slow.
@@ -42,7 +42,7 @@ def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
 
 
 def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Model and datasets: are they there? See `check_base`.
+    """Check that model and datasets exist, see `check_base`.
 
     Raises:
         RefusedError: no such model or dataset, a model that cannot be trained, or a library with a known hole.
@@ -56,7 +56,7 @@ def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
 
 
 def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Is the model there? Of a hub model all but the weights is fetched, and looked at.
+    """Check that the model exists; of a hub model everything but the weights is fetched and checked.
 
     Raises:
         RefusedError: no such model, one that cannot be trained, or a library with a known hole.
@@ -78,7 +78,7 @@ def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
 
 
 def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Bring the weights of a hub model, as far as they are not here.
+    """Download the weights of a hub model that are not here yet.
 
     Raises:
         RefusedError, ResourceError: see `resolve_model`.

@@ -1,4 +1,4 @@
-"""The proof of a model before its run, remembered: see `engine/parity.py`.
+"""The proof of a model before its run, kept in the cache; see `engine/parity.py`.
 
 A file per key, JSON. What cannot be read or written is proven again.
 """
@@ -28,11 +28,11 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
 FORMAT = 5
-"""Goes up when a proof means something else than before."""
+"""Version of the files; raised when a proof gets another meaning."""
 LIBRARIES = ("torch", "transformers", "peft")
 
 BuildModel = Callable[[Any], tuple[nn.Module, ModelSplit]]
-"""From a configuration to a skeleton, made trainable as the recipe says."""
+"""Makes a trainable skeleton from a configuration, as the recipe says."""
 
 
 def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel, tell: Tell) -> Proof:
@@ -101,7 +101,7 @@ def _prove(model: nn.Module, split: ModelSplit, build: BuildModel, **how: bool) 
 
 
 def _narrower(config: Any, build: BuildModel) -> Iterator[tuple[nn.Module, ModelSplit]]:
-    with suppress(Exception):  # whatever a configuration that nobody meant leads to
+    with suppress(Exception):  # an odd configuration may fail in any way
         for smaller in shrunk_configs(config):
             try:
                 built = build(smaller)

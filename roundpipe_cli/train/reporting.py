@@ -1,4 +1,4 @@
-"""Settings of a run beside its recipe: how it starts, and whom it reports to."""
+"""Settings of a run beside its recipe: how it starts, and where it reports."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Reporting:
     """Reports of a run while it lasts, and files beside its result."""
 
     tell: Tell
-    """Is told what happens."""
+    """Called with each event."""
     live: bool = False
-    """Tell several times a second what the workers do."""
+    """Report several times a second what the workers do."""
     trace: bool = False
     """Write what the workers did in the last steps to trace.json."""
     planned: Planned | None = None

@@ -62,7 +62,7 @@ def read_rows(
 def _spec(dataset: DatasetConfig) -> DatasetSpec:
     return DatasetSpec(
         path=dataset.path,
-        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` knows
+        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` handles pairs
         split=dataset.split,
         name=dataset.name,
         columns={str(key): value for key, value in dataset.columns.items()},

@@ -39,7 +39,7 @@ class RunLog:
         self._started_s = time.monotonic()
 
     def start(self) -> None:
-        """Training starts now."""
+        """Note the start of training."""
         self._started_s = time.monotonic()
 
     @property
@@ -69,7 +69,7 @@ class RunLog:
             self.timelines.append((result.started_s, timeline))
 
     def finished(self, row: StepFinished) -> None:
-        """A step is done."""
+        """Note a finished step."""
         self._rows.append(row)
 
     def eta_s(self, step_s: float, steps_left: int) -> float:

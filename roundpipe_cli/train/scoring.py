@@ -15,7 +15,7 @@ from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, ev
 
 
 class InterruptedScoring(Exception):
-    """The user wants the run to stop."""
+    """A pass ended early because the user wants the run to stop."""
 
 
 class Scorer:

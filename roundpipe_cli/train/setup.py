@@ -1,4 +1,4 @@
-"""Everything between a recipe and the first step, in the order in which a user would want to hear of mistakes:
+"""Everything between a recipe and the first step, in the order in which users want to learn of mistakes:
 names first, then the architecture, then the data, then memory, then the weights.
 """
 
@@ -72,12 +72,12 @@ class Setup:
     tokenizer: Any
     dataset: TokenizedDataset
     rejected: TokenizedRows | None
-    """Beside the rows of `dataset`, of preference pairs."""
+    """Rejected answers of preference pairs, a row for each row of `dataset`."""
     eval_rows: Sequence[Row]
     """Rows that are never trained on; of preference pairs all chosen ones, then all rejected ones."""
     devices: tuple[str, ...]
     model: nn.Module
-    """The skeleton; adapters included."""
+    """The skeleton, adapters included."""
     peft_model: Any
     """PEFT's model around it, or None for full fine-tuning."""
     split: ModelSplit
@@ -148,9 +148,9 @@ def prepare(
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
     recipe = with_packing(recipe, model, split, rows.dataset, tell)
-    sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # too few for a step: before the weights are loaded
+    sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
-        schedule_of(recipe, num_steps_of(recipe, sampler))  # likewise a learning rate out of bounds
+        schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start)
     if recipe.method == "lora" and start is None and recipe.lora.target_modules == "all-linear":

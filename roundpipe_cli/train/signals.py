@@ -13,7 +13,7 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 class _StopNow(KeyboardInterrupt):
-    """Leaves whatever is running. No `Exception`: libraries swallow those, while importing for instance."""
+    """Interrupts running code. Not an `Exception`, since libraries swallow those, for instance while importing."""
 
     def __init__(self, stopped: StoppedError) -> None:
         super().__init__(str(stopped))
@@ -29,7 +29,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.announce: Say | None = None
-        """Told that a signal was noted; called inside the signal's handler, so it must not use buffers."""
+        """Called in the handler of a noted signal, so it must not use buffers."""
         self.asked_by_key = False
         """The signal stands for a key of the dashboard, so no message names it."""
         self._requested: signal.Signals | None = None
@@ -58,7 +58,7 @@ class StopSignals:
             raise error.stopped from None
 
     def guard(self) -> None:
-        """From now on a first signal waits for the step border."""
+        """Let a first signal wait for the step border from now on."""
         self._guarded = True
 
     @property
@@ -80,7 +80,7 @@ class StopSignals:
             return
         received = signal.Signals(number)
         if not self._guarded:
-            self._guarded = True  # the way out is not interrupted by the same signal sent to a whole group
+            self._guarded = True  # the same signal, sent to a whole group, must not interrupt the way out
             self._requested = received
             text = f"stopped by {received.name} before the first finished step: no checkpoint was written"
         elif self._requested is None:

@@ -28,7 +28,7 @@ def with_token_budget(
     if recipe.micro_batch_tokens != "auto":
         return loaded
     tokens = None
-    with suppress(RefusedError):  # another check says what is wrong, if anything
+    with suppress(RefusedError):  # another check reports what is wrong
         tokens = ask(loaded, here=True, build=count_blocks).loaded.recipe.token_budget
     recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
     tell(Notice(f"{describe_budget(recipe)}, or more shorter ones"))

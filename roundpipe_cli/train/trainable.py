@@ -63,7 +63,7 @@ def make_trainable(
 
 
 def describe_unreached(model: nn.Module, split: ModelSplit) -> str | None:
-    """A notice about weights that text never reaches; None: there are none."""
+    """A notice about weights that text never uses; None: there are none."""
     parts = {name: parameter.numel() for name, parameter in model.named_parameters() if name in split.unreached}
     if not parts:
         return None
@@ -75,7 +75,7 @@ def describe_unreached(model: nn.Module, split: ModelSplit) -> str | None:
 
 
 def _train_all_but(model: nn.Module, patterns: Sequence[str], unreached: Collection[str]) -> None:
-    """Full fine-tuning of every parameter that text reaches and in whose name none of the patterns is found.
+    """Train every parameter that text uses and whose name matches none of the patterns.
 
     Raises:
         RefusedError: a pattern that is none or is found nowhere, or nothing is left.

@@ -23,7 +23,7 @@ def decide_unpacking(loaded: LoadedRecipe, packed_as: PackedName | None, tell: T
     if packed_as is None:
         return False
     found = None
-    with suppress(RefusedError):  # another check says what is wrong, if anything
+    with suppress(RefusedError):  # another check reports what is wrong
         found = ask(loaded, here=True, build=count_blocks).unpacking
     unpacking = found or Unpacking(PACKED_FORMATS[packed_as].label, once=False, lacking="figures of this model")
     tell(Notice(unpacking.describe()))

@@ -110,6 +110,9 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.exception
     for name in ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"):
         assert name in done.stdout
+    assert "full search" in " ".join(done.stdout.split())
+    given = invoke(path, "--forward-stages", "[[0, 2], [3, 6]]", "--schedule", "gpipe")
+    assert "given stages" in " ".join(given.stdout.split())
     root = xml.etree.ElementTree.parse(tmp_path / "picture.svg").getroot()
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert sum("bubble" in text for text in texts) == 5

@@ -24,9 +24,9 @@ from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
-from tests.support.e2e import smollm2_source
+from tests.support.e2e import REPOSITORY, smollm2_source
 
-SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 Turns = list[dict[str, str]]
 Marked = list[tuple[str, bool]]
@@ -263,7 +263,17 @@ def alpaca_exchange(row: dict[str, str]) -> Turns:
     return say(row["instruction"] + ("\n\n" + row["input"] if row["input"].strip() else ""), row["output"])
 
 
+def test_every_mask_of_shipped_rows(smollm: Any) -> None:
+    path = REPOSITORY / "recipes" / "quickstart.jsonl"
+    rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 100_000), smollm)
+    assert len(dataset.rows) == len(rows) > 200
+    for row, turns in zip(dataset.rows, rows, strict=True):
+        assert (row.labels != -100).tolist() == reference_mask(smollm, row.input_ids.tolist(), smollm_pieces(turns))
+
+
 def test_every_mask_of_real_rows(smollm: Any) -> None:
+    """Where the data sets, whose licences forbid to ship them or ask for more, lie beside the repository."""
     lines = real_file("gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:200]
     alpaca = json.loads(real_file("alpaca_rows.json").read_text(encoding="utf-8"))
     usable = [row for row in alpaca if row["output"].strip()]

@@ -1,4 +1,4 @@
-"""Where, when and in which order a step is computed does not change a bit of it: DESIGN.md section 5.
+"""Where, when and in which order a step is computed does not change a bit of it.
 
 Every case is compared with one worker that does everything in one forward and one backward stage.
 """

@@ -1,4 +1,4 @@
-"""Live bytes of a worker against DESIGN.md's bound, and uploaded bytes against the stages that were visited.
+"""Live bytes of a worker against their bound, and uploaded bytes against the stages that were visited.
 
 Copying CPU workers count every storage that their computations make until it is freed. The bound, per worker:
 
@@ -7,7 +7,7 @@ Copying CPU workers count every storage that their computations make until it is
   + head chunk: chunk_tokens x vocabulary x 4 bytes x 3 (logits, probabilities, their gradient)
   + two boundary tensors per direction
   + what the blocks are called with (position embeddings, masks), of one round: made once per microbatch and device,
-    as section 4 says, and dropped after the worker's last use
+    and dropped after the worker's last use
   + workspace of one layer's backward, as in costs/memory.py: tokens x 4 bytes x (3 x intermediate + 2 x hidden),
     and the gradient of one parameter of a block, which is added to the sums before the next one is made
 

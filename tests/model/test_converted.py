@@ -17,7 +17,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.converted import FOLDER, convert_once
 from roundpipe_cli.model.load import _tokenizer_values, end_as_the_model_does, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource, resolve_model
-from tests.support.e2e import make_tokenizer, smollm2_source
+from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_source
 
 TEXTS = [
     "",
@@ -187,8 +187,7 @@ def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert names >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     for name in names:
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
-    rows = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
-    texts = TEXTS + (rows.read_text(encoding="utf-8").splitlines()[:300] if rows.exists() else [])
+    texts = TEXTS + (REPOSITORY / "recipes" / "quickstart.jsonl").read_text(encoding="utf-8").splitlines()
     assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)

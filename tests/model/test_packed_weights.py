@@ -80,7 +80,7 @@ def test_a_large_weight_is_unpacked_in_parts(count: int, kind: Any, monkeypatch:
         return at_once(codes, scales, shape, *args)
 
     monkeypatch.setattr(packed_weights, "_dequantize", counted)
-    monkeypatch.setattr(packed_weights, "MAX_WEIGHTS", 128)
+    monkeypatch.setattr(packed_weights, "UNPACKED_AT_ONCE", 128)
     assert torch.equal(dequantize(packed, values.shape, torch.float32, kind), expected)
     assert max(largest) == 128 and sum(largest) == count
 

@@ -18,10 +18,12 @@ import pytest
 from roundpipe_cli.choices import SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench import _question
 from roundpipe_cli.cli.bench_options import CaseFlags
+from roundpipe_cli.cli.bench_recipe import as_planned
 from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
+from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
@@ -126,6 +128,36 @@ def test_the_three_commands_ask_the_same_and_get_the_same(
     expected = plan.forward_stages, plan.backward_stages
     assert (cut.forward_stages, cut.backward_stages) == expected
     assert (run.forward_stages, run.backward_stages) == expected
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("schedule", ["roundpipe", "interleaved_1f1b"])
+@pytest.mark.parametrize("machine", [*MACHINES, "2x6000ada"])
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
+    recipe_of: Callable[[str, str], LoadedRecipe], name: str, machine: str, schedule: ScheduleName
+) -> None:
+    """Earlier `bench` knew no weight cache: where all weights fit, `plan` kept each microbatch on one GPU (2.39 s for
+    Qwen3-1.7B on 2x3090, without the interpreter's time), and `bench` passed it on (2.87 s)."""
+    chained = ["pipeline.optimizer_staleness=1", "max_grad_norm=0"] if name == "qwen3" else []
+    words = [*WORDS, f"pipeline.schedule={schedule}", *chained]
+    words.remove("pipeline.weight_cache=0")
+    path = recipe_of(name, schedule).path
+    plan = make_plan(load_recipe(path, words), machine)
+    ((_, cut, case),) = as_planned(str(path), words, machine, [schedule], Answers())
+    assert (cut.forward_stages, cut.backward_stages) == (plan.forward_stages, plan.backward_stages)
+    result = run(schedule, cut, case)
+    assert result.step_s + plan.host_s == pytest.approx(plan.step_s, rel=1e-9)
+    assert result.parts.ratio == pytest.approx(plan.bubble_ratio, abs=1e-9)
+
+
+def test_a_schedule_that_does_not_fit_is_told(
+    recipe_of: Callable[[str, str], LoadedRecipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["method=full", "pipeline.keep_activations=7", "gradient_accumulation_steps=32"]
+    as_planned(str(recipe_of("llama", "gpipe").path), words, "2x3090", ["gpipe"], Answers())
+    err = capsys.readouterr().err
+    assert "note: gpipe does not fit: memory of rtx-3090: needs" in err and "Needed are" not in err
 
 
 def test_stages_fill_the_same_share_of_a_device() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.cost import LayerCost
-from roundpipe_cli.costs.memory import CACHE_ALIGNMENT_BYTES, DEVICE_SHARE, spare_for_cache
+from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES, DEVICE_SHARE, spare_for_cache
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Event, Notice
@@ -66,7 +66,7 @@ def test_only_clear_room_is_taken(tmp_path: Path) -> None:
 
 def test_spare_bytes() -> None:
     layers = [LayerCost("embed", 0, 0, False), *[LayerCost("block", 1, 1, True, param_bytes=1000)] * 3]
-    block = 1000 + CACHE_ALIGNMENT_BYTES
+    block = 1000 + DEVICE_ALIGNMENT_BYTES
     assert spare_for_cache(10**6, 0, layers, share=0.5) == 3 * block
     assert spare_for_cache(10**6, 500_000 - 2 * block, layers, share=0.5) == 2 * block
     assert spare_for_cache(10**6, 500_000 - block + 1, layers, share=0.5) == 0

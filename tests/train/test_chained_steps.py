@@ -263,28 +263,34 @@ def folder(tmp_path: Path, model: Path) -> Path:
     return make_workspace(tmp_path / "work", model, num_train_epochs=3)
 
 
-def test_a_run_saved_at_every_step_and_killed_goes_on_with_the_same_rows(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The results of a run on one worker that nothing disturbed."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model, num_train_epochs=3)
+    finetune(folder, STALE, "pipeline.devices=[cpu]").expect(0)
+    return folder / "out"
+
+
+def test_a_run_saved_at_every_step_and_killed_goes_on_with_the_same_rows(folder: Path, whole: Path) -> None:
     """A checkpoint beside which the next step is already under way holds the position of the data behind its own."""
-    finetune(folder, STALE, "output_dir=whole", "pipeline.devices=[cpu]").expect(0)
     words = (STALE, "save_steps=1", "pipeline.devices=[cpu,cpu,cpu]")
     died = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "work:slow=0.005,optimizer:kill:step=7"})
     assert died.code == -signal.SIGKILL
     finetune(folder, *words, "--resume").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "whole")
+    assert numbers(folder / "out") == numbers(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_waits_for_the_step_under_way(folder: Path, number: signal.Signals) -> None:
-    finetune(folder, STALE, "output_dir=whole", "pipeline.devices=[cpu]").expect(0)
+def test_a_stop_waits_for_the_step_under_way(folder: Path, whole: Path, number: signal.Signals) -> None:
     words = (STALE, "pipeline.devices=[cpu,cpu]")
     running = launch(folder, "finetune", "recipe.yaml", *words, environment={"ROUNDPIPE_FAULT": "work:slow=0.02"})
     running.wait_for_steps(6)
     running.kill(number)
     stopped = running.finish().expect(128 + number)
     rows = metrics(folder / "out")
-    assert f"after step {rows[-1]['step']} of" in stopped.err and len(rows) < len(metrics(folder / "whole"))
+    assert f"after step {rows[-1]['step']} of" in stopped.err and len(rows) < len(metrics(whole))
     finetune(folder, *words, "--resume").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "whole")
+    assert numbers(folder / "out") == numbers(whole)
 
 
 def test_a_stop_ends_a_pause_beside_a_step_under_way(folder: Path) -> None:

@@ -303,39 +303,47 @@ def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
     assert "finished" in again.err
 
 
+KEPT = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "eval_samples=1", "save_steps=2")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A run of `EVALUATION` that nothing disturbed, in `out`, and one of `KEPT`, in `kept`."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
+    finetune(folder, *EVALUATION).expect(0)
+    finetune(folder, *KEPT, "output_dir=kept").expect(0)
+    return folder
+
+
 @pytest.mark.parametrize(
     "where", ["eval:kill:step=4", "optimizer:kill:step=4", "ckpt_writer:kill:step=4", "export:kill"]
 )
-def test_a_kill_changes_nothing(folder: Path, model: Path, tmp_path: Path, where: str) -> None:
-    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "eval_samples=1", "save_steps=2")
-    finetune(folder, *words).expect(0)
-    other = make_workspace(tmp_path / "other", model)
-    assert finetune(other, *words, environment={"ROUNDPIPE_FAULT": where}).code == -9
-    finetune(other, *words, "--resume").expect(0)
-    assert numbers(other / "out") == numbers(folder / "out")
-    assert evaluations(other / "out") == evaluations(folder / "out")
-    files = [sorted(path.name for path in (base / "out").iterdir()) for base in (folder, other)]
+def test_a_kill_changes_nothing(folder: Path, whole: Path, where: str) -> None:
+    assert finetune(folder, *KEPT, environment={"ROUNDPIPE_FAULT": where}).code == -9
+    finetune(folder, *KEPT, "--resume").expect(0)
+    out, kept = folder / "out", whole / "kept"
+    assert numbers(out) == numbers(kept)
+    assert evaluations(out) == evaluations(kept)
+    files = [sorted(path.name for path in base.iterdir()) for base in (out, kept)]
     assert files[0] == files[1]
     name = "adapter_model.safetensors"
-    assert (other / "out" / name).read_bytes() == (folder / "out" / name).read_bytes()
+    assert (out / name).read_bytes() == (kept / name).read_bytes()
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, model: Path, tmp_path: Path, step: int) -> None:
+def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, whole: Path, step: int) -> None:
     """Also the last one: the run is then not finished."""
-    finetune(folder, *EVALUATION).expect(0)
-    other = make_workspace(tmp_path / "other", model)
     running = launch(
-        other, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": f"eval:slow=2:step={step}"}
+        folder, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": f"eval:slow=2:step={step}"}
     )
     running.wait_for_steps(step)
     time.sleep(0.5)
     running.kill(signal.SIGTERM)
     assert running.finish().code == 143
-    assert [row["step"] for row in evaluations(other / "out")] == [2][: step // 2 - 1]
-    assert f"resuming after step {step}" in finetune(other, *EVALUATION, "--resume").expect(0).err
-    assert evaluations(other / "out") == evaluations(folder / "out")
-    assert numbers(other / "out") == numbers(folder / "out")
+    assert [row["step"] for row in evaluations(folder / "out")] == [2][: step // 2 - 1]
+    assert f"resuming after step {step}" in finetune(folder, *EVALUATION, "--resume").expect(0).err
+    assert evaluations(folder / "out") == evaluations(whole / "out")
+    assert numbers(folder / "out") == numbers(whole / "out")
 
 
 def test_evaluation_changes_no_training_loss(folder: Path) -> None:

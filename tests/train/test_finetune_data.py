@@ -47,7 +47,7 @@ def run_with_log(folder: Path, *words: str, **environment: str) -> Any:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_stopped_runs_repeat_no_row_and_lose_none(tmp_path: Path, model: Path, packing: bool) -> None:
-    """Stopped five times at random moments across three epochs: the concatenated rows are those of one run."""
+    """Stopped three times at random moments across three epochs: the concatenated rows are those of one run."""
     whole = workspace(tmp_path / "whole", model, packing=packing)
     run_with_log(whole).finish().expect(0)
     expected = row_log(whole)
@@ -55,7 +55,7 @@ def test_stopped_runs_repeat_no_row_and_lose_none(tmp_path: Path, model: Path, p
     folder = workspace(tmp_path / "stopped", model, packing=packing)
     moments = random.Random(7)
     resume: list[str] = []
-    for _ in range(5):
+    for _ in range(3):
         running = run_with_log(folder, *resume, **SLOW)
         done = len(metrics(folder / "out")) if resume else 0
         if done >= len(expected) - 1:

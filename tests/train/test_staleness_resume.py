@@ -119,7 +119,7 @@ with Updater(store, optimizer, num_threads=1) as updater:
     ],
 )
 def test_host_bytes_per_parameter(dtype: str, staleness: int, method: str, expected: float) -> None:
-    """What the process really holds after two updates, and what the store says of itself: DESIGN.md section 5."""
+    """What the process really holds after two updates, and what the store says of itself."""
     words = [sys.executable, "-c", MEASURE, dtype, str(staleness), method, str(NUM_PARAMETERS)]
     done = subprocess.run(
         words, cwd=REPOSITORY, env=child_environment(), capture_output=True, text=True, check=True, timeout=120

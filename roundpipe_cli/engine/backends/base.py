@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 DeviceEvent = Any
-"""A point in a device's work; opaque to everybody but the backend that made it. None has happened."""
+"""A point in a device's work, which only the backend that made it can read. None: it has already happened."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(target, source) of a copy, of one shape and type."""
 
 _REFUSALS = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
-"""In messages of a device's libraries: the driver, which also loads kernels and page-locks memory, cuBLAS and cuDNN."""
+"""Texts in errors of the driver (which also loads kernels and page-locks memory), cuBLAS and cuDNN."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,7 +40,7 @@ class Backend(ABC):
     """Compute capability of an NVIDIA GPU, e.g. (8, 6); None: another device."""
 
     def take_notice(self) -> str | None:
-        """A note on this device that the user has not been told yet; once."""
+        """A note on this device for the user; each note is returned once."""
         return None
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Backend(ABC):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A device buffer, uint8 [num_bytes], that lives until the backend is closed."""
 
-    def release_unused(self) -> None:  # noqa: B027 - most devices keep nothing back
+    def release_unused(self) -> None:  # noqa: B027 - most devices hold no unused memory
         """Give memory that nothing uses any more back to the device."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Backend(ABC):
 
     @abstractmethod
     def happens_in_s(self, event: DeviceEvent) -> float:
-        """0 if `event` has happened, else seconds after which to look again."""
+        """0 if `event` has happened, else the seconds after which to ask again."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -108,7 +108,7 @@ class Backend(ABC):
         """Seconds from one mark to another; both must have passed."""
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device has come to a mark; without waiting, from any thread."""
+        """Whether the device has passed a mark; does not wait, may be called by any thread."""
         return True
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Backend(ABC):
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Most device bytes taken from the driver at once since `reset_peak`: with those that an allocator keeps back,
+        """Most device bytes taken from the driver at once since `reset_peak`, with those that an allocator holds
         between blocks in use or for later ones."""
         return self.peak_bytes
 

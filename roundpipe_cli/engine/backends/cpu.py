@@ -17,7 +17,7 @@ from roundpipe_cli.engine.intra_op import set_own_threads
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that computations under this mode have made and that are still alive."""
+    """Counts the bytes of all live storages that computations under this mode have made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def update_peak(self) -> None:
-        """Forget what has been freed and note the total."""
+        """Drop freed storages and note the total."""
         with self._lock:
             self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
             total = self.permanent_bytes + sum(size for _, size in self._storages.values())

@@ -23,18 +23,18 @@ from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention_kernels import set_up_attention
 
 SWITCH_INTERVAL_S = 0.5e-3
-"""Within which one of our threads lets another have the interpreter."""
+"""Seconds after which one of our threads yields the interpreter to another."""
 POLL_S, MAX_POLL_S = 100e-6, 1e-3
-"""How often a lane asks whether what it waits for has happened: at first, and after a while."""
+"""Seconds between a lane's looks at the events that it waits for: at first, and after a while."""
 POLL_SHARE = 1 / 8
-"""Share of the time that has been waited already: lanes of eight devices would otherwise keep the interpreter busy."""
+"""Length of a pause, as a share of the time waited so far: short pauses would keep the interpreter busy."""
 
 LOCK_REFUSED = (
     "the system does not let this process page-lock more host memory for its transfers: ordinary memory is used, and "
     "GPUs wait for those copies; raise the limit of locked memory (ulimit -l unlimited; in a container, memlock)"
 )
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables by which a user sets torch's allocator up."""
+"""Environment variables with which users configure torch's allocator."""
 
 
 def num_devices() -> int:
@@ -48,13 +48,13 @@ def memory_bytes(index: int) -> int:
 
 
 def memory_use(index: int) -> tuple[int, int]:
-    """Bytes in use on GPU `index`, by whomever, and what it has."""
+    """Bytes in use on GPU `index`, by all programs, and its total memory."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     return int(total_bytes - free_bytes), int(total_bytes)
 
 
 def uuid(index: int) -> str:
-    """How the driver names GPU `index`, whatever `CUDA_VISIBLE_DEVICES` says."""
+    """The driver's name of GPU `index`, independent of `CUDA_VISIBLE_DEVICES`."""
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
@@ -76,7 +76,7 @@ def has_bfloat16(index: int) -> bool:
 
 
 def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
-    """Change what torch leaves to programs, for the whole process: products, memory and attention on these GPUs.
+    """Set torch's options for these GPUs, for the whole process: products, memory and attention.
 
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
@@ -120,7 +120,7 @@ def register_host_buffer(buffer: torch.Tensor, index: int) -> bool:
         code = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1)  # type: ignore[union-attr]  # portable
         if int(code) == 0:
             return True
-        with suppress(RuntimeError):  # the error stays behind, and the next kernel that starts would raise it
+        with suppress(RuntimeError):  # clear the error, or the next kernel that starts would raise it
             torch.ones(1, device="cuda").add_(1)
     return False
 
@@ -209,7 +209,7 @@ class CudaBackend(Backend):
             return self._down.record_event()
 
     def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
-        # On the compute stream itself, in order; `cpu()` would make the host wait for all of it.
+        # On the compute stream, in order; `cpu()` would make the host wait for the whole stream.
         return self.host_like(tensor).copy_(tensor, non_blocking=True), self.record()
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:

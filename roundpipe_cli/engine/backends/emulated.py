@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 EmulatedEvent = float | None
-"""When something ends, absolute; None has happened."""
+"""The absolute time at which something ends; None: it has already happened."""
 
 
 class StreamClock:
@@ -29,7 +29,7 @@ class StreamClock:
         """Time that the stream lost because the host issued too late."""
 
     def start_step(self, now_s: float) -> None:
-        """Count from `now_s` on."""
+        """Start counting at `now_s`."""
         self.end_s, self.late_s = now_s, 0.0
 
     def issue(
@@ -64,7 +64,7 @@ class EmulatedDevice:
         self.compute, self.up, self.down = StreamClock(), StreamClock(), StreamClock()
 
     def start_step(self, now_s: float) -> None:
-        """All streams are idle and count from `now_s` on."""
+        """Set all streams idle and start counting at `now_s`."""
         for clock in (self.compute, self.up, self.down):
             clock.start_step(now_s)
 
@@ -75,7 +75,7 @@ class EmulatedDevice:
 
 
 def happens_in_s(event: EmulatedEvent) -> float:
-    """0 if `event` has happened, else seconds until it will."""
+    """0 if `event` has happened, else the seconds until it does."""
     return 0.0 if event is None else max(0.0, event - time.perf_counter())
 
 

@@ -13,28 +13,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STUCK_S = 0.05
-"""A pass that is issued for longer waits for its device."""
+"""A pass that takes longer to issue than this is waiting for its device."""
 MAX_STUCK = 8
-"""Passes that wait for their device, after which nobody takes turns any more: the others would wait with it."""
+"""After so many passes that waited for their device turns are given up: other threads would wait too."""
 
 MOST_STUCK_TURNS = 20
-"""Nobody waits for a turn for longer than so many stuck ones would take."""
+"""Nobody waits for a turn longer than this number of waiting passes takes."""
 
 
 class IssueTurns:
-    """One for all GPUs of a process. Says nothing about results, which do not depend on who issues when."""
+    """The turns of all GPUs of a process. They change no result: results do not depend on the order of issue."""
 
     def __init__(self, stuck_s: float = STUCK_S) -> None:
         self._lock = threading.RLock()
         self._stuck_s = stuck_s
         self._since_s = math.inf
-        """When the turn began, of `time.perf_counter`; infinite between turns."""
+        """Start of the turn by `time.perf_counter`; infinite between turns."""
         self.num_stuck = 0
-        """Turns during which the device was waited for."""
+        """Number of turns that waited for their device."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Encloses a layer's pass: waits until no other thread issues one, unless that one waits for its device."""
+        """Encloses a layer's pass: waits until no other thread issues a pass, unless that pass waits for its device."""
         taken = self._take()
         try:
             yield

@@ -48,11 +48,11 @@ class _LaneState:
 
     condition: threading.Condition
     inbox: list[int] = field(default_factory=list)
-    """Transfers all of whose inputs have been issued."""
+    """Transfers whose inputs have all been issued."""
     num_left: int = 0
-    """Transfers not issued yet."""
+    """Number of transfers that are not issued yet."""
     closed: bool = False
-    """Nothing will be added any more."""
+    """No transfer will be added any more."""
     has_left: bool = False
 
 
@@ -60,13 +60,13 @@ class _LaneState:
 class _WorkerState:
     condition: threading.Condition
     waiting_for: int = -1
-    """Operation that the compute thread waits for, to be issuable or, if it is a transfer, issued."""
+    """Operation that the compute thread waits for: a transfer until it is issued, others until they may be."""
     failed: dict[int, tuple[BaseException, bool]] = field(default_factory=dict)
-    """Compute operation -> error of a transfer that it needs, and whether that carries its weights."""
+    """Compute operation -> error of a transfer that it needs, and whether that transfer carries its weights."""
 
 
 class StepRun:
-    """One program on its way: what its threads share."""
+    """A program that is being carried out: the state that its threads share."""
 
     def __init__(
         self, program: Program, links: Dependencies, step: int, progress: Progress, works: dict[int, Work]
@@ -76,11 +76,11 @@ class StepRun:
         self.records: list[TransferRecord] = []
         self.errors: list[WorkResult] = []
         self.parts: dict[int, Any] = {}
-        """Worker -> what its `Work` is to take up."""
+        """Worker -> the part that its `Work` takes up."""
         self.results: queue.Queue[WorkResult] = queue.Queue()
         """One of each worker, and one of the host where it has work."""
         self.is_abandoned = False
-        """Nobody waits for the step any more: a thread of it may never return."""
+        """The step was given up: one of its threads may never return."""
         self._works = works
         self._lanes = {
             (lane, worker): _LaneState(progress.new_condition(), closed=lane == HOST)
@@ -100,7 +100,7 @@ class StepRun:
         return self._lanes[lane, worker]
 
     def _announce(self, op_id: int) -> None:
-        """All that `op_id` waits for has been issued. With the lock held, or before the threads start."""
+        """Tell the thread of `op_id` that it may be issued. Called with the lock held, or before the threads start."""
         op = self.ledger.ops[op_id]
         if op.lane == COMPUTE:
             state = self._workers[op.worker]
@@ -108,12 +108,12 @@ class StepRun:
                 state.condition.notify()
             return
         lane = self._lanes.get((op.lane, op.worker))
-        if lane is not None:  # the engine's steps end before the host's updates, which are not its business
+        if lane is not None:  # in the engine's steps nobody carries out the host's updates
             lane.inbox.append(op_id)
             lane.condition.notify()
 
     def issue(self, op_id: int, event: DispatchEvent) -> None:
-        """`op_id` has been issued; whoever waits for it may go on."""
+        """Note that `op_id` has been issued, and wake the threads that wait for it."""
         op = self.ledger.ops[op_id]
         with self.progress.lock:
             for follower in self.ledger.issue(op_id, event):
@@ -125,13 +125,13 @@ class StepRun:
             self.progress.last_s = time.monotonic()
 
     def release(self, op_id: int, event: DispatchEvent) -> None:
-        """Let others use what the transfer `op_id` moves once `event` has happened, before its producer has ended."""
+        """Let the transfer `op_id` start once `event` has happened, before the operation that feeds it has ended."""
         with self.progress.lock:
             self.ledger.release(op_id, event)
             self._announce(op_id)
 
     def add(self, transfer: AddedTransfer, like: Op, event: DispatchEvent) -> Op:
-        """A transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
+        """Add a transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
         with self.progress.lock:
             new_id = len(self.ledger.ops)
             op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[], late_deps=[], **transfer._asdict())
@@ -140,7 +140,7 @@ class StepRun:
         return op
 
     def start(self, op_id: int) -> None:
-        """Hand an added transfer to its lane."""
+        """Give an added transfer to its lane."""
         with self.progress.lock:
             self._announce(op_id)
 
@@ -185,7 +185,7 @@ class StepRun:
         return [event for event in found if event is not None]
 
     def fail(self, op: Op, error: BaseException) -> None:
-        """A transfer failed. Whoever needs it raises the error; the visits before go on, so that the place is right."""
+        """Note that a transfer failed. The operation that needs it raises the error, so that the place is right."""
         consumer = next((other for other in self._consumers(op) if other.worker == op.worker), None)
         if op.lane == UP and consumer is not None:
             with self.progress.lock:
@@ -201,13 +201,13 @@ class StepRun:
         self.progress.abort()
 
     def _consumers(self, op: Op) -> list[Op]:
-        if op.id >= len(self.program.ops):  # added by the compute operation that the thread is at
+        if op.id >= len(self.program.ops):  # added by the current compute operation
             return [op]
         ops = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
         return [other for other in ops if other.lane == COMPUTE]
 
     def leave(self, worker: int) -> None:
-        """The compute thread of `worker` has ended its part: wait until its lanes have ended theirs."""
+        """Wait until the lanes of `worker`, whose compute thread has ended its part, have ended theirs."""
         state = self._workers[worker]
         lanes = [self._lanes[lane, worker] for lane in self._works[worker].lanes]
         with self.progress.lock:
@@ -218,14 +218,14 @@ class StepRun:
                 state.condition.wait()
 
     def lane_failed(self, lane: str, worker: int, error: BaseException) -> None:
-        """The lane's thread cannot go on with this step: where a device broke, whatever it is asked next fails."""
+        """Note that the lane's thread gave this step up: on a broken device everything that follows fails too."""
         what = "host updates" if worker == NOBODY else f"worker {worker}, its {lane} lane"
         with self.progress.lock:
             self.errors.append(WorkResult(worker, error, f"{what}, step {self.step}"))
         self.progress.abort()
 
     def lane_left(self, lane: str, worker: int) -> None:
-        """The lane's thread is through with this step."""
+        """Note that the lane's thread has ended this step."""
         with self.progress.lock:
             self._lanes[lane, worker].has_left = True
             if worker >= 0:

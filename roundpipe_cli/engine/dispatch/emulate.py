@@ -40,7 +40,7 @@ class Emulated:
     late_s: tuple[float, ...]
     """Per worker: time that its streams lost because the host issued too late, compute and links together."""
     compute_late_s: tuple[float, ...]
-    """Per worker: of these, the compute stream's. A link's are idle time too, but seldom anybody waits for it."""
+    """Per worker: the part of `late_s` that its compute stream lost; a link's lost time seldom delays anybody."""
     transfers: TransferStatistics
 
     @property
@@ -53,7 +53,7 @@ class Emulated:
 
 
 class _Emulation:
-    """State that the works of one run share."""
+    """State that all workers of one run share."""
 
     def __init__(self, program: Program, costs: CostModel) -> None:
         self.program, self.costs = program, costs
@@ -65,7 +65,7 @@ class _Emulation:
 
 
 class EmulatedWork:
-    """Operations of one worker, or of the host (worker -1), as times on clocks."""
+    """Carries out operations of one worker, or of the host (worker -1), as times on clocks."""
 
     def __init__(self, worker: int, emulation: _Emulation) -> None:
         self.worker = worker
@@ -99,7 +99,7 @@ class EmulatedWork:
         return end_s
 
     def prepare(self, op: Op, after: Sequence[EmulatedEvent]) -> Sequence[TransferChunk]:
-        """Each chunk with its seconds."""
+        """The chunks of a transfer, each with its seconds."""
         costs = self._emulation.costs
         if op.lane == HOST:
             chunks = [TransferChunk(0, costs.layers[op.stage].optimizer_s)] if op.stage >= 0 else []
@@ -124,7 +124,7 @@ class EmulatedWork:
         return None
 
     def arrival(self, dep: Op, op: Op, event: EmulatedEvent) -> EmulatedEvent:
-        """A hop later between two different workers; the host is near everyone."""
+        """The arrival is a hop later between two different workers, but not from or to the host."""
         if event is None or dep.worker == op.worker or min(dep.worker, op.worker) < 0:
             return event
         return event + self._emulation.costs.hop_s
@@ -159,16 +159,16 @@ class EmulatedWork:
 
 @dataclass(frozen=True)
 class EmulatedInWork:
-    """A run that has begun, for those who watch it."""
+    """A run that has begun, for a display."""
 
     works: Sequence[EmulatedWork]
     started_s: float
-    """By `time.perf_counter`."""
+    """Start by `time.perf_counter`."""
     fused_head: bool
-    """As of the schedule."""
+    """`fused_head` of the schedule."""
 
     def news(self) -> Iterator[list[Span]]:
-        """Each time what has been issued since: when it starts and ends, of `time.perf_counter`; also in the future."""
+        """Spans issued since the last call, by `time.perf_counter`; they may lie in the future."""
         num_seen = [0] * len(self.works)
         while True:
             found: list[Span] = []

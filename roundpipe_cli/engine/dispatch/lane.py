@@ -35,7 +35,7 @@ class Lane:
                     return
                 try:
                     _LaneStep(self, run, self._options).serve()
-                except BaseException as error:  # travels as a value, as an error of a compute thread does
+                except BaseException as error:  # passed on as a value, as errors of compute threads are
                     run.lane_failed(self.name, self.worker, error)
                 run.lane_left(self.name, self.worker)
                 if self.worker < 0:
@@ -51,7 +51,7 @@ class _LaneStep:
         self.state = run.lane(lane.name, lane.worker)
         self.queue = TransferQueue(options)
         self.waiting: list[tuple[Op, list[DispatchEvent]]] = []
-        """Inputs issued, but perhaps not all happened."""
+        """Transfers whose inputs have been issued, but have perhaps not all happened."""
         self.chunks: dict[int, deque[TransferChunk]] = {}
         self.moving: deque[tuple[DispatchEvent, TransferRecord | None]] = deque()
         """Chunks on the stream, oldest first; the last one of a transfer with its record."""
@@ -81,7 +81,7 @@ class _LaneStep:
                 state.condition.wait(wait_s)
 
     def _advance(self) -> float | None:
-        """Retire what has arrived, let in what may go; returns after how long to look again (None: when told)."""
+        """Retire arrived chunks and issue new ones; returns the seconds until the next look (None: until woken)."""
         work, look_s = self.work, None
         while self.moving:
             event, record = self.moving[0]
@@ -112,7 +112,7 @@ class _LaneStep:
                 if op.payload == WEIGHTS and op.lane == UP:
                     fault("prefetch", step=step, worker=op.worker)
                 fault(_FAULT_POINTS[op.lane], step=step, worker=op.worker)
-        except BaseException as error:  # travels as a value
+        except BaseException as error:  # passed on as a value
             self.run.fail(op, error)
             return
         if not chunks:

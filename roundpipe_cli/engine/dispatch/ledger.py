@@ -1,4 +1,4 @@
-"""Which operations of a program may be issued: pure decisions, no thread, no clock. PROTOCOL.md tells the whole story.
+"""Which operations of a program may be issued: pure decisions, no thread, no clock. PROTOCOL.md explains it.
 
 An operation may be issued to its device once all that it waits for has been issued (and so has an event); whether
 those events have happened is the device's business (compute) or the lane's (transfers).
@@ -15,10 +15,10 @@ from roundpipe_cli.schedule.operations import Op, Program
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Who waits for whom in a program; made once and used for every step."""
+    """The dependencies between a program's operations; made once and used for every step."""
 
     num_missing: tuple[int, ...]
-    """Per operation: how many it waits for."""
+    """Per operation: the number of operations that it waits for."""
     followers: tuple[tuple[int, ...], ...]
 
 
@@ -44,7 +44,7 @@ class Ledger:
         self._released: dict[int, Any] = {}
 
     def issuable(self) -> list[int]:
-        """Operations that wait for nothing."""
+        """Operations that wait for no other."""
         return [op_id for op_id, count in enumerate(self.num_missing) if not count]
 
     def issue(self, op_id: int, event: Any) -> list[int]:
@@ -62,7 +62,7 @@ class Ledger:
         return found
 
     def release(self, op_id: int, event: Any) -> None:
-        """Let others use what `op_id` moves once `event` has happened, before the operation that makes it has ended."""
+        """Let the transfer `op_id` start once `event` has happened, before the operation that feeds it has ended."""
         assert not self.is_issued[op_id] and op_id not in self._released
         self._released[op_id] = event
         self.num_missing[op_id] = 0

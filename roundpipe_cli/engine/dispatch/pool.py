@@ -1,4 +1,4 @@
-"""The pool of workers: their threads, and the steps that they have been given, at most two at a time.
+"""The pool of workers: their threads, and their steps, at most two at a time.
 
 A worker takes up the next step when its part of the one before is done, whatever the others still do:
 
@@ -35,9 +35,9 @@ from roundpipe_cli.schedule.operations import Op
 TICK_S = 0.25
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
-"""For all threads of a pool together."""
+"""Total for all threads of a pool."""
 JOIN_LANES_S = 0.5
-"""For the lanes, at least."""
+"""The lanes get at least this much of it."""
 
 
 class Pool:
@@ -64,10 +64,10 @@ class Pool:
         if host is not None:
             self.works[NOBODY] = host
         self.is_stuck = False
-        """A thread may still be busy with an old step: no other can be run."""
+        """A thread may still be busy with an old step, so no other step can run."""
         self._watchdog_s, self._is_out_of_memory = watchdog_s, is_out_of_memory
         self._under_way: list[StepRun] = []
-        """Started and not waited for, oldest first."""
+        """Steps that were started and not waited for, oldest first."""
         self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
         self._threads = [
             threading.Thread(target=self._compute_main, args=(worker,), name=f"worker-{worker}", daemon=True)
@@ -86,7 +86,7 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ask the threads to end once they have nothing left to do; one that hangs is left behind (a daemon)."""
+        """Let the threads end once they have nothing left to do; a thread that hangs is left behind (a daemon)."""
         self._abort_all()
         deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
         for orders in self._orders:
@@ -95,7 +95,7 @@ class Pool:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         deadline_s = max(deadline_s, time.monotonic() + JOIN_LANES_S)
         lanes = [lane for lanes in self._lanes.values() for lane in lanes]
-        for lane in lanes:  # compute threads hand them their steps, so these may only end after those
+        for lane in lanes:  # lanes get their steps from compute threads, so they end after those
             lane.orders.put(None)
         for lane in lanes:
             lane.thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -106,7 +106,7 @@ class Pool:
         return self.wait(run)
 
     def start(self, run: StepRun) -> None:
-        """Give a step to the workers, behind those that they have; returns at once."""
+        """Queue a step for the workers; returns at once."""
         assert not self.is_stuck, "a pool that got stuck cannot be used any more"
         self._under_way.append(run)
         for lane in self._lanes.get(NOBODY, ()):
@@ -115,7 +115,7 @@ class Pool:
             orders.put(run)
 
     def wait(self, run: StepRun) -> StepRun:
-        """Block until the oldest step is done; returns it. Where it fails, those behind it are given up.
+        """Block until the oldest step is done; returns it. If it fails, later steps are given up.
 
         Raises:
             ResourceError: out of device memory (exit code 5).
@@ -124,7 +124,7 @@ class Pool:
         assert self._under_way and run is self._under_way[0], "steps end in the order in which they began"
         try:
             results = self._collect(run)
-        except BaseException:  # stuck, or interrupted in this thread: the workers leave, the pool is done with
+        except BaseException:  # stuck, or interrupted in this thread: workers leave their steps, and no other is taken
             self.is_stuck = True
             for other in self._under_way:
                 other.is_abandoned = True
@@ -140,7 +140,7 @@ class Pool:
         return run
 
     def _abort_all(self) -> None:
-        """Have the workers leave all steps that nobody will wait for."""
+        """Let the workers leave all steps whose results are no longer wanted."""
         for run in self._under_way:
             run.progress.abort()
         self._under_way.clear()
@@ -164,9 +164,9 @@ class Pool:
                     self._compute(run, work, result)
                 run.leave(worker)
                 try:
-                    work.drain()  # of a failed step too: until then its work reads and writes slots and sums
+                    work.drain()  # for a failed step too: until then its work reads and writes slots and sums
                 except BaseException as error:
-                    if result.error is None and not run.progress.aborted:  # else the first error says more
+                    if result.error is None and not run.progress.aborted:  # otherwise the first error says more
                         result.error, result.where = error, f"worker {worker}, finishing the step"
                 work.reset()
                 run.results.put(result)
@@ -183,7 +183,7 @@ class Pool:
                 run.issue(op_id, work.run(op, ready, late))
         except AbortedError:
             pass
-        except BaseException as error:  # travels as a value; the caller raises it
+        except BaseException as error:  # passed on as a value; the caller raises it
             assert op is not None
             result.error = error
             weights = False
@@ -209,7 +209,7 @@ class Pool:
                 seen_s = run.progress.last_s
                 if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    # one failed and another is stuck: the failure says more
+                    # one worker failed and another is stuck: the failure says more
                     self._raise_first([*results, *run.errors])
                     raise NoProgressError(
                         f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",

@@ -1,4 +1,4 @@
-"""Shared by all threads of a step: a lock, an abort, and when something last moved."""
+"""State that all threads of a step share: a lock, an abort, and the time of the last progress."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class AbortedError(Exception):
-    """Another thread failed: leave quietly, its error is the one to show."""
+    """Another thread failed and its error will be shown: leave without a message."""
 
 
 class Progress:
-    """Wakes waiters, spreads an abort, tells the watchdog that something moved. One lock for all of it."""
+    """Wakes waiting threads, spreads an abort and reports progress to the watchdog, all under one lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -22,7 +22,7 @@ class Progress:
         self.last_s = time.monotonic()
 
     def new_condition(self) -> threading.Condition:
-        """A condition of one thread's own on the common lock, so that what concerns it wakes nobody else."""
+        """A condition for one thread on the common lock, so that its events wake no other thread."""
         condition = threading.Condition(self.lock)
         with self.lock:
             self._conditions.append(condition)
@@ -41,7 +41,7 @@ class Progress:
             self.condition.notify_all()
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready()`, which is called with the lock held.
+        """Block until `ready()` is true; it is called with the lock held.
 
         Raises:
             AbortedError: another thread of the step failed.

@@ -1,4 +1,4 @@
-"""The next chunk for a link: pure decisions (events in, chunks out; no thread, no clock), and what waiting cost.
+"""The next chunk for a link: pure decisions (events in, chunks out; no thread, no clock), and the time lost by waiting.
 
 One queue per worker and direction. A transfer enters it when everything that it waits for has happened, so nothing on
 the device's stream ever waits for anything but the link. It goes in chunks, the most urgent transfer first; one that
@@ -21,7 +21,7 @@ from roundpipe_cli.schedule.operations import Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
 MAX_IN_FLIGHT = 2
-"""Chunks on a stream at once: one moves, one follows without a gap."""
+"""Chunks on a stream at a time: one moves, one follows without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TransferOptions:
     chunk_bytes: int = CHUNK_BYTES
     max_in_flight: int = MAX_IN_FLIGHT
     fifo: bool = False
-    """First in, first out, whole transfers at a time: what priorities are compared with."""
+    """First in, first out, whole transfers at a time; for comparison with priorities."""
 
 
 class TransferQueue:
@@ -46,11 +46,11 @@ class TransferQueue:
         self.num_in_flight = 0
 
     def __len__(self) -> int:
-        """Transfers with chunks that are still to go."""
+        """Transfers with chunks that are not yet in flight."""
         return len(self._ready)
 
     def enter(self, transfer: int, priority: tuple[int, int], num_chunks: int) -> None:
-        """All that `transfer` waits for has happened."""
+        """Put a transfer, whose inputs have all happened, into the queue."""
         assert num_chunks > 0 and transfer not in self._chunks_left
         self._num_arrived += 1
         self._chunks_left[transfer] = num_chunks
@@ -78,7 +78,7 @@ class TransferQueue:
 
 @dataclass(slots=True)
 class TransferRecord:
-    """When one transfer entered its queue, began to move and had arrived; seconds of one clock."""
+    """Times at which a transfer entered its queue, began to move and had arrived; seconds of one clock."""
 
     op_id: int
     payload: str
@@ -96,11 +96,11 @@ class ClassStatistics:
     num_transfers: int = 0
     num_bytes: int = 0
     waiting_s: float = 0.0
-    """Between entering the queue and beginning to move."""
+    """Time between entering the queue and the start of the copy."""
     moving_s: float = 0.0
-    """Sum over the links of the time for which at least one was on its way."""
+    """Sum over the links of the time in which at least one transfer moved."""
     exposed_s: float = 0.0
-    """A worker's compute stood still, and all it waited for was this."""
+    """Time in which a worker's compute stood still and waited only for such transfers."""
 
     def add(self, other: ClassStatistics) -> None:
         self.num_transfers += other.num_transfers
@@ -116,10 +116,10 @@ class TransferStatistics:
 
     classes: dict[tuple[str, str], ClassStatistics] = field(default_factory=lambda: defaultdict(ClassStatistics))
     exposed_s: float = 0.0
-    """Exposed time of all classes together, a moment with two of them waited for counted once."""
+    """Exposed time of all classes together; a moment with two of them counts once."""
 
     def add(self, other: TransferStatistics) -> None:
-        """Add another step's."""
+        """Add the statistics of another step."""
         for key, statistics in other.classes.items():
             self.classes[key].add(statistics)
         self.exposed_s += other.exposed_s
@@ -196,7 +196,7 @@ def _add_exposed(
 
 
 def covered_s(spans: Sequence[ByteSpan]) -> float:
-    """Seconds that at least one of the spans covers."""
+    """Seconds that are covered by at least one span."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -68,7 +68,7 @@ class Conversions:
 
     found: tuple[WeightConversion, ...]
     unused: tuple[str, ...]
-    """Tensors of the checkpoint that the model has no place for."""
+    """Tensors of the checkpoint that are in no weight of the model."""
     rules: tuple[Any, ...] | None
     """transformers' rules for this model; None where it has them in another form than is known here."""
 

@@ -38,7 +38,7 @@ BESIDE = frozenset(
         *("k_scale", "v_scale", "q_scale", "g_idx"),
     }
 )
-"""Last parts of names of what quantises activations and caches, which training leaves whole."""
+"""Last parts of the names of scales of activations and caches, which training does not quantise."""
 
 
 def find_stored(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""Codes and scales to weights: what the quantised formats have in common.
+"""Weights from codes and scales: the common part of the quantised formats.
 
 Everything is computed in float32, some rows at a time, and rounded once to the type that is asked for: a code times its
 scale is exact in float32, or rounded once.

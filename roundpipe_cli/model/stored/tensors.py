@@ -1,4 +1,4 @@
-"""Weights as a checkpoint stores them: where each lies, of which tensors it is made, and how it is read.
+"""Weights as a checkpoint stores them: the place of each, the tensors it is made of, and how it is read.
 
 A quantised weight is several tensors of the files (codes, scales, zero points). It appears here under the name that it
 has in the unquantised checkpoint, so that whatever comes after need not know how it is stored.
@@ -41,7 +41,7 @@ class FileTensor:
     key: str
     shape: torch.Size
     dtype: str
-    """As the header has it, `BF16`."""
+    """Type as in the header, such as `BF16`."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -67,7 +67,7 @@ class StoredTensor:
     """Role -> tensor of the files; one piece with the role "" is the weight itself."""
     shape: torch.Size
     dtype: torch.dtype
-    """In which it is read."""
+    """Type in which it is read."""
     unpack: Unpack | None = None
     is_turned: bool = False
     """Whether the result of `unpack` is transposed: quantised files hold a Conv1D as a Linear, outputs first."""
@@ -122,10 +122,10 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
     def __init__(self) -> None:
         self._stack, self._files = ExitStack(), dict[Path, Any]()
         self._num_bytes = 0
-        """Read since the files were opened."""
+        """Bytes read since the files were opened."""
 
     def tensor(self, piece: FileTensor) -> torch.Tensor:
-        """A tensor, on the bytes of its mapped file; gone when the files are closed."""
+        """A tensor on the bytes of its mapped file; invalid when the files are closed."""
         if piece.path not in self._files:
             self._files[piece.path] = self._stack.enter_context(open_shard(piece.path))
         tensor: torch.Tensor = self._files[piece.path].get_tensor(piece.key)
@@ -133,7 +133,7 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
         return tensor
 
     def close_if_read(self, num_bytes: int = MAX_MAPPED_BYTES) -> None:
-        """Close the files if more than that was read from them; tensors from here are then gone.
+        """Close the files if more than that was read from them; their tensors are then invalid.
 
         Opening a file reads its whole header, 40 ms with 4,500 tensors, so it is not done for every weight.
         """

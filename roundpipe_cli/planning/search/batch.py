@@ -48,7 +48,7 @@ class Batch:
 @dataclass(frozen=True)
 class DeviceMemory:
     """Memory of a worker's device, which holds `slots` times the weights and gradients of the largest stage, the
-    activations of one microbatch, two boundary tensors per direction (DESIGN.md, section 5)."""
+    activations of one microbatch, two boundary tensors per direction."""
 
     num_bytes: int
     slots: int
@@ -110,7 +110,6 @@ class BatchScorer:
         self.allowed = _allowed(numpy, sums, limits) if limits else None
         self.memory = memory
         self.visit_bytes = numpy.array(sums.visit_bytes)
-        self.num_scored = 0
 
     def works(self, batch: Batch) -> tuple[Works, Array]:
         """The stages' work, and (C,) whether every stage keeps its limit."""
@@ -155,7 +154,6 @@ class BatchScorer:
     def step_s(self, works: Works, chain: RoundChain) -> Array:
         """(C,) time per step."""
         numpy = self.numpy
-        self.num_scored += works.num_candidates
         parts = [
             _Walk(self, works.take(slice(begin, begin + CHUNK))).run(chain)
             for begin in range(0, works.num_candidates, CHUNK)
@@ -189,7 +187,7 @@ class _Walk:
         self.links = scorer.links if scorer.links and (works.upload_s.any() or works.grad_s.any()) else None
         num_states = 3 + scorer.links.slots if scorer.links else 1
         self.states = [numpy.zeros((scorer.num_workers, works.num_candidates)) for _ in range(num_states)]
-        """Free; then, with links: up link free, down link free, and when each slot is free, oldest first."""
+        """Times at which workers are free; with links also up links, down links and slots, oldest slot first."""
 
     def run(self, chain: RoundChain) -> Array:
         """Seconds per step of each cut of the batch over the measured steps of `chain`, float [cuts]; of two regimes,
@@ -273,7 +271,7 @@ class _Walk:
         return ends
 
     def _upload(self, worker: int, position: int, continues: bool) -> Array:
-        """When a visit's weights, in later rounds of a step also its gradients so far, are in the oldest slot."""
+        """Time at which a visit's weights (in later rounds also its gradients so far) are in the oldest slot."""
         seconds = self.works.upload_s[position]
         if continues:
             seconds = seconds + self.works.grad_s[position]

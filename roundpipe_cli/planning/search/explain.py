@@ -1,4 +1,4 @@
-"""Why a plan looks as it does, in sentences: what it costs at least, what binds, what a change would gain."""
+"""Sentences that explain a plan: its lower bound, what limits it, and what a change would gain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roundpipe_cli.units import format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """The scorer of a search, and the same for a machine where one thing costs nothing."""
+    """The scorer of a search, and scorers for machines on which one thing costs nothing."""
 
     as_it_is: BatchScorer
     without_hops: BatchScorer

@@ -56,4 +56,4 @@ def _recut(sizes: list[int]) -> list[list[int]]:
 
 
 MOST_SPLIT = 12
-"""Pairs of stages are split among so many at the end, where a short drain is worth most."""
+"""Only so many stages at the end are split in pairs: there a short drain gains most."""

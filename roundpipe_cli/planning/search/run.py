@@ -15,24 +15,24 @@ from roundpipe_cli.planning.search.local import neighbours, reshaped
 from roundpipe_cli.planning.search.seeds import PATTERNS, Cells, make_cells, seeds
 
 SAME = 1e-9
-"""Relative difference below which two times are the same."""
+"""Times with a smaller relative difference count as equal."""
 BLOCK = 512
-"""Cells tried between two looks at the best time."""
+"""Cells that are scored before the best time is looked at again."""
 OVERHEAD = 500
-"""Cost of a batch beside that of its candidates, in candidates."""
+"""Fixed cost of a batch, as a number of candidates."""
 
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """How much a search may do. Work is counted in stage visits of one microbatch, about five nanoseconds each."""
+    """Limits of a search. Work is counted in stage visits of one microbatch, about five nanoseconds each."""
 
     cell_work: float = 1.5e8
     pattern_cells: int = 400
     local_work: float = 1.6e8
     enough: float = SAME
-    """The search ends when the best time comes as near to the smallest bound, relative."""
+    """The search ends when the best time is this close to the smallest bound (relative)."""
     keep: int = 8
-    """Partitions remembered of each batch."""
+    """Partitions that are kept of each batch."""
     handicaps: tuple[float, ...] = (1e-3, 1e-2)
     """By how much a partition counts as slower per earlier look around one with the same numbers of stages; the local
     work is shared out among them."""
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The parts that tell it from others."""
+        """The parts that identify the partition."""
         return (self.num_forward, *self.sizes)
 
 
@@ -148,7 +148,7 @@ class Search:
             self._best_first(handicap, seen, self.work + self.effort.local_work / len(self.effort.handicaps))
 
     def _best_first(self, handicap: float, seen: set[tuple[int, ...]], limit: float) -> None:
-        """Look around the fastest partition not yet looked around, those of often visited shapes later."""
+        """Look around the fastest partition that was not yet looked around; often visited shapes come later."""
         visits: dict[tuple[int, int], int] = {}
         queue = [(candidate.value_s, key) for key, candidate in self.found.items() if key not in seen]
         heapq.heapify(queue)

@@ -2,7 +2,7 @@
 
 Layers are counted in units of about equal work: a usual block is one unit, an embedding without cost is none and joins
 its neighbour. `unit_bounds[t]` is the layer at which t units have been passed. A cell is a number of forward stages, of
-backward stages behind the one with the head, and of units in the head's stage. Shapes as in `search_batch`.
+backward stages behind the one with the head, and of units in the head's stage. Shapes as in `search/batch.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roundpipe_cli.planning.search.chain import RoundChain
 from roundpipe_cli.planning.stages import StageSums
 
 PATTERNS = ("smaller first", "larger first", "spread")
-"""Where the stages stand that hold one unit more than the others."""
+"""Places of the stages that hold one unit more than the others."""
 
 
 def unit_bounds(sums: StageSums) -> list[int]:
@@ -36,7 +36,7 @@ def unit_bounds(sums: StageSums) -> list[int]:
 
 
 def layer_bounds(sums: StageSums) -> list[int]:
-    """Every layer a unit, for limits so tight that no stage holds two; those without work join the next one."""
+    """Bounds with a unit for every layer, for tight limits; layers without work join the next one."""
     body = sums.num_layers - 1
     work = [sums.forward_s[i][i + 1] + sums.recompute_s[i][i + 1] + sums.backward_s[i][i + 1] for i in range(body)]
     return [0, *(layer + 1 for layer in range(body - 1) if work[layer] > 0), *([body] if body else [])]
@@ -101,7 +101,7 @@ def _may_fit(numpy: Any, allowed: Array, bounds: list[int], cells: tuple[Array, 
 def _cell_bounds(
     scorer: BatchScorer, bounds: list[int], chain: RoundChain, forward: Array, later: Array, head: Array
 ) -> tuple[Array, Array]:
-    """Bounds like `search_bound.lower_bounds`, from averages, and guesses."""
+    """Bounds like those of `search/bound.py`, from averages, and guesses."""
     numpy = scorer.numpy
     units, layers, workers = len(bounds) - 1, scorer.num_layers, scorer.num_workers
     unit_f, unit_r, unit_b = (

@@ -31,7 +31,7 @@ class FileRecord:
 
 
 class DamagedError(Exception):
-    """Why a folder cannot be used; whoever loads it turns this into a warning and does without."""
+    """A damaged folder; callers turn this into a warning and do without the folder."""
 
     def __init__(self, path: Path, found: str, expected: str) -> None:
         super().__init__(f"{path}: found {found}, expected {expected}")
@@ -62,7 +62,7 @@ def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str
     extra = sorted({entry.relative_to(folder).as_posix() for entry in folder.rglob("*")} - expected)
     if extra:
         raise DamagedError(folder / extra[0], "a file that is not in the manifest", "only the files saved")
-    for record in records:  # sizes first: cheap, and the usual damage is a cut
+    for record in records:  # sizes first: it is cheap, and files cut short are the usual damage
         path = folder / record.name
         is_link = path.is_symlink() or (path.parent != folder and path.parent.is_symlink())
         if is_link or (path.exists() and not path.is_file()):

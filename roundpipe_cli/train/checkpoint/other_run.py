@@ -27,7 +27,7 @@ MAX_ROWS_BYTES = 1 << 30
 def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, say: Say) -> None:
     """Copy what a run wrote before `checkpoint` into `output_dir`: its rows, and the best weights that `meta` names.
 
-    Rows of later steps come along; who continues cuts them.
+    Rows of later steps are copied too and cut later.
 
     Raises:
         RefusedError: the other run's rows are no regular file.
@@ -45,7 +45,7 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """All of `source` or nothing; nothing where there is no such folder, or `target` is there already."""
+    """Copy all of `source` or nothing; nothing if there is no such folder, or `target` exists."""
     if not source.is_dir() or target.exists():
         return
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}-{secrets.token_hex(4)}")

@@ -45,7 +45,7 @@ MAX_LOCK_BYTES = 1 << 16
 RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")
 
 RESULT_FOLDER_MODE = 0o755
-"""The adapter may be for others to read; what is private in the folder has modes of its own."""
+"""Others may read the folder, for the adapter; private files in it have stricter modes."""
 
 _HOLDER_WAIT_S = 0.5
 """How long to wait for a holder that has the lock but has not written its name yet."""
@@ -60,7 +60,7 @@ class RunState(Enum):
 
 
 def read_state(folder: Path) -> RunState:
-    """Look, and change nothing. A checkpoint counts whether it is valid or not: it may be worth saving."""
+    """The state of the folder, which is not changed. Damaged checkpoints count: they may be worth saving."""
     if (folder / REPORT_NAME).is_file():
         return RunState.FINISHED
     if list_checkpoints(folder):
@@ -164,7 +164,7 @@ def refuse_if_held(folder: Path) -> None:
     except BlockingIOError:
         raise _in_use(folder) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, RefusedError):
-        return  # no lock, or none that can be read: who takes it will see
+        return  # no lock, or an unreadable one: taking it will tell
 
 
 def _check_run_files(folder: Path) -> None:
@@ -180,7 +180,7 @@ def _check_run_files(folder: Path) -> None:
             continue
         try:
             mode = path.stat().st_mode
-        except OSError:  # a link to nothing: whoever opens it says so
+        except OSError:  # a link to nothing: opening it will give the error
             continue
         if not stat.S_ISREG(mode):
             raise RefusedError(
@@ -247,7 +247,7 @@ class OutputDir:
         with contextlib.suppress(OSError):
             if {path.name for path in self.path.iterdir()} <= {MARKER_NAME, LOCK_NAME}:
                 (self.path / MARKER_NAME).unlink(missing_ok=True)
-                (self.path / LOCK_NAME).unlink()  # whoever opened it meanwhile looks again, see _take_lock
+                (self.path / LOCK_NAME).unlink()  # another process that opened it meanwhile looks again, see _take_lock
                 for folder in self._made:
                     folder.rmdir()
 
@@ -280,7 +280,7 @@ class OutputDir:
                 raise
             os.close(lock)
         self._lock = lock
-        # A forked child (a data worker) shares the lock and would keep it after our death.
+        # A forked child (a data worker) shares the lock and would keep it after this process died.
         os.register_at_fork(after_in_child=self._forget_lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)

@@ -1,4 +1,4 @@
-"""Checkpoints read back: the newest one whose every byte is as it was written."""
+"""Reading checkpoints: the newest one without a damaged byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roundpipe_cli.train.checkpoint.step_folders import STEP_FOLDER, list_checkp
 
 FORMAT_NAME = "roundpipe-checkpoint"
 FORMAT_VERSION = 1
-"""Grows when a release writes what an older release would misread. Older versions stay readable."""
+"""Raised when a release writes files that older releases would misread. Older versions stay readable."""
 
 MANIFEST_NAME = "manifest.json"
 

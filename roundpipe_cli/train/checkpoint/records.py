@@ -25,18 +25,18 @@ class RowDigest:
     """
 
     def __init__(self, path: Path) -> None:
-        """Begin with what the file holds now; with nothing where there is none."""
+        """Begin with the rows that the file holds now; without a file, with none."""
         data = path.read_bytes() if path.exists() else b""
         self._digest = hashlib.sha256(data)
         self._num_bytes = len(data)
 
     def add(self, line: bytes) -> None:
-        """One more row, with its line break."""
+        """Add a row, with its line break."""
         self._digest.update(line)
         self._num_bytes += len(line)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; plain JSON values."""
+        """The state for a checkpoint, as plain JSON values."""
         return {"num_bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
 
 
@@ -55,7 +55,7 @@ def keep_edited_rows(run_dir: Path, output_dir: Path, say: Say) -> None:
     for name in (METRICS_NAME, EVAL_NAME):
         path = run_dir / name
         saved = known.get(name) if isinstance(known, dict) else None
-        if not isinstance(saved, dict) or not path.exists():  # rows that are gone are reported where they are counted
+        if not isinstance(saved, dict) or not path.exists():  # missing rows are reported where rows are counted
             continue
         data = path.read_bytes()
         if not _is_as_saved(data, saved, step):
@@ -91,7 +91,7 @@ def truncate_metrics(path: Path, step: int) -> int:
         return 0
     kept: list[bytes] = []
     seen: set[int] = set()
-    for line in data.split(b"\n")[:-1]:  # what follows the last line break is torn, or empty
+    for line in data.split(b"\n")[:-1]:  # text behind the last line break is torn, or empty
         found = _row_step(line)
         if found is not None and found < step and found not in seen:
             seen.add(found)

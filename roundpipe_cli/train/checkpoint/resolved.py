@@ -9,11 +9,11 @@ from typing import Any
 from roundpipe_cli.recipe.schema import Recipe
 
 DECIDED_ONCE: Mapping[str, Any] = {"packing": False, "micro_batch_tokens": None}
-"""Keys whose `auto` depends on rows, model or machine, and what a release without the key did."""
+"""Keys whose `auto` depends on rows, model or machine, with the value of releases without the key."""
 
 
 def as_decided(recipe: Recipe, saved: Mapping[str, Any]) -> Recipe:
-    """The recipe with the saved one's value where it says `auto`.
+    """The recipe with the saved recipe's value for each key that is `auto`.
 
     Args:
         saved: recipe of the checkpoint.

@@ -47,9 +47,9 @@ FREE_KEYS = (
     "hardware",
     "nodes",
 )
-"""May change between a run and its continuation; none of them changes what is computed."""
+"""Keys that may change at a resume: they do not change what is computed."""
 GROWING_KEYS = ("max_steps", "num_train_epochs")
-"""May become larger."""
+"""Keys whose values may become larger at a resume."""
 DATA_KEY = "datasets (content)"
 TOKENIZER_KEY = "tokenizer"
 MODEL_KEY = "model (files)"
@@ -60,9 +60,9 @@ DECAYED = "all but norms and biases"
 GROUPING_KEY = "micro_batch_size (which rows meet)"
 BY_LENGTH = "rows of like length"
 BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
-"""Values in releases without a key, where it is not what its default does."""
+"""Key -> value that releases without the key used, where it is not the default."""
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
-"""How a step's rows are grouped."""
+"""Keys that decide how a step's rows are grouped."""
 WHOLE, NUMBER = (int,), (int, float)
 NEEDED: Mapping[str, tuple[type, ...]] = {
     "recipe": (dict,),
@@ -121,7 +121,7 @@ def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
     pairs = [(old[key], new[key]) for key in GROWING_KEYS if key in old]
     longer = any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
     before, now = old.get("early_stopping_patience"), new["early_stopping_patience"]
-    return longer or (None not in (before, now) and now > before)  # null is what a command without the key has
+    return longer or (None not in (before, now) and now > before)  # null: the command has no such key
 
 
 def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str | None:
@@ -151,7 +151,7 @@ def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose bytes are as written, but which says less than a run needs: an old or foreign one.
+    """Refuse an undamaged checkpoint that lacks values which a run needs: an old or foreign one.
 
     Raises:
         NoCheckpointError: every key that is missing or of another type.
@@ -246,7 +246,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
 
 
 def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
-    """Whether epochs gave way to a number of steps that is not smaller."""
+    """Whether a number of epochs was replaced by a number of steps that is not smaller."""
     return key == "max_steps" and old is None and new >= saved.get("num_steps", math.inf)
 
 

@@ -32,7 +32,7 @@ MAX_BUFFER_BYTES = 8 * 1024**2
 """The ring takes at most 256 MiB, and at most half of what is saved."""
 MIN_BUFFER_BYTES = 4096
 STILL_S = 3.0
-"""When the run ends by an error, a save in flight is waited for as long as it moves at least this often."""
+"""If a run ends by an error, it waits for a save in flight that makes progress at least this often."""
 
 State = list[tuple[str, str, torch.Tensor]]
 """(file, tensor name, tensor) of one layer."""
@@ -40,11 +40,11 @@ State = list[tuple[str, str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The contents of a checkpoint, and how to get at them layer by layer."""
+    """The contents of a checkpoint, and functions that give them layer by layer."""
 
     step: int
     layers: Sequence[int]
-    """In the order in which they are copied: the order in which the next update wants to change them."""
+    """Layers in the order in which they are copied, which is the order of the next update."""
     state_of: Callable[[int], State]
     """State of one layer; called again when it is copied, in the copying thread."""
     wait_ready: Callable[[int], None]
@@ -74,7 +74,7 @@ class _Buffer:
 
 
 class _Ring:
-    """Buffers that go round between the thread that copies and the one that writes."""
+    """Buffers that pass from the copying thread to the writing thread and back."""
 
     def __init__(self, total_bytes: int) -> None:
         size = min(MAX_BUFFER_BYTES, max(MIN_BUFFER_BYTES, total_bytes // 8))
@@ -119,7 +119,7 @@ class _Ring:
         self._filling = None
 
     def finish(self) -> None:
-        """Nothing more will be put."""
+        """Note that nothing more will be put."""
         if self._filling is not None:
             self._hand_over()
         self._full.put(None)
@@ -133,7 +133,7 @@ class _Ring:
             self._free.put(buffer)
 
     def stop(self) -> None:
-        """Let both threads leave."""
+        """Let both threads end."""
         self._free.put(None)
         self._full.put(None)
 
@@ -174,7 +174,7 @@ class _Save:
                 self._pause_s += time.monotonic() - started_s
 
     def stop(self) -> None:
-        """Give up; what was written goes away."""
+        """Give up, and remove what was written."""
         self._stopped = True
         self.ring.stop()
         self._release_all()
@@ -283,7 +283,7 @@ class Saver:
             save.before_layer(layer, version)
 
     def poll(self) -> None:
-        """Take notice of a save that has come to its end.
+        """Note the end of a save that has finished.
 
         Raises:
             as `wait`.

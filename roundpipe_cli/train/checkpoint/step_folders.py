@@ -1,4 +1,4 @@
-"""Names of a run's folders with a step number in them. Apart from `checkpoint.py` since finding them needs no torch.
+"""Names of a run's folders with a step number in them. Apart from `store.py`, since finding them needs no torch.
 
 step-00000020               a checkpoint
 best-00000012               weights of the best evaluation

@@ -51,11 +51,11 @@ from roundpipe_cli.train.checkpoint.step_folders import (
 from roundpipe_cli.watchdog import at_work
 
 MIN_KEEP = 2
-"""One checkpoint is too few: while the only one turns out to be damaged, there is nothing to fall back on."""
+"""Least checkpoints kept: if the only one were damaged, there would be nothing to fall back on."""
 
 _GROUP_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
 _FILE_SYSTEM_SLACK_BYTES = 64 * 1024
-"""For folder entries and partly filled blocks, on top of the files' own bytes."""
+"""Bytes of disk for folder entries and partly filled blocks, beside the files' own."""
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say | None =
     """Remove what `keep` leaves out, by step number (clocks jump), and what was set aside of steps up to `step`.
 
     `step` was just made durable and stays. What cannot be removed is reported and left: the checkpoint just written is
-    good all the same.
+    good nevertheless.
     """
     try:
         mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]

@@ -14,7 +14,7 @@ from roundpipe_cli.events import DeviceSample
 
 
 class DeviceSampler:
-    """Asks the devices of all workers; close it in the thread that used it."""
+    """Samples the devices of all workers; close it in the thread that used it."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._indices = [int(name.removeprefix("cuda:")) if name.startswith("cuda:") else None for name in devices]
@@ -30,7 +30,7 @@ class DeviceSampler:
         return tuple(DeviceSample() if index is None else self._one(index) for index in self._indices)
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._driver is not None:
             with contextlib.suppress(self._driver.NVMLError):
                 self._driver.nvmlShutdown()
@@ -67,5 +67,5 @@ class DeviceSampler:
     def _ask(self, question: Callable[[], float]) -> float | None:
         try:
             return float(question())
-        except self._driver.NVMLError:  # not every card tells
+        except self._driver.NVMLError:  # not every card has this figure
             return None

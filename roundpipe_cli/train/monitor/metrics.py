@@ -45,7 +45,7 @@ def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> bytes:
     _check_place(file, path)
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     try:
-        if file.write(line) < len(line):  # the rest does not fit; --resume cuts a torn line off
+        if file.write(line) < len(line):  # the rest does not fit; --resume cuts off a torn line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise disk_error(error, path, f"the metrics of step {row['step']}") from error
@@ -53,7 +53,7 @@ def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> bytes:
 
 
 def _check_place(file: FileIO, path: Path) -> None:
-    """A row written to a file that has been moved or removed is lost, and so would be the run's result.
+    """Refuse to write to a file that was moved or removed: the row, and the run's result, would be lost.
 
     Raises:
         ResourceError: as said.

@@ -1,4 +1,4 @@
-"""Events about workers and memory while a run trains, and the file from which others follow it.
+"""Events about workers and memory while a run trains, and the file that other programs read.
 
 `Telemetry` looks several times a second from a thread of its own; workers are never asked to wait for it. `Recorder`
 passes every event on and appends what is worth keeping to events.jsonl: whole lines, so that a kill at any byte costs
@@ -78,7 +78,7 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
 
 
 class Telemetry:
-    """A thread that tells of workers, memory and devices, as a context manager."""
+    """A thread that reports workers, memory and devices, as a context manager."""
 
     def __init__(self, engine: Engine, devices: Sequence[str], tell: Tell, clock: Clock, *, live: bool) -> None:
         """
@@ -115,7 +115,7 @@ class Telemetry:
                     if over or time.monotonic() >= next_sample_s:
                         next_sample_s = time.monotonic() + SAMPLE_S
                         self._tell(self._sample())
-                except Exception as error:  # a failed device says so through the engine; the run goes on without us
+                except Exception as error:  # the engine reports a failed device; the run continues without samples
                     self._tell(Notice(f"memory and devices are no longer watched: {error}"))
                     return
                 if over:
@@ -154,7 +154,7 @@ def _span(item: ActionTime, look: LiveNews, offset_s: float) -> Span:
 
 
 class EventRecorder:
-    """Passes events on and keeps those that others may want to see later; a full disk ends the keeping, not the run."""
+    """Passes events on and keeps those of later use in a file; a full disk ends the file, not the run."""
 
     def __init__(self, output_dir: Path, first_step: int, clock: Clock, tell: Tell) -> None:
         """

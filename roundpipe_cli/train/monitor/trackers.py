@@ -1,6 +1,6 @@
 """The metrics of a run, sent to trackers through their own packages: `report_to`.
 
-Each tracker has a thread and a bounded queue of its own, so one that is slow, fails or hangs costs the run nothing but
+Each tracker has its own thread and bounded queue, so a tracker that is slow, fails or hangs costs the run only
 one line that says so. metrics.jsonl has everything whatever happens here. What is sent: the numbers of each step and
 evaluation, and the recipe, both without secrets.
 """
@@ -30,7 +30,7 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", 
 MAX_WAITING = 10_000
 """Rows that wait for a tracker; further ones are dropped until it catches up."""
 FLUSH_S = 10.0
-"""A tracker that is not done so long after the run is left behind."""
+"""Seconds after the run's end at which an unfinished tracker is left behind."""
 PROJECT = "roundpipe"
 RUN_IDS_NAME = "trackers.json"
 
@@ -68,7 +68,7 @@ class RunInfo:
 
 
 class TrackerRun(Protocol):
-    """A tracker's package, as far as it is used."""
+    """Interface to a tracker's package."""
 
     run_id: str | None
 
@@ -76,7 +76,7 @@ class TrackerRun(Protocol):
         """Send numbers of a step."""
 
     def close(self) -> None:
-        """All is sent."""
+        """End the tracker's run: all numbers are sent."""
 
 
 class TensorBoard:
@@ -213,7 +213,7 @@ class Trackers:
                 thread.put(event.step, values_of(event))
 
     def _keep_id(self, name: str, run_id: str) -> None:
-        """So that a resumed run goes on in the same place."""
+        """Store the tracker's name of the run, so that a resumed run continues there."""
         from roundpipe_cli.durable import STATE_FILE_MODE, write_atomically
 
         with self._lock:
@@ -271,7 +271,7 @@ class _TrackerThread:
         self._thread.start()
 
     def put(self, step: int, values: Values) -> None:
-        """Hand over; returns at once."""
+        """Queue numbers for the tracker; returns at once."""
         if self._failed.is_set():
             return
         try:
@@ -282,7 +282,7 @@ class _TrackerThread:
             self._is_dropping = True
 
     def stop(self, flush_s: float) -> None:
-        """Wait for what is handed over, but not longer than that."""
+        """Wait until the queue is sent, at most `flush_s` seconds."""
         try:
             self._rows.put(None, timeout=flush_s)
             self._thread.join(flush_s)
@@ -301,7 +301,7 @@ class _TrackerThread:
             while (row := self._rows.get()) is not None:
                 sink.log(*row)
             sink.close()
-        except BaseException as error:  # whatever a tracker does, the run goes on
+        except BaseException as error:  # whatever a tracker does, the run continues
             self._failed.set()
             text = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
             self._tell(Notice(f"{self._name} gets no more metrics, the run goes on: {text}"))

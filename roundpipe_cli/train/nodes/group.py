@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.engine.gradients import square_sum
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.options import OnGradient
@@ -32,14 +33,13 @@ from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.nodes.processes import check_processes
 
-NO_LABEL = -100
 LONGEST_WAIT = timedelta(days=1)
-"""For the others, where `watchdog_s` is 0."""
+"""Seconds to wait for the other processes where `watchdog_s` is 0."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
 
 
 class Nodes:
-    """The processes of a run, as a context manager. Alone, nothing is sent and every answer is one's own."""
+    """The processes of a run, as a context manager. A single process sends nothing and gets its own values back."""
 
     def __init__(self, rank: int, count: int, watchdog_s: float) -> None:
         """
@@ -55,7 +55,7 @@ class Nodes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what the run writes."""
+        """Whether this process writes the run's files."""
         return self.rank == 0
 
     def __enter__(self) -> Nodes:
@@ -70,11 +70,11 @@ class Nodes:
             dist.destroy_process_group()
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Sums over all processes, in float64, the same on each."""
+        """Sums over all processes, in float64, with equal bits on each."""
         return [float(value) for value in self._reduced(values, torch.float64, dist.ReduceOp.SUM)]
 
     def most(self, values: Sequence[int]) -> list[int]:
-        """The largest of each over all processes."""
+        """The maximum of each value over all processes."""
         return [int(value) for value in self._reduced(values, torch.int64, dist.ReduceOp.MAX)]
 
     def _reduced(self, values: Sequence[float], dtype: torch.dtype, operation: Any) -> list[float]:
@@ -100,7 +100,7 @@ class Nodes:
         self._weights, self._state = (dist.new_group(timeout=self._timeout) for _ in range(2))
 
     def share(self, tensor: torch.Tensor, owner: int) -> None:
-        """Replace a contiguous host tensor by its owner's. May run beside the calls that others than this make."""
+        """Replace a contiguous host tensor by its owner's. May run beside calls of other methods."""
         content = tensor.view(torch.uint8)
         self._try(lambda: dist.broadcast(content, owner, group=self._weights), "sending new weights round")
 
@@ -179,7 +179,7 @@ class Nodes:
     def _try(self, collective: Callable[[], Any], what: str) -> None:
         try:
             collective()
-        except RuntimeError as error:  # torch tells a lost peer, a timeout and a refused connection all by this
+        except RuntimeError as error:  # torch raises this for a lost peer, a timeout and a refused connection
             first_line = str(error).strip().partition("\n")[0][:200]
             raise NodeLostError(
                 f"another process of this run ended or cannot be reached: {what}",
@@ -190,7 +190,7 @@ class Nodes:
 
 
 def nodes_of(recipe: Recipe) -> Nodes:
-    """As torchrun's environment says; alone without it.
+    """The processes that torchrun's environment names; without it a single process.
 
     Raises:
         RefusedError: the environment says nonsense, or the recipe asks for what cannot be shared.
@@ -240,7 +240,7 @@ class Sharing:
         trained = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         late = sorted(set(late_layers) & set(trained))
         self._layers = [layer for layer in reversed(trained) if layer not in late] + late
-        """In the order in which they are summed, which must be the same everywhere; about that of backward."""
+        """Layers in the order of their sums, which must be equal on all processes; about that of backward."""
         self._complete: dict[int, Callable[[], float]] = {}
         self._changed = threading.Condition()
         self._orders: queue.Queue[int | None] = queue.Queue()
@@ -269,9 +269,9 @@ class Sharing:
         mine = list(microbatches[first:last])
         if self._table is not None:
             self._rows = torch.cat([microbatch.input_ids.flatten() for microbatch in microbatches]).unique()
-        if not mine:  # of a short last step: one without a target adds nothing
+        if not mine:  # in a short last step: a microbatch without a target adds nothing
             nothing = microbatches[0]
-            mine = [replace(nothing, labels=torch.full_like(nothing.labels, NO_LABEL))]
+            mine = [replace(nothing, labels=torch.full_like(nothing.labels, IGNORED_LABEL))]
         return mine, Part(first, num_units)
 
     def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
@@ -312,7 +312,7 @@ class Sharing:
         while (step := self._orders.get()) is not None:
             try:
                 answer: dict[int, float] | BaseException = self._sum(step)
-            except BaseException as error:  # travels as a value; `finish` raises it
+            except BaseException as error:  # passed on as a value; `finish` raises it
                 answer = error
             self._answers.put(answer)
 

@@ -26,7 +26,7 @@ class WholeSteps:
         return list(microbatches), None
 
     def begin(self, step: int, on_gradient: OnGradient | None) -> OnGradient | None:
-        """The step begins; returns who is told of complete gradients."""
+        """Begin a step; returns the function that is called with complete gradients."""
         return on_gradient
 
     def finish(self, result: StepResult, loss_scale: float) -> StepResult:
@@ -47,12 +47,12 @@ class Machines:
 
     @property
     def is_first(self) -> bool:
-        """Whether this machine writes what the run writes."""
+        """Whether this machine writes the run's files."""
         return self._nodes.is_first
 
     @property
     def is_only(self) -> bool:
-        """Whether there is no other."""
+        """Whether it is the only machine."""
         return self._nodes.count == 1
 
     @property
@@ -65,7 +65,7 @@ class Machines:
         return self._nodes.from_first(document)
 
     def most(self, values: Sequence[int]) -> list[int]:
-        """The largest of each over all machines."""
+        """The maximum of each value over all machines."""
         return self._nodes.most(values)
 
     def sharing(self, engine: Engine) -> AbstractContextManager[Sharing | WholeSteps]:

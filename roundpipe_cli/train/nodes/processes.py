@@ -11,7 +11,7 @@ def check_processes(recipe: Recipe) -> Process:
     """This process' place among those that train the recipe.
 
     Raises:
-        RefusedError: the environment says nonsense, or the recipe asks for what cannot be shared.
+        RefusedError: the environment has impossible values, or the recipe asks for what cannot be shared.
     """
     process = this_process()
     if process.num_local > 1 and recipe.pipeline.devices == "auto":

@@ -28,7 +28,7 @@ from roundpipe_cli.units import format_bytes
 
 @dataclass(frozen=True)
 class Shards:
-    """Who keeps what of the trained layers."""
+    """The process that keeps each trained layer's masters and state."""
 
     nodes: Nodes
     owner: Mapping[int, int]
@@ -90,7 +90,7 @@ def owners(layouts: Sequence[LayerLayout], count: int) -> dict[int, int]:
 
 
 def make_shards(nodes: Nodes, recipe: Recipe, layouts: Sequence[LayerLayout], tell: Tell) -> Shards | None:
-    """As `nodes.shard_optimizer` says; None: every process keeps all. The same on each."""
+    """The shares that `nodes.shard_optimizer` asks for; None: every process keeps all. Equal on all processes."""
     wanted, method = nodes.from_first([recipe.nodes.shard_optimizer, recipe.method])
     if nodes.count == 1 or wanted is False or method != "full":
         return None

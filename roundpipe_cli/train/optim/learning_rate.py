@@ -18,7 +18,7 @@ MAX_CHECKED_STEPS = 100_000
 """Every step of a run is checked up to here, in a fraction of a second; of a longer one evenly spaced ones, and those
 at the borders of the schedule's phases, within which it only rises, falls, or swings as cosines do."""
 ROUNDING = 1e-9
-"""Relative excess over the peak that rounding explains."""
+"""Relative excess over the peak that may come from rounding."""
 
 RateSchedule = Callable[[int], float]
 """The learning rate of update k (from 0)."""
@@ -128,7 +128,7 @@ def _out_of_bounds(name: str, step: int, rate: float, peak: float, what: str) ->
 
 
 def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) -> list[str]:
-    """Surprises of a schedule, a line each: a peak that is not reached, steps that train nothing."""
+    """Warnings about a schedule, a line each: a peak that is not reached, steps that train nothing."""
     warmup = num_warmup_steps(recipe.warmup_steps, num_steps)
     steps = _steps_to_check(num_steps, warmup, recipe.lr_scheduler_kwargs)
     rates = {step: schedule(step) for step in steps}

@@ -24,13 +24,13 @@ BLOCK_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of a layer's elements that is updated in one go, or block by block if the rule is flat."""
+    """Consecutive elements of a layer that are updated together, or block by block if the rule is flat."""
 
     start: int
     stop: int
     shape: torch.Size
     rate: float
-    """Multiplies the learning rate."""
+    """Factor of the learning rate."""
     rule: UpdateRule
     state: Mapping[str, torch.Tensor]
 
@@ -66,9 +66,9 @@ class HostOptimizer:
         self._rates = rates or {}
         self._rules = rules or {}
         self.num_updates = 0
-        """Updates done or begun so far (Adam's step count)."""
+        """Number of updates done or begun (Adam's step count)."""
         self.layers = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
-        """Those that have something to update, in order."""
+        """Layers with something to update, in order."""
         self._moments: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         for layer in self.layers:
@@ -107,7 +107,7 @@ class HostOptimizer:
         return pieces
 
     def _make_state(self, layer: int, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """Zeroed memory of exact size for what the rule keeps, listed under names to save."""
+        """Zeroed memory of exact size for the rule's state, with the names under which it is saved."""
         state = {}
         with torch.device("meta"):
             wanted = self._rule.make_state(shape)
@@ -175,7 +175,7 @@ class HostOptimizer:
             yield from self.moments_of(layer)
 
     def load(self, moments: Mapping[str, torch.Tensor], num_updates: int) -> None:
-        """Take up saved moments."""
+        """Restore saved moments."""
         self.num_updates = num_updates
         for name, tensor in self.moments():
             if not tensor.is_meta:

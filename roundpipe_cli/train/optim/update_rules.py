@@ -29,13 +29,13 @@ NOISE_ELEMENTS = 2**20
 
 
 class UpdateRule(Protocol):
-    """One way to update."""
+    """A rule of updates."""
 
     is_flat: bool
-    """Goes element by element."""
+    """The rule updates each element by itself."""
 
     def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """State that is kept from update to update for values of this shape, as before the first."""
+        """The state before the first update for values of this shape."""
 
     def update(
         self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
@@ -260,7 +260,7 @@ RULES: dict[OptimizerName, Callable[[RuleSettings], UpdateRule]] = {
     "sgd": Sgd.of,
     "adafactor": Adafactor.of,
 }
-"""The rule of each value of `optim`."""
+"""Value of `optim` -> its rule."""
 
 
 def make_rule(name: OptimizerName, settings: RuleSettings) -> UpdateRule:

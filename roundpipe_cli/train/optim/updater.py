@@ -29,11 +29,11 @@ UpdateQueue = queue.Queue[Callable[[], None] | None]
 
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
-"""A thread that hangs is left behind (it is a daemon)."""
+"""Seconds to wait for the thread at the end; one that hangs is left behind (it is a daemon)."""
 
 
 class Updater:
-    """Carries out updates in the order in which they are handed over; owns its thread inside `with`."""
+    """Carries out updates in the order of the calls; owns its thread inside `with`."""
 
     def __init__(
         self, store: WeightStore, optimizer: HostOptimizer, *, num_threads: int, shards: Shards | None = None
@@ -96,13 +96,13 @@ class Updater:
         self._send_round(step, version)
 
     def begin_early(self, step: int, learning_rate: float) -> None:
-        """From now on update each layer when `gradient_complete` names it, with the gradients of `step`."""
+        """Begin `step`: update each layer with its gradients when `gradient_complete` names the layer."""
         self._optimizer.num_updates += 1
         self._early = (step, self._optimizer.num_updates, learning_rate)
         self._give(lambda: self._pass_fault(step))
 
     def gradient_complete(self, layer: int, square_sum: Callable[[], float]) -> None:
-        """The step has the whole gradient of `layer` and reads its weights no more. Called by any thread.
+        """Note that the gradient of `layer` is complete and its weights are no longer read. Called by any thread.
 
         Args:
             square_sum: waits until the gradient is on the host and gives its sum of squares.
@@ -121,7 +121,7 @@ class Updater:
         return self._poison
 
     def wait(self) -> None:
-        """Block until all that was handed over is done.
+        """Block until all updates are done.
 
         Raises:
             InternalError: an update failed.
@@ -134,7 +134,7 @@ class Updater:
                 raise self._described(self._error)
 
     def wait_for(self, layer: int, version: int) -> None:
-        """Block until `layer` has `version`, which was handed over before. For other threads than the owner's.
+        """Block until `layer` has `version`, whose update was ordered before. For threads other than the owner's.
 
         Raises:
             InternalError: it will never have it.
@@ -171,7 +171,7 @@ class Updater:
             try:
                 if self._error is None:
                     work()
-            except BaseException as raised:  # travels as a value; `wait` raises it
+            except BaseException as raised:  # passed on as a value; `wait` raises it
                 error = raised
             with self._changed:
                 self._error = self._error or error
@@ -203,7 +203,7 @@ class Updater:
             self._optimizer.skip_layer(layer)
 
     def _send_round(self, step: int, version: int) -> None:
-        """Have the sender's thread pass `version` of every layer on from its owner to the others."""
+        """Let the sender's thread pass on `version` of every layer from its owner to the others."""
         for layer in self._shards.order if self._shards is not None else ():
             self._give(partial(self._exchange, step, layer, version), self._rounds)
 

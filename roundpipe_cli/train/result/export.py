@@ -45,7 +45,7 @@ from roundpipe_cli.train.result.model_card import model_card
 from roundpipe_cli.train.result.ollama import modelfile
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""As save_pretrained had it for years: small enough for every file system and download."""
+"""Bytes of a shard, as transformers had it for years: small enough for every file system and download."""
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 2**20
 """glibc's malloc.h."""
 FILE_MODE = 0o644
@@ -108,7 +108,7 @@ class Extras:
     model_file: str = "."
     """File or folder that the Modelfile loads."""
     has_template: bool = False
-    """Whether Ollama's language could say the chat template; set when it is written."""
+    """Whether the chat template could be written in Ollama's language; set when it is written."""
     added_ends: list[str] = field(default_factory=list)
     """End tokens that the base model's settings did not have; set when they are written."""
 
@@ -237,7 +237,7 @@ def _own_dtype(config: Any) -> torch.dtype:
 
 
 def _return_freed_memory() -> None:
-    """Have glibc give freed tensors back at once: by default it raises its limit for that with every large block that
+    """Let glibc return freed tensors at once: by default it raises its limit for that with every large block that
     is freed, and the pieces left between live ones add up to more than a shard."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)

@@ -29,7 +29,7 @@ from roundpipe_cli.watchdog import at_work
 
 RESULT_FOLDER = ".tmp-result"
 LAST_NAMES = ("config.json", "adapter_config.json")
-"""Renamed into place last: without them nobody takes the folder for a model."""
+"""Files that are renamed last: without them the folder does not count as a model."""
 
 
 def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> list[str]:
@@ -54,9 +54,9 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> lis
             if not best.is_dir():
                 raise DamagedError(best, "no such folder", "the best weights")
             shutil.copytree(best, temporary)
-            verify_best(temporary)  # the copy: what was read is what is taken
+            verify_best(temporary)  # of the copy, so that the verified bytes are the ones used
         paths = _synced(temporary)
-        for name in LAST_NAMES:  # of an earlier result: old and new weights must not make one model
+        for name in LAST_NAMES:  # files of an earlier result: old and new weights must not mix
             (output_dir / name).unlink(missing_ok=True)
         for path in paths:
             with at_work(f"writing {path.name}"):

@@ -53,7 +53,7 @@ class WholeAnswer:
     text: str
     num_tokens: int
     is_ended: bool
-    """Whether an end token ended it, and not the limit."""
+    """Whether the answer ended with an end token, not at the limit."""
 
 
 ROOM_SHARE, ROOM_BYTES = 1.2, 512 * 1024**2
@@ -97,7 +97,7 @@ def move_to_gpu(model: Any, tell: Say) -> Any:
         cuda.set_up_process([index])
         try:
             model = model.to(torch.device("cuda", index))
-        except torch.OutOfMemoryError:  # somebody else was faster
+        except torch.OutOfMemoryError:  # another program took the memory first
             model, index = model.to("cpu"), None
     if free_bytes and index is None:
         tell(f"no GPU has room for this model ({format_bytes(max(free_bytes))} free): it answers on the processor")

@@ -132,7 +132,7 @@ class _Adapted:
         return len(self._units) + len(self._saved_whole)
 
     def changes(self, group: WeightGroup) -> bool:
-        """Whether one of a group's weights is another than the base's."""
+        """Whether one of a group's weights differs from the base's."""
         names = {self._own.get(name, name) for name in group.targets} | set(group.targets)
         return any(name in self._unit_of or name in self._saved_whole for name in names)
 

@@ -1,4 +1,4 @@
-"""README.md of a result that is given to others: what was trained, on what, with which recipe and figures."""
+"""README.md of a published result: what was trained, on which data, with which recipe and figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 16 * 1024**2
 
 
 def model_card(result: Path, *, base: str | None, merged: bool, usage: str) -> str:
-    """The card of the run in `result`; what a file there does not tell is left out.
+    """The card of the run in `result`; facts that its files lack are left out.
 
     Args:
         base: name of the base model, if known.
@@ -57,13 +57,13 @@ def _is_hub_id(base: str, report: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: object) -> str:
-    """A value as text that no Markdown reader takes for anything else: on one line, marks escaped."""
+    """A value as plain text in Markdown: on one line, special characters escaped."""
     text = "".join(c if c.isprintable() else " " for c in str(value)[:MAX_TEXT])
     return MARKS.sub(r"\\\1", text)
 
 
 def _without_places(value: Any) -> Any:
-    """The same without absolute paths: of those only the last part is left."""
+    """The value without absolute paths, of which only the last part is kept."""
     if isinstance(value, dict):
         return {key: _without_places(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -94,7 +94,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _told(recipe: Mapping[str, Any]) -> list[str]:
-    """Keys of the recipe that say how the weights came about; those of machines and folders are left out."""
+    """Keys of the recipe that describe the training; keys of machines and folders are left out."""
     private = {"output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"}
     return [key for key in recipe if key not in private]
 

@@ -1,7 +1,7 @@
 """An Ollama Modelfile with the chat template that was trained.
 
 Ollama writes templates in Go's language, the Hub in Jinja's. What a template puts around each turn is found out by
-rendering a conversation of marked texts; the pieces are used only if they give back, to the letter, what the template
+rendering a conversation of marked texts; the pieces are used only if they reproduce exactly what the template
 itself makes of other conversations.
 """
 
@@ -26,11 +26,11 @@ class TurnMarks:
     """The text that a chat template writes around the messages of a conversation."""
 
     start: str
-    """Before a conversation without a system message."""
+    """Text before a conversation without a system message."""
     around: dict[str, tuple[str, str]]
     """Role -> what stands before and after its text."""
     prompt: str
-    """After the last turn, where the answer begins."""
+    """Text behind the last turn, where the answer begins."""
 
     def render(self, messages: Messages) -> str:
         """The conversation as a prompt for the next answer."""
@@ -52,7 +52,7 @@ def find_turns(tokenizer: Any) -> TurnMarks | None:
 def _find_turns(tokenizer: Any) -> TurnMarks | None:
     try:
         turns = _split(tokenizer)
-    except Exception:  # a template may raise whatever it likes
+    except Exception:  # a template may raise any exception
         return None
     return turns if turns is not None and all(_agrees(turns, tokenizer, case) for case in _CASES) else None
 
@@ -73,7 +73,7 @@ _CASES: list[Messages] = [
 def _render(tokenizer: Any, messages: Messages, prompt: bool) -> str:
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     adds_bos = tokenizer.bos_token and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # Ollama puts it there itself
+    return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # Ollama adds it itself
 
 
 def _agrees(turns: TurnMarks, tokenizer: Any, messages: Messages) -> bool:
@@ -149,7 +149,7 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     """Ollama's sampling settings, as far as the model's own say something; otherwise Ollama has its own defaults."""
     asked = {name: generation.get(key) for key, name in OLLAMA_NAMES.items()}
     found = {name: v for name, v in asked.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    if generation.get("do_sample") is False:  # the most probable token, whatever the others say
+    if generation.get("do_sample") is False:  # the most probable token, whatever the other settings are
         found = {name: value for name, value in found.items() if name == "repeat_penalty"} | {"temperature": 0}
     return found
 

@@ -1,0 +1,32 @@
+"""The schedules of `roundpipe bench RECIPE`, with the stages and the weight cache that `roundpipe plan` shows."""
+
+from __future__ import annotations
+
+from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
+from roundpipe_cli.cli.built_model import build_counts
+from roundpipe_cli.cli.output import say
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.contenders import contenders
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.builders import schedule_name
+from roundpipe_cli.watchdog import watching
+
+
+def as_planned(
+    recipe: str, overrides: list[str], hardware: str | None, schedules: list[str] | None, answers: Answers
+) -> list[tuple[str, StageCut, SimulationCase]]:
+    """Each schedule with its stages and the case to simulate; all schedules where none is named.
+
+    Raises:
+        RefusedError: the recipe, the hardware or a schedule.
+    """
+    loaded = load_recipe(recipe, overrides)
+    known = SCHEDULES if loaded.recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
+    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
+    with watching(loaded.recipe.watchdog_s):
+        found = contenders(loaded, names, hardware, build_counts, answers)
+    for one in found:
+        if one.reasons:
+            say(f"note: {one.name} does not fit: {one.reasons[0]}")
+    return [(one.name, one.cut, one.case) for one in found]

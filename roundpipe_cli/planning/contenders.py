@@ -1,0 +1,62 @@
+"""The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
+from roundpipe_cli.costs.hardware import Hardware
+from roundpipe_cli.costs.memory import with_cached_weights
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.counting import Build
+from roundpipe_cli.planning.predict import decide, stage_case
+from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule as `plan` sees the recipe with it."""
+
+    name: ScheduleName
+    cut: StageCut
+    case: SimulationCase
+    """To be simulated; the costs know the weights that stay on GPUs."""
+    reasons: tuple[str, ...]
+    """Reasons why the recipe does not fit with it; empty: it fits."""
+
+
+def contenders(
+    loaded: LoadedRecipe,
+    names: Sequence[ScheduleName],
+    hardware: str | Hardware | None,
+    build: Build | None,
+    answers: Answers | None,
+) -> list[Contender]:
+    """A contender for each schedule, all with the same microbatches; arguments and errors as of `make_plan`."""
+    own = ask(loaded, hardware, build=build)
+    recipes = [_with_schedule(own.loaded, name) for name in names]
+    questions = [own if one is own.loaded else ask(one, hardware, build=build) for one in recipes]
+    return [_contender(question, name, answers) for question, name in zip(questions, names, strict=True)]
+
+
+def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | None) -> Contender:
+    question, cut, verdict, _, _ = decide(question, answers)
+    settings, costs = question.settings, question.analytic.costs
+    if settings.weight_cache_bytes:
+        costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+    case = replace(stage_case(question), costs=costs, staleness=1 if settings.staleness else 0)
+    return Contender(name, cut, case, verdict.short_reasons)
+
+
+def _with_schedule(loaded: LoadedRecipe, name: ScheduleName) -> LoadedRecipe:
+    """The recipe with another schedule; stages that it gives, and dealings that the schedule lacks, are left out."""
+    pipeline = loaded.recipe.pipeline
+    if name == pipeline.schedule:
+        return loaded
+    pipeline = replace(pipeline, schedule=name, forward_stages="auto", backward_stages="auto")
+    if SCHEDULE_KINDS[name].binds_stages:
+        pipeline = replace(pipeline, head_workers="auto", dispatch="auto")
+    return replace(loaded, recipe=replace(loaded.recipe, pipeline=pipeline))
