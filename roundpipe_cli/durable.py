@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -166,7 +165,7 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
     Raises:
         ResourceError: disk full or failing; the old file is then as it was.
     """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{os.urandom(4).hex()}")
     try:
         write_new_file(temporary, [data], mode)
         temporary.replace(path)

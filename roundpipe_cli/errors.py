@@ -138,7 +138,8 @@ def render_problem(problem: Problem) -> str:
 def _without_repeated_key(where: str, what: str) -> str:
     """`where` without its last part where that is a key which `what` begins with or names: said once is enough."""
     before, _, last = where.rpartition(": ")
-    return before if before and last in what.replace(":", " ").split() else where
+    is_named = any(f" {last}{end}" in f" {what} " for end in (" ", ":"))
+    return before if before and is_named else where
 
 
 def closest(word: str, candidates: list[str]) -> str | None:

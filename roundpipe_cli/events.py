@@ -315,7 +315,11 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
         wanted = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
         return len(value) == len(wanted) and all(map(_fits, value, wanted))
-    if origin is not None:  # a union; or a mapping, which no event of a file has
+    if origin is Mapping:
+        return isinstance(value, dict) and all(
+            _fits(key, inner[0]) and _fits(of, inner[1]) for key, of in value.items()
+        )
+    if origin is not None:  # a union
         return any(_fits(value, one) for one in inner)
     if hint is float or hint is int:
         kinds = (int, float) if hint is float else int

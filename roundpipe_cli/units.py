@@ -15,16 +15,18 @@ def format_bytes(num_bytes: float) -> str:
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 999.5 else f"{size:.3g} {unit}"
         size /= 1024
-    return f"{size:.3g} TiB"
+    return f"{size:.3g} TiB" if abs(size) < 999.5 else f"{size:,.0f} TiB"
 
 
 def format_seconds(seconds: float) -> str:
     """`75 -> '1m15s'`; below a minute with three significant figures."""
-    if seconds < 1e-3:
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995e-3:  # from here on three figures would round to 1000 of the smaller unit
         return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -34,6 +36,11 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s"
+
+
+def format_loss(loss: float) -> str:
+    """`1.1304`; with three significant figures and an exponent where four decimals would show none, or too many."""
+    return f"{loss:.4f}" if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e5 else f"{loss:.2e}"
 
 
 def counted(count: int, name: str) -> str:

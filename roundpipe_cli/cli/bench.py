@@ -213,7 +213,8 @@ def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tup
     host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
     if host_s:
         say(
-            f"note: the interpreter's {format_seconds(host_s)} a step come on top of every schedule; `plan` counts them"
+            f"note: on top of every schedule, Python takes {format_seconds(host_s)} a step to start the operators; "
+            "`plan` counts them"
         )
     return stage_case(question), question.hardware.description
 
@@ -358,7 +359,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
         pad_edge=False,
     )
     table.add_column("schedule", no_wrap=True)
-    for heading in ("stages", "makespan", "step", "bubble", "fill switch drain steady"):
+    for heading in ("stages", "makespan", "step", "bubble", "  fill switch  drain steady"):
         table.add_column(heading, justify="right", no_wrap=True)
     best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
     for result in results:
@@ -372,7 +373,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
             format_seconds(result.makespan_s),
             format_seconds(result.step_s),
             f"{100 * parts.ratio:.1f} %",
-            " ".join(f"{100 * share:5.1f}" for share in shares),
+            " ".join(f"{100 * share:4.1f} %" for share in shares),
             style="green" if result is best else None,
         )
     _print_whole(table)

@@ -124,7 +124,7 @@ def changed_question(question: SimulationCase, flags: RoundpipeFlags) -> Simulat
         )
     if flags.earliest_free and flags.head_workers != 1:
         raise RefusedError(
-            "--earliest-free deals out every microbatch by itself, which leaves no fixed share to a worker",
+            "--earliest-free deals out each microbatch separately, which leaves no fixed share to a worker",
             found=flags.words(),
             expected="--earliest-free, or --head-workers",
             hint="leave one of the two out",

@@ -98,14 +98,14 @@ def trainable_checks() -> Iterator[Check]:
     free = min(machine.host_memory_bytes, host_memory().available_bytes)
     for reach in reach_of(replace(machine, host_memory_bytes=free)):
         models = ", ".join(f"{one.name} at most {one.most_tokens_per_s:,.0f} tokens/s" for one in reach.models)
-        limit = f"; limit: {reach.too_large}, {reach.reason}" if reach.too_large else ""
+        limit = f"; too large: {reach.too_large} ({reach.reason})" if reach.too_large else ""
         fix = remedy(reach) if reach.reason else None
         name = f"largest, {reach.method}"
         yield Check(name, "good" if models else "note", f"{models or 'no model of the table'}{limit}", fix)
     settings = f"max_seq_length {SEQUENCE}, micro_batch_size 1, {format_bytes(free)} of host memory"
-    bound = "at most: an upper bound, workers that never wait; `roundpipe plan` predicts"
+    bound = "at most: an upper bound, as if workers never waited; `roundpipe plan` predicts"
     yield Check(
-        "about largest", "good", f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
+        "largest, basis", "good", f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
     )
 
 
@@ -119,7 +119,7 @@ def remedy(reach: Reach) -> str:
         return "a shorter max_seq_length, pipeline.recompute: layer, or a GPU of more memory"
     if reason.startswith("disk"):
         return "output_dir on another disk, or a smaller save_total_limit"
-    return "a GPU; or pipeline.devices=[cpu,cpu] and patience"
+    return "a GPU, or name pipeline.devices=[cpu,cpu] and be patient"
 
 
 def _program() -> Check:

@@ -57,7 +57,7 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
     from roundpipe_cli.recipe.load import load_recipe
 
     if revision is not None:
-        raise RefusedError("a recipe has a revision of its own", where="--revision", hint="set `revision:` in it")
+        raise RefusedError("a recipe names its own revision", where="--revision", hint="set `revision:` in it")
     return load_recipe(model, ())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,7 +41,6 @@ def finetune(
 
     Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
     """
-    _refuse_loose_equals(overrides or ())
     if os.environ.get("RANK", "0") in ("", "0"):  # of several machines the first one speaks
         say(f"reading {recipe} ...")
     from roundpipe_cli.cli.environment import check_environment
@@ -99,18 +97,8 @@ def _silent(event: Event) -> None:
     return None
 
 
-def _refuse_loose_equals(overrides: Sequence[str]) -> None:
-    """`lora.r = 8` arrives as three words."""
-    for before, word, after in zip(overrides, overrides[1:], overrides[2:], strict=False):
-        if word == "=":
-            raise RefusedError(
-                "no spaces around `=` in an override", found=f"{before} = {after}", hint=f"{before}={after}"
-            )
-
-
 def refuse_too_large(loaded: LoadedRecipe) -> None:
     """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
-    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.planning.predict import check_fits
 
     with contextlib.suppress(RefusedError):

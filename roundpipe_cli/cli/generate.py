@@ -97,7 +97,7 @@ def generate(
         return
     keeps_turns = has_template(tokenizer)
     if not keeps_turns:
-        say("note: the tokenizer has no chat template: each line is continued by itself")
+        say("note: the tokenizer has no chat template: each line is continued separately")
     converse(first, show, keeps_turns=keeps_turns)
 
 

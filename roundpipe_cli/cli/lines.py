@@ -22,10 +22,11 @@ from roundpipe_cli.events import (
     Phase,
     RunFinished,
     RunStarted,
+    RunStopped,
     StepFinished,
     WorkSeen,
 )
-from roundpipe_cli.units import counted, format_seconds
+from roundpipe_cli.units import counted, format_loss, format_seconds
 
 COLUMNS = 80
 """Width of a terminal nobody has widened; a step's line stays on one row of it."""
@@ -55,7 +56,7 @@ class LinePrinter:
         """
         self._logging_steps, self._clock, self._as_json = logging_steps, clock, as_json
         self._state = DashboardState()
-        self._details_s = -DETAILS_S
+        self._details_s, self._details_step = -DETAILS_S, 0
         self._progress = ProgressLine(clock)
 
     def __call__(self, event: Event) -> None:
@@ -85,6 +86,8 @@ class LinePrinter:
         elif isinstance(event, CheckpointSaved):
             waited = f", training waited {format_seconds(event.pause_s)}"
             say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")
+        elif isinstance(event, RunStopped):
+            self._say_last_details()
         elif isinstance(event, RunFinished):
             say(
                 f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; "
@@ -96,9 +99,16 @@ class LinePrinter:
         is_due = event.step in (1, event.num_steps) or self._clock() - self._details_s >= DETAILS_S
         if self._state.run is None or not is_due:
             return
-        self._details_s = self._clock()
+        self._details_s, self._details_step = self._clock(), event.step
         for line in details(self._state):
             say(f"  {line}")
+
+    def _say_last_details(self) -> None:
+        """The same for the last step that a stopped run finished, as the frame that stays shows it."""
+        step = self._state.step
+        if step is not None and step.step != self._details_step:
+            self._details_s = -math.inf
+            self._say_details(step)
 
 
 def step_json(event: StepFinished) -> str:
@@ -114,8 +124,10 @@ def evaluation_line(event: EvaluationFinished) -> str:
     mark = "  best" if event.best else ""
     shown = f"perplexity {event.perplexity:.4g}"
     if event.preference is not None:
-        shown = f"margin {event.preference['reward_margin']:.3g}  accuracy {event.preference['reward_accuracy']:.3g}"
-    return f"eval {event.step:>{width}}/{event.num_steps}  loss {event.loss:.4f}  {shown}{mark}"
+        shown = (
+            f"margin {event.preference['reward_margin']:.3g}  accuracy {100 * event.preference['reward_accuracy']:.0f}%"
+        )
+    return f"eval {event.step:>{width}}/{event.num_steps}  loss {format_loss(event.loss)}  {shown}{mark}"
 
 
 def step_line(event: StepFinished) -> str:
@@ -127,7 +139,7 @@ def step_line(event: StepFinished) -> str:
     width = len(str(event.num_steps))
     parts = (
         f"step {event.step:>{width}}/{event.num_steps}",
-        f"loss {event.loss:.4f}",
+        f"loss {format_loss(event.loss)}",
         f"grad {event.grad_norm:.2g}" if margin is None else f"margin {margin:.3f}",
         f"lr {event.learning_rate:.1e}",
         f"{event.tokens_per_s:.0f} tok/s",

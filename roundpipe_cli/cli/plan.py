@@ -85,7 +85,8 @@ def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:
 
     if solve or svg is not None:
         other = "--solve" if solve else "--svg"
-        raise RefusedError(f"{other} is for one plan", where="--compare", hint="plan the combination alone")
+        hint = f"leave --compare out to use {other} on one of its combinations"
+        raise RefusedError(f"--compare makes several plans, and {other} is for one", hint=hint)
 
 
 def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
@@ -269,6 +270,6 @@ def _link_lines(answer: Plan) -> list[str]:
     if answer.host_s:
         share = answer.host_s / answer.step_s
         lines.append(
-            f"of the step, {format_seconds(answer.host_s)} ({100 * share:.0f} %) is the interpreter launching operators"
+            f"of the step, {format_seconds(answer.host_s)} ({100 * share:.0f} %) is Python starting the operators"
         )
     return lines

@@ -32,7 +32,8 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
     if as_json:
         say_data(json.dumps({"rows": [row_document(row) for row in rows]}, indent=1))
         return
-    for line in wrapped(comparison_lines(rows), terminal_width()):
+    width = terminal_width()
+    for line in wrapped(comparison_lines(rows, width), width):
         say_data(line, colours=VERDICTS)
 
 
@@ -73,8 +74,16 @@ def _host_bytes(row: Combination) -> int | None:
     return None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes)
 
 
-def comparison_lines(rows: Sequence[Combination]) -> list[str]:
-    """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it."""
+LEFT_OUT = ("host", "GPU")
+"""Columns to leave out where the terminal is too narrow, the first one first; --json has all."""
+
+
+def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> list[str]:
+    """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it.
+
+    Args:
+        width: columns of the terminal; None: any number.
+    """
     from roundpipe_cli.units import format_bytes, format_seconds
 
     cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s"]]
@@ -91,12 +100,17 @@ def comparison_lines(rows: Sequence[Combination]) -> list[str]:
         )
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     num_left = len(rows[0].values) + 1
+    kept = list(range(len(widths)))
+    for name in LEFT_OUT:
+        if width is None or sum(widths[column] for column in kept) + 2 * (len(kept) - 1) <= width:
+            break
+        kept.remove(cells[0].index(name, num_left))
     lines = []
     shown: list[Combination | None] = [None, *rows]
     for line, row_of in zip(cells, shown, strict=True):
         padded = (
-            cell.ljust(width) if column < num_left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            line[column].ljust(widths[column]) if column < num_left else line[column].rjust(widths[column])
+            for column in kept
         )
         lines.append("  ".join(padded).rstrip())
         lines += [f"    {reason}" for reason in (row_document(row_of)["reasons"] if row_of is not None else ())]

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -122,6 +121,8 @@ def push_result(output_dir: Path, name: str, base: str) -> str:
         RefusedError: as of `push`; the result is there and can be uploaded later.
         ResourceError: disk full or failing.
     """
+    import tempfile  # would be a tenth of the time of `export --help`
+
     from roundpipe_cli.train.result.export import Extras, copy_result
 
     exported = f"{output_dir}-exported"

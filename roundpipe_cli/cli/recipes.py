@@ -177,6 +177,7 @@ def keys(
     Example: roundpipe recipes keys lora
     """
     from roundpipe_cli.cli.output import say, say_data
+    from roundpipe_cli.cli.wrap import terminal_width
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.keys import as_markdown, as_text, recipe_keys
 
@@ -189,7 +190,7 @@ def keys(
 
         say_data(json.dumps([asdict(key) for key in found], indent=1))
         return
-    for line in as_markdown(found) if markdown else as_text(found):
+    for line in as_markdown(found) if markdown else as_text(found, min(100, terminal_width() or 100)):
         say_data(line)
     if not found:
         say(f"no key has {' and '.join(words or ())} in its name; `roundpipe recipes keys` lists all")
@@ -240,13 +241,15 @@ def recipe_document(recipe: ShippedRecipe) -> dict[str, Any]:
 
 
 COLUMNS = ("NAME", "SHORT NAME", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")
+LEFT_OUT = ("SHORT NAME", "HOST", "GPU", "TOKENS/S")
+"""Columns to leave out where the terminal is too narrow, the first one first; --json has all."""
 
 
 def table(found: list[ShippedRecipe], width: int | None = None) -> list[str]:
     """A line a recipe: name, short name, the machine it is for, predicted speed and memory.
 
     Args:
-        width: columns of the terminal; where they do not suffice the short names are left out. None: any number.
+        width: columns of the terminal; where they do not suffice, columns of `LEFT_OUT` are. None: any number.
     """
     rows = [COLUMNS] if found else []
     for recipe in found:
@@ -263,8 +266,10 @@ def table(found: list[ShippedRecipe], width: int | None = None) -> list[str]:
         rows.append((recipe.name, recipe.short_name or "", *planned))
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))] if rows else []
     shown = list(range(len(COLUMNS)))
-    if width is not None and sum(widths) + 2 * (len(shown) - 1) > width:
-        shown.remove(COLUMNS.index("SHORT NAME"))
+    for name in LEFT_OUT:
+        if width is None or not rows or sum(widths[column] for column in shown) + 2 * (len(shown) - 1) <= width:
+            break
+        shown.remove(COLUMNS.index(name))
     return [
         "  ".join(
             row[column].rjust(widths[column]) if column >= 3 else row[column].ljust(widths[column]) for column in shown

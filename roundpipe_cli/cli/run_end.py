@@ -10,7 +10,7 @@ from typing import Any
 
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.cli.wrap import terminal_width, wrapped
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import format_loss, format_seconds
 
 
 def show_end(output_dir: Path) -> None:
@@ -48,9 +48,9 @@ def summary(report: Mapping[str, Any]) -> str:
     evaluation = report.get("evaluation") or {}
     parts = []
     if loss.get("first") is not None:
-        parts.append(f"loss {loss['first']:.4f} -> {loss['last']:.4f}")
+        parts.append(f"loss {format_loss(loss['first'])} -> {format_loss(loss['last'])}")
     if isinstance(best := evaluation.get("best_loss"), (int, float)):
-        parts.append(f"best evaluation {best:.4f}")
+        parts.append(f"best evaluation {format_loss(best)}")
     if measured.get("tokens_per_s"):
         parts.append(f"{measured['tokens_per_s']:,.0f} tokens/s")
     if measured.get("bubble_ratio") is not None:

@@ -29,6 +29,12 @@ _EXAMPLES = {
     "roundpipe recipes validate": "roundpipe recipes validate mine.yaml",
 }
 """Shown where an argument is missing."""
+_OPTION_EXAMPLES = {
+    "--demo": "roundpipe watch --demo 8x4090 qwen3-32b",
+    "--hardware": "--hardware 2x3090,host_memory_gib=64, for instance",
+    "--costs": "roundpipe bench --costs costs.json --workers 8 --microbatches 16",
+}
+"""Shown where the value of an option is missing."""
 
 
 def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
@@ -49,7 +55,8 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
         return _bad_value(error, program, words)
     if kind == "BadOptionUsage":
         named = program if context else f"roundpipe {words[0]}"
-        return RefusedError(f"{error.option_name} needs a value", where=named, hint=f"{named} --help")
+        hint = _OPTION_EXAMPLES.get(str(error.option_name), f"{named} --help")
+        return RefusedError(f"{error.option_name} needs a value", where=named, hint=hint)
     if kind == "NoSuchOption":
         return _no_such_option(error, program, words)
     commands = getattr(context.command, "commands", None) if context else None
@@ -105,5 +112,9 @@ def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedEr
         hint = f"the recipe is named without an option: {program} recipes/quickstart.yaml"
     elif program.endswith("finetune") and not nearest:
         key, equals, value = typed.lstrip("-").replace("-", "_").partition("=")
-        hint = f"keys of the recipe are written without dashes: {key}={value if equals else 'VALUE'}"
+        after = words[words.index(typed) + 1 :][:1] if typed in words and not equals else ()
+        value = (
+            value if equals else next((word for word in after if not word.startswith("-") and "=" not in word), "VALUE")
+        )
+        hint = f"keys of the recipe are written without dashes: {key}={value}"
     return RefusedError(f"{program} has no option {option}", hint=hint)

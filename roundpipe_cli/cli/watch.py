@@ -164,9 +164,10 @@ def _as_lines(files: RunFiles, follow: bool) -> None:
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.events import RunStopped, StepFinished
 
-    show, has_step = LinePrinter(1), False
+    time_s, has_step = 0.0, False
+    show = LinePrinter(1, clock=lambda: time_s)  # of the run, which may be over
     for _, events in _polls(files, follow):
-        for _, event in events:
+        for time_s, event in events:  # noqa: B007 (the clock reads it)
             show(event)
             has_step = has_step or isinstance(event, StepFinished)
             if isinstance(event, RunStopped):
@@ -203,7 +204,7 @@ def _live(files: RunFiles, state: DashboardState) -> DashboardState:
         left.set()
         return ""
 
-    keys = {"q": KeyBinding("leave; the run goes on", leave)}
+    keys = {"q": KeyBinding("leave; the run continues", leave)}
     live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), keys, state)
     live.start()
     try:

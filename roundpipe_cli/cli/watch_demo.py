@@ -12,17 +12,18 @@ from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from roundpipe_cli.dashboard.demo import SimulatedRun
     from roundpipe_cli.dashboard.state import DashboardState
+    from roundpipe_cli.events import Event
     from roundpipe_cli.planning.predict import Plan
 
 DEMO_RECIPE = "qwen3-32b"
 DEMO_S = 120.0
 """Seconds that a demo lasts, where nobody leaves it before."""
-SHOWN_STEP_S = 10.0
-"""Seconds in which a step is played; a shorter one takes its own time."""
+LEAST_SHOWN_S, MOST_SHOWN_S = 1.0, 10.0
+"""Seconds in which a step is played; one between them takes its own time."""
 
 
 def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
@@ -93,7 +94,7 @@ def simulated_run(answer: Plan) -> SimulatedRun:
     if settings.num_microbatches > MAX_SIMULATED_MICROBATCHES:
         notes.append(f"lanes show {format_seconds(shown_s)}, a part of the {settings.num_microbatches} microbatches")
     elif answer.host_s > 0.01 * answer.step_s:
-        notes.append(f"lanes leave out {format_seconds(answer.host_s)} in which the interpreter launches operators")
+        notes.append(f"not in the lanes: {format_seconds(answer.host_s)} a step in which Python starts the operators")
     packed = f" {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
     return SimulatedRun(
         title=question.architecture.name.rpartition("/")[2],
@@ -142,19 +143,23 @@ def _one_line(state: DashboardState) -> str:
 
 
 def _play(run: SimulatedRun, start_s: float) -> DashboardState:
-    """Tell the events at their time, on a clock that makes a step last `SHOWN_STEP_S`; q and Ctrl-C leave."""
+    """Tell the events at their time, on a clock that makes a step last 1 to 10 seconds; q and Ctrl-C leave."""
     import sys
 
     from rich.console import Console
 
     from roundpipe_cli.dashboard.demo import demo_events
     from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
+    from roundpipe_cli.dashboard.state import fold_all
     from roundpipe_cli.dashboard.terminal import Terminal
     from roundpipe_cli.schedule.timeline import makespan_s
 
-    left, began_s = threading.Event(), time.monotonic()
-    speed = max(1.0, makespan_s(run.timeline) / SHOWN_STEP_S)
-    num_steps = max(1, round(DEMO_S * speed / makespan_s(run.timeline)))
+    left, step_s = threading.Event(), makespan_s(run.timeline)
+    speed = step_s / min(MOST_SHOWN_S, max(LEAST_SHOWN_S, step_s))
+    num_steps = 1 + max(1, round(DEMO_S * speed / step_s))
+    began_s = time.monotonic() - step_s / speed  # the first step is over: its lanes and figures are seen at once
+    events = demo_events(run, num_steps, start_s)
+    state = fold_all(_up_to_a_step(events))
 
     def clock() -> float:
         return start_s + speed * (time.monotonic() - began_s)
@@ -163,10 +168,10 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
         left.set()
         return ""
 
-    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)})
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)}, state)
     live.start()
     try:
-        for time_s, event in demo_events(run, num_steps, start_s):
+        for time_s, event in events:
             if left.wait(max(0.0, (time_s - clock()) / speed)):
                 break
             live.tell(event)
@@ -175,6 +180,16 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     finally:
         live.stop()
     return live.state
+
+
+def _up_to_a_step(events: Iterator[tuple[float, Event]]) -> Iterator[tuple[float, Event]]:
+    """The events up to the end of a step; the others are left."""
+    from roundpipe_cli.events import StepFinished
+
+    for time_s, event in events:
+        yield time_s, event
+        if isinstance(event, StepFinished):
+            return
 
 
 def _leave_last(state: DashboardState) -> None:

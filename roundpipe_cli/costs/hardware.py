@@ -242,6 +242,10 @@ def _unknown_gpu(name: str, where: str) -> RefusedError:
     plain = _squeeze(name)
     likeness = {known: _likeness(plain, known) for known in catalogue()}
     near = max(likeness, key=lambda known: (one_edit_apart(name.lower(), known), likeness[known]))
+    if plain == "cpu":
+        return RefusedError(
+            "a processor is no GPU", where=where, found=name, hint="without --hardware, plan is for this machine"
+        )
     custom = "a GPU that is not in the catalogue: --hardware 2xcustom:memory_gib=24:acc32_tflops=70"
     return RefusedError(
         f"unknown GPU {name!r}",

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.units import GIB, format_seconds
+from roundpipe_cli.units import GIB, format_loss, format_seconds
 
 
 def figure_lines(state: DashboardState, height: int, width: int, theme: Theme, *, has_loss: bool = False) -> list[Text]:
@@ -41,7 +41,12 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
     if state.is_simulated:
         return rows if step.tokens else rows[1:]
     if has_loss or (state.run is not None and state.run.goal != "loss"):
-        rows.insert(0 if has_loss else len(rows), ("loss", f"{step.loss:.4f}", ""))
+        rows.insert(0 if has_loss else len(rows), ("loss", format_loss(step.loss), ""))
+    rewards = step.preference or {}
+    if "reward_margin" in rewards:  # of preference pairs: what training is to make larger
+        rows.append(("reward margin", f"{rewards['reward_margin']:.3g}", ""))
+    if "reward_accuracy" in rewards:
+        rows.append(("reward accuracy", f"{100 * rewards['reward_accuracy']:.0f} %", ""))
     if state.run is None or state.run.goal == "loss":
         rows += [("learning rate", f"{step.learning_rate:.2e}", ""), ("gradient norm", f"{step.grad_norm:.3g}", "")]
     return rows

@@ -23,7 +23,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.schedule.palette import BOTH_ID, BOTH_NAME, WORK_COLOURS, WORK_NAMES
-from roundpipe_cli.units import GIB, counted, format_seconds
+from roundpipe_cli.units import GIB, counted, format_loss, format_seconds
 
 NUM_TIMELINES = 3
 MAX_SAMPLES = 1500
@@ -151,9 +151,11 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
     measured = figures(report, "measured")
     tokens_per_s = measured.get("tokens_per_s") or step.tokens_per_s
     bubble = measured.get("bubble_ratio") or state.median_bubble.value
-    cards = [("last loss", f"{step.loss:.4f}")]
+    cards = [("last loss", format_loss(step.loss))]
     if state.evaluations:
-        cards.append(("last evaluation", f"{state.evaluations[-1][1]:.4f}"))
+        cards.append(("last evaluation", format_loss(state.evaluations[-1][1])))
+    if "reward_margin" in (step.preference or {}):
+        cards.append(("last reward margin", f"{(step.preference or {})['reward_margin']:.3g}"))
     cards += [
         ("tokens per second", f"{tokens_per_s:,.0f}"),
         ("time per step", format_seconds(measured.get("step_s") or step.step_s)),

@@ -54,6 +54,8 @@ def make_theme(console: Console) -> Theme:
     return theme_for(console.encoding, console.color_system is not None and not console.no_color)
 
 
+LINES_BESIDE_WORKERS = 6
+"""Header, figures, messages and legend of a frame with a line for each worker."""
 MAX_LAST_LINES, LINES_BELOW = 24, 6
 """Height of the frame that stays, and lines of the terminal kept for an error or the prompt below it."""
 
@@ -66,9 +68,9 @@ def last_frame(state: DashboardState, console: Console, size: tuple[int, int]) -
     """
     columns, lines = size
     last_s = max(state.seen_s, state.step_seen_s, state.sample.time_s if state.sample else 0.0)
-    frame = screen(
-        state, last_s, columns, max(MIN_HEIGHT, min(lines - LINES_BELOW, MAX_LAST_LINES)), make_theme(console)
-    )
+    least = max(MIN_HEIGHT, len(state.workers) + LINES_BESIDE_WORKERS)  # more than the terminal has scroll up
+    height = max(least, min(lines - LINES_BELOW, MAX_LAST_LINES))
+    frame = screen(state, last_s, columns, height, make_theme(console))
     return [line for index, line in enumerate(frame) if line.plain.strip() or index == 0]
 
 

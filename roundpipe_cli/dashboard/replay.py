@@ -22,6 +22,8 @@ METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jso
 ETA_STEPS = 20
 MAX_LINE_BYTES = 16 * 1024**2
 MAX_LOCK_BYTES = 1 << 16
+PREFERENCE_KEYS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy", "nll_loss")
+"""Keys of a row of metrics.jsonl that only preference pairs have."""
 
 TimedEvent = tuple[float, Event]
 MetricsRow = dict[str, Any]
@@ -177,6 +179,7 @@ class RunFiles:
                 upload_bytes=int(row["upload_bytes"]),
                 device_peak_bytes=int(row["device_peak_bytes"]),
                 eta_s=statistics.median(self._step_s) * (total - step),
+                preference={name: float(row[name]) for name in PREFERENCE_KEYS if name in row} or None,
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None

@@ -11,7 +11,7 @@ from roundpipe_cli.schedule.drawn import interval_of
 from roundpipe_cli.schedule.palette import BOTH
 from roundpipe_cli.schedule.pictures import svg_picture
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import format_loss, format_seconds
 
 
 def shared_picture(state: DashboardState, *, where: str) -> str:
@@ -39,7 +39,7 @@ def shared_picture(state: DashboardState, *, where: str) -> str:
     heading = f"{run.title} {run.settings} on {state.pool.replace(' ', '')}, {step.tokens_per_s:,.0f} tokens/s"
     facts = [f"one step: {format_seconds(step.step_s)}"]
     if run.goal == "loss":
-        facts.append(f"loss {step.loss:.4f}")
+        facts.append(f"loss {format_loss(step.loss)}")
     facts.append(f"bubble {100 * step.bubble_ratio:.1f} %")
     return svg_picture(
         [(", ".join(facts), timeline_of(timeline, len(run.devices)))],

@@ -25,7 +25,7 @@ from roundpipe_cli.events import (
     StepTimeline,
     WorkSeen,
 )
-from roundpipe_cli.units import counted, format_bytes, format_seconds
+from roundpipe_cli.units import counted, format_bytes, format_loss, format_seconds
 
 MAX_POINTS = 1024
 """Points of a curve: beyond them, neighbours are merged."""
@@ -206,8 +206,7 @@ def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     if isinstance(event, EvaluationFinished):
         if math.isfinite(event.loss):
             state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
-        best = ", the best so far" if event.best else ""
-        return _said(state, now_s, f"evaluation after step {event.step}: loss {event.loss:.4f}{best}")
+        return _said(state, now_s, _evaluation_words(event))
     if isinstance(event, RunFinished):
         return replace(state, finished=event, phase="", paused=False)
     if isinstance(event, RunStopped):
@@ -236,6 +235,15 @@ def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     assert isinstance(event, Paused), event
     text = f"paused after step {event.step}" if event.paused else "continuing"
     return _said(replace(state, paused=event.paused), now_s, text)
+
+
+def _evaluation_words(event: EvaluationFinished) -> str:
+    """`evaluation after step 20: loss 1.1304, best so far`; of preference pairs with their rewards."""
+    rewards = event.preference or {}
+    margin = f", reward margin {rewards['reward_margin']:.3g}" if "reward_margin" in rewards else ""
+    accuracy = f", accuracy {100 * rewards['reward_accuracy']:.0f} %" if "reward_accuracy" in rewards else ""
+    best = ", best so far" if event.best else ""
+    return f"evaluation after step {event.step}: loss {format_loss(event.loss)}{margin}{accuracy}{best}"
 
 
 def fetching_line(event: Fetching) -> str:

@@ -60,7 +60,7 @@ class Axis:
 STEPS = Axis("step", lambda step: f"{step:.0f}", least=1.0)
 TIME = Axis(
     "time",
-    lambda since_s: format_seconds(since_s) if since_s else "0 s",
+    format_seconds,
     round_lengths=(10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400),
 )
 

@@ -10,6 +10,7 @@ keys and legend               1 line
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -23,7 +24,7 @@ from roundpipe_cli.dashboard.state import SIMULATED, DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.workers import staircase_block, workers_block
 from roundpipe_cli.schedule.palette import WORK_NAMES
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import format_loss, format_seconds
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 """On smaller screens only the header is shown."""
@@ -58,7 +59,7 @@ def screen(
     workers = draw(
         state.workers,
         state.seen_s,
-        window_s(state.step.step_s if state.step else None),
+        _lanes_s(state),
         width,
         room - MIN_MESSAGES,
         theme,
@@ -75,6 +76,14 @@ def screen(
     said = messages(state, width, room - len(middle), theme)
     blank = [Text()] * (room - len(middle) - len(said))
     return _exactly([*head, *workers, *middle, *said, *blank, *foot], width, height, theme)
+
+
+def _lanes_s(state: DashboardState) -> float:
+    """How many seconds a lane shows; of a simulated step that is short, which is played slowly, one and a half."""
+    shown_s = window_s(state.step.step_s if state.step else None)
+    if state.is_simulated and state.timeline is not None:
+        return min(shown_s, 1.5 * max((span.end_s for span in state.timeline.spans), default=shown_s))
+    return shown_s
 
 
 def _has_news(state: DashboardState, now_s: float) -> bool:
@@ -98,7 +107,7 @@ def header(state: DashboardState, now_s: float, width: int, theme: Theme) -> Tex
     elapsed = format_seconds(max(0, round(now_s - run.time_s))) if run is not None else ""
     right = Text.assemble((f"{theme.glyphs.dot} {word}", f"bold {colour}"), f"  {elapsed} ")
     if width > MIN_LEFT + right.cell_len:  # how it goes is worth more than the end of a long name
-        left = fit(left, min(left.cell_len, width - right.cell_len), theme)
+        left = fit(left, min(left.cell_len, width - 1 - right.cell_len), theme)
     return spread(left, right, width, theme)
 
 
@@ -148,9 +157,10 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
     points = (state.speeds if speed else state.losses).all_points
     title = Text.assemble(("tokens/s" if speed else "loss", "bold"))
     if not speed and state.step is not None:
-        title.append(f" {state.step.loss:.4f}")
+        title.append(f" {format_loss(state.step.loss)}")
     if not speed and state.evaluations:
-        title.append(f"  {theme.glyphs.point}", theme.wait).append(f" evaluation {state.evaluations[-1][1]:.4f}")
+        shown = f" evaluation {format_loss(state.evaluations[-1][1])}"
+        title.append(f"  {theme.glyphs.point}", theme.wait).append(shown)
     side = FIGURES_WIDTH if width < 110 else max(FIGURES_WIDTH, min(46, width // 4))
     if width < NARROW:
         side = 0
@@ -208,10 +218,21 @@ def messages(state: DashboardState, width: int, height: int, theme: Theme) -> li
     lines = []
     if state.num_dropped and height > 1:
         lines.append(Text(f" {state.num_dropped} events were not shown: the terminal is slow", style=theme.warn))
-    for message in state.messages[-max(0, height - len(lines)) :] if height > 0 else ():
+    said: list[Text] = []
+    for message in reversed(state.messages):
+        room = height - len(lines) - len(said)
+        if room <= 0:
+            break
         since = format_seconds(round(message.time_s - started_s)) if message.time_s >= started_s + 1 else ""
-        lines.append(Text.assemble((f" {since:>7}  ", theme.faint), escape_controls(message.text)))
-    return lines[:height]
+        said = [*_wrapped(f" {since:>7}  ", escape_controls(message.text), width, room, theme), *said]
+    return [*lines, *said][:height]
+
+
+def _wrapped(time: str, text: str, width: int, room: int, theme: Theme) -> list[Text]:
+    """A message behind its time, in at most `room` lines; the last of them is cut where it needs more."""
+    parts = textwrap.wrap(text, max(MIN_LEFT, width - len(time)), break_on_hyphens=False) or [""]
+    parts = [*parts[: room - 1], " ".join(parts[room - 1 :])] if len(parts) > room else parts
+    return [Text.assemble((time if at == 0 else " " * len(time), theme.faint), part) for at, part in enumerate(parts)]
 
 
 def _now_meaning(keys: Sequence[tuple[str, str]], state: DashboardState) -> list[tuple[str, str]]:

@@ -25,6 +25,11 @@ def _step_words(state: DashboardState) -> str:
         f"gradient norm {step.grad_norm:.3g}",
         f"learning rate {step.learning_rate:.2e}",
     ]
+    rewards = step.preference or {}
+    if "reward_margin" in rewards:
+        parts.append(f"reward margin {rewards['reward_margin']:.3g}")
+    if "reward_accuracy" in rewards:
+        parts.append(f"reward accuracy {100 * rewards['reward_accuracy']:.0f} %")
     if step.upload_bytes:
         parts.append(f"uploads {step.upload_bytes / step.step_s / 1e9:.1f} GB/s")
     if step.device_peak_bytes:

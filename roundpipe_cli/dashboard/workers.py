@@ -18,7 +18,7 @@ from roundpipe_cli.dashboard.lane import lane
 from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed
 from roundpipe_cli.dashboard.state import WorkerView
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.units import GIB
+from roundpipe_cli.units import GIB, format_seconds
 
 RESERVED_LINES = 9
 """Lines of the room that is left, for curve and messages; a look that takes them is chosen only if none leaves them."""
@@ -96,7 +96,7 @@ def _framed(num_lanes: int) -> _Look:
         worker, theme = scene.workers[index], scene.theme
         title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
         body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
-        return framed(title, f"last {scene.seconds:.0f} s", body, width, theme)
+        return framed(title, f"last {format_seconds(scene.seconds)}", body, width, theme)
 
     return look
 

@@ -132,6 +132,7 @@ class _Builder:
                 where=source.name,
                 found=f"no rows in split `{source.spec.split}`",
                 expected="at least one row",
+                hint="put rows into it, or name another file or split",
             )
         self._facts = self._facts or self._pool.facts()
         with ShardWriter(key) as writer:
@@ -198,7 +199,7 @@ class _Builder:
                 )
             if facts.writes_date:
                 notices.append(
-                    f"the chat template writes today's date: it is told {TEMPLATE_DATE:%d %B %Y} always, so that rows "
+                    f"the chat template writes today's date: it always gets {TEMPLATE_DATE:%d %B %Y}, so that rows "
                     "do not change from day to day"
                 )
         return row_format

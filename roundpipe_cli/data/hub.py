@@ -60,7 +60,7 @@ def check_files(spec: DatasetSpec, builder: Any) -> None:
     others = [file for file in files if not _without_compression(file).endswith(SUFFIXES)]
     if files and (outside or others or reader not in READERS):
         raise RefusedError(
-            "the hub dataset wants files read that are no tables of its own",
+            "the hub dataset asks for files that are not its own tables",
             where=f"datasets: {printable(spec.path)}",
             found=printable((outside or others or [f"the reader {reader}"])[0]),
             expected=f"files of this dataset named *{', *'.join(SUFFIXES)}",

@@ -218,7 +218,7 @@ def _content(value: object, field: str) -> str:
             raise BadRowError(f"{field} has a part that is not text", found=found, expected="text parts")
         for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
             if part.get(key) not in (None, 1):
-                what = f"{field} has a part whose `{key}` sets it apart, which is not offered"
+                what = f"{field} has a part whose `{key}` marks it for special treatment, which is not offered"
                 raise BadRowError(what, expected=f"`{key}` of whole messages")
         given = next((part[name] for name in PART_KEYS if part.get(name) is not None), None)
         texts.append(checked_text(given, field, filled=False))

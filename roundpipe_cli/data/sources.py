@@ -163,7 +163,9 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
         raise RefusedError(
             "dataset not found",
             where=f"datasets: {printable(spec.path)}",
-            found="neither " + " nor ".join(str(path) for path in tried) if len(tried) > 1 else f"no {tried[0]}",
+            found="neither " + " nor ".join(str(path) for path in tried)
+            if len(tried) > 1
+            else f"no file or folder {tried[0]}",
             expected="a file, a folder or the id of a hub dataset",
             hint=f"did you mean {near}?"
             if (near := _near(tried))
@@ -222,7 +224,7 @@ def _near(tried: Sequence[Path]) -> str | None:
 def _candidates(path: str, folder: Path | None) -> list[Path]:
     written = named_path(path)
     candidates = [Path.cwd() / written]
-    if folder is not None and (folder / written) not in candidates:
+    if folder is not None and (Path.cwd() / folder / written) not in candidates:
         candidates.append(folder / written)
     return candidates
 

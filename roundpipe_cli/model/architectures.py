@@ -104,7 +104,7 @@ def packing_refusal(where: str, found: str) -> RefusedError:
         "this model cannot train on packed rows: they would see each other",
         where=f"packing: {where}",
         found=found,
-        expected="blocks whose attention masks keep the rows apart",
+        expected="blocks whose attention masks separate the rows",
         hint="packing=false",
     )
 

@@ -103,7 +103,7 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
         text = f"{type(error).__name__}: {error}"[:200]
         raise RefusedError("a weight in 4 bit is not as bitsandbytes writes it", where=where, found=text) from error
     if found != ("nf4", WEIGHTS_PER_SCALE) or not same_map:
-        text = f"{found[0]}, {found[1]} weights to a scale" + ("" if same_map else ", with a code of its own")
+        text = f"{found[0]}, {found[1]} weights to a scale" + ("" if same_map else ", with its own code")
         expected = f"nf4, {WEIGHTS_PER_SCALE} weights to a scale; else {WHAT_WORKS}"
         raise RefusedError("a weight in 4 bit has another code", where=where, found=text, expected=expected)
     count = shape.numel()

@@ -73,6 +73,14 @@ def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
     if holds_weights(found):
         twice = "lm_head.weight" if tied else None  # some files hold a shared matrix under both names
         count = sum(num_elements(path, without=twice) for path in find_shards(found.folder))
+        if not count:
+            raise RefusedError(
+                "the model's files hold no weights",
+                where=str(found.folder),
+                found="0 numbers in their headers",
+                expected="the weights of the model in *.safetensors",
+                hint="they may have been cut off: fetch or copy the model again",
+            )
         return count, "the headers of its weights"
     return _count_of_index(found.folder, found.config), INDEX_NAME
 

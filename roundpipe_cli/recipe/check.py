@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -275,7 +276,8 @@ def _advice(value: Any, hint: Any) -> str | None:
     if value is None:
         return "delete the line to get the default"
     if section is not None and is_list:
-        item = value if isinstance(value, str) else "data/train.jsonl"
+        path = value.get("path") if isinstance(value, dict) else value
+        item = path if isinstance(path, str) else "data/train.jsonl"
         return f"write a list of mappings: [{{path: {shown_value(item).strip(chr(39))}}}]"
     if section is not None and "path" in hints_of(section):
         return f"write {{path: {shown_value(value).strip(chr(39))}}}"
@@ -283,6 +285,8 @@ def _advice(value: Any, hint: Any) -> str | None:
         if "true or false" in wanted and value.lower() in ("yes", "no", "on", "off", "y", "n", "true", "false"):
             return f"write {'true' if value.lower() in ('yes', 'on', 'y', 'true') else 'false'}, without quotes"
         is_short = len(value) <= 20
+        if is_short and "number" in wanted and re.fullmatch(r"-?\d+,\d+(e[-+]?\d+)?", value):
+            return f"write {value.replace(',', '.')}: a point, not a comma, stands before decimals"
         if (
             is_short
             and ("integer" in wanted or "number" in wanted)
@@ -293,7 +297,7 @@ def _advice(value: Any, hint: Any) -> str | None:
         if "cuda:N" in wanted and not choices:  # an item of `devices`
             choices = ["cpu", *(f"cuda:{index}" for index in range(8))]
         if "lora" in choices and value.lower() == "qlora":  # what other tools call a method is two keys here
-            return "method: lora, and a line `load_in_4bit: true`"
+            return "write `method: lora`, and `load_in_4bit: true` on a line below"
         return _mean(value, choices) or (f"write [{value}]" if "a list" in wanted else None)
     if isinstance(value, float) and "integer" in wanted and math.isfinite(value) and value == int(value) < 2**31:
         return f"write {int(value)}"
@@ -321,8 +325,11 @@ def _mean(word: str, candidates: list[str]) -> str | None:
 def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, also_known: list[str]) -> None:
     here = (*path, key)
     hint: str | None = None
+    name, colon, value = key.partition(":")
     if key == "<<":
         hint = "merge keys are refused: write the values out"
+    elif colon and name in hints_of(schema):
+        hint = f"write a space after the colon: {name}: {value}"
     elif findings.num_found < MAX_SHOWN:  # a suggestion takes about a millisecond
         near = suggest(key, path, list(hints_of(schema)), also_known)
         hint = f"did you mean {near}?" if near else "`roundpipe recipes keys` lists all keys"

@@ -27,9 +27,11 @@ class Range:
         return bool(over and under)
 
     def describe(self, noun: str) -> str:
-        low = f"{'above' if self.above else 'at least'} {self.low:g}"
+        low = f"{'above' if self.above else 'of at least'} {self.low:g}"
         if self.high >= MAX_INTEGER:
-            return f"{noun} {low}" if self.above else f"{noun} of {low}"
+            return f"{noun} {low}"
+        if not self.above and not self.below:
+            return f"{noun} from {self.low:g} to {self.high:g}"
         return f"{noun} {low} and {'below' if self.below else 'at most'} {self.high:g}"
 
 

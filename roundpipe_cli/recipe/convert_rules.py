@@ -187,7 +187,7 @@ def _chat_template(value: Any, data: Data) -> Writes:
         return {}
     if is_own_template(str(value), str(data.get("base_model"))):
         return {}
-    reason = "the tokenizer's own chat template is used; another one is text or a file of its own in the recipe"
+    reason = "the tokenizer's own chat template is used; another one is text or a separate file in the recipe"
     change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
     raise LeaveOutError(reason, change)
 

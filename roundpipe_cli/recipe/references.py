@@ -58,8 +58,8 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
             path,
             f"{format_key(path)} begins with an environment variable, which is not read",
             found=shown_value(value),
-            expected="a path as it is",
-            hint=f"~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
+            expected="a path without variables",
+            hint=f"write ~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
         )
         return None
     for opening in _openings(value):

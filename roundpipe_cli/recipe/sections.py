@@ -70,7 +70,7 @@ class LoraConfig:
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r, so that a high rank learns as fast (arXiv 2312.03732)."""
     use_dora: bool = False
-    """Train the length of each output's weights apart from their direction (DoRA, arXiv 2402.09353). Slower: the
+    """Train the length of each output's weights separately from their direction (DoRA, arXiv 2402.09353). Slower: the
     adapted weights' norms are computed in every call. Not for fused experts."""
     init: Literal["default", "gaussian"] = "default"
     """Start of the A matrices: Kaiming uniform, or normal with deviation 1 / r. B starts at zero. Starts that change

@@ -165,10 +165,9 @@ def find_recipe(name: Path | str) -> tuple[Path, str | None]:
     file = _shipped_file(path, shipped) if shipped is not None else None
     if file is not None:
         return file, f"{path} is not in the working directory: using the shipped recipe {file}"
-    tried = [str(Path.cwd() / path)] + ([str(shipped)] if shipped else [])
-    raise RefusedError(
-        f"there is no recipe {path}", found=f"no such file in {' or '.join(tried)}", hint=_near(path) or SEE_LIST
-    )
+    among = f", nor a shipped recipe of that name in {shipped}" if shipped else ""
+    found = f"no file {Path.cwd() / path}{among}"
+    raise RefusedError(f"there is no recipe {path}", found=found, hint=_near(path) or SEE_LIST)
 
 
 ROW_SUFFIXES = frozenset({".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".gz"})

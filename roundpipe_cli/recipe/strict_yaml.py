@@ -123,6 +123,7 @@ def parse_bytes(raw: bytes, name: str) -> Document:
         raise _refusal(
             f"{place.origin}:1",
             f"the recipe is {kind}",
+            found=shown_value(document.data) if isinstance(document.data, str) else None,
             expected="a mapping: lines such as `model: Qwen/Qwen3-32B`",
             hint=_TO_START,
         )
@@ -218,10 +219,12 @@ class _Builder:
     def _key(self, event: Any, path: KeyPath) -> str:
         self._check_event(event, path)
         if not isinstance(event, yaml.ScalarEvent):
-            raise self._refuse(event, "a list or mapping is used as a key", "a key is plain text", _KEYS)
+            raise self._refuse(event, "a list or mapping is used as a key", "plain text, such as learning_rate", _KEYS)
         key = parse_scalar(event.value) if event.implicit[0] else event.value
         if not isinstance(key, str):
-            raise self._refuse(event, f"the key {shown_value(event.value)} is not text", "a key is plain text", _KEYS)
+            raise self._refuse(
+                event, f"the key {shown_value(event.value)} is not text", "plain text, such as learning_rate", _KEYS
+            )
         return key
 
     def _check_event(self, event: Any, path: KeyPath) -> None:
@@ -233,7 +236,8 @@ class _Builder:
                 event, f"the anchor {shown_value(event.anchor)} is refused", "values written out", _ANCHOR
             )
         if event.tag is not None:
-            raise self._refuse(event, f"the tag {shown_value(event.tag)} is refused", "plain values without `!`", _TAG)
+            written = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise self._refuse(event, f"the tag {shown_value(written)} is refused", "plain values without `!`", _TAG)
         if len(path) > MAX_DEPTH:
             raise self._refuse(
                 event, f"the nesting is deeper than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels", _KEYS
@@ -323,8 +327,8 @@ _TAG = "delete the word that begins with `!`, or put the value in quotes"
 _SYNTAX_HINTS = {
     "mapping values": 'put a value that holds `: ` in quotes: key: "a: b"; nested keys begin on a line below',
     "quoted scalar": "close the quotation mark",
-    "flow sequence": "close the list with `]`, its items apart by commas",
-    "flow mapping": "close the mapping with `}`, its items apart by commas",
+    "flow sequence": "close the list with `]`; put commas between its items",
+    "flow mapping": "close the mapping with `}`; put commas between its items",
     "": "keys of one section begin in the same column; put a value with special characters in quotes",
 }
 """Words of the parser -> what to do; the last one fits all."""
@@ -337,6 +341,10 @@ def _explain(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> 
     found = shown_value(content.strip()) if content.strip() else None
     if "\t" in content[:column] and not content[: column - 1].strip():
         return "a tab is used for indentation where YAML wants spaces", found, "put two spaces in place of each tab"
+    key, colon, _ = content[:column].partition(":")
+    if "mapping values" in (error.problem or "") and colon and not key.startswith(key.strip() or key):
+        what = "this is not valid YAML: the line is indented further than the key above it, which has a value"
+        return what, found, "begin keys of one section in the same column"
     what = f"this is not valid YAML: {error.problem or 'the text cannot be parsed'}"
     if error.context and error.context_mark and error.context_mark.line + 1 != line:
         what += f" ({error.context} that starts in line {error.context_mark.line + 1})"

@@ -41,7 +41,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     packed = [kind for kind in PACKED_FORMATS.values() if getattr(recipe, kind.key)]
     for other in packed[1:]:
         what = f"the base weights cannot be in {packed[0].label} and in {other.label}"
-        findings.add((other.key,), what, hint="delete one of the lines")
+        findings.add((other.key,), what, hint=f"delete {packed[0].key} or {other.key}")
     if recipe.float16_accumulation and recipe.dtype != "float16":
         what, found = "only products of float16 can add up in float16", f"dtype: {recipe.dtype}"
         findings.add(("float16_accumulation",), what, found=found, hint="`dtype: float16`, or delete the line")

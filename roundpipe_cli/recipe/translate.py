@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.errors import Problem, RecipeError, closest
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, Writes, is_off, note, value_alias
-from roundpipe_cli.recipe.check import Findings
+from roundpipe_cli.recipe.check import Findings, hints_of
 from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_DEPTH, KeyPath, Place, format_key, parse_text, shown_value
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def apply_overrides(
 
     config = OmegaConf.create(data)
     assert isinstance(config, DictConfig)
-    for number, text in enumerate(overrides):
+    for number, text in enumerate(_without_loose_equals(overrides, findings)):
         place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
         if text.startswith("~"):
             config = _remove(config, text[1:], place, findings)
@@ -57,6 +58,33 @@ def apply_overrides(
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _without_loose_equals(overrides: Sequence[str], findings: Findings) -> list[str]:
+    """The overrides without those that a space next to `=` cut into several words, each of them a problem."""
+    kept, words = [], list(overrides)
+    while words:
+        loose = _num_loose(words)
+        if loose == 1:
+            kept.append(words.pop(0))
+            continue
+        written = " ".join(words[:loose])
+        problem = Problem("no spaces around `=` in an override", found=written, hint=f"write {''.join(words[:loose])}")
+        findings.add_problem(problem, _LINE_OF_OVERRIDES + len(kept))
+        del words[:loose]
+    return kept
+
+
+def _num_loose(words: Sequence[str]) -> int:
+    """How many words one override is: 2 for `r= 8` and `r =8`, 3 for `r = 8`, 1 for what is as it should be."""
+    first, second = words[0], words[1] if len(words) > 1 else ""
+    if first.startswith("~") or "=" in first[:-1]:
+        return 1
+    if first.endswith("="):
+        return 2 if second and "=" not in second and not second.startswith("~") else 1
+    if second == "=":
+        return min(3, len(words))
+    return 2 if second.startswith("=") else 1
 
 
 def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
@@ -126,8 +154,8 @@ def _no_override(text: str, key: str, equals: str, origin: str) -> Problem:
     """The error for an override that is not `key=value`."""
     if equals:
         hint = f"write {key.lstrip('-')}={text.partition('=')[2]}" if _PATH.fullmatch(key.lstrip("-")) else None
-    elif _PATH.fullmatch(key):
-        hint = f"write {key}=VALUE"
+    elif _PATH.fullmatch(key) and (known := _known_key(key)):
+        hint = f"write {known}=VALUE"
     else:
         hint = None
     return Problem(
@@ -136,6 +164,14 @@ def _no_override(text: str, key: str, equals: str, origin: str) -> Problem:
         expected="lora.r=32 or datasets[0].path=data/train.jsonl",
         hint=hint or "only one recipe is named; every other word is a key, `=` and a value, without spaces",
     )
+
+
+def _known_key(key: str) -> str | None:
+    """A key path that begins with a key of recipes, or with what was probably meant by its first word."""
+    first = re.split(r"[.\[]", key)[0]
+    known = list(hints_of(Recipe))
+    near = first if first in known or first in ALIASES else closest(first, known)
+    return near and near + key[len(first) :]
 
 
 def _translate_keys(

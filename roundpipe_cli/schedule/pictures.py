@@ -182,7 +182,7 @@ def _axis(top: float, longest_s: float) -> list[str]:
     for index in range(int(longest_s / step_s) + 1):
         x = _LEFT + index * step_s / longest_s * _WIDTH
         parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{top - 2}"/>')
-        text = format_seconds(index * step_s) if index else "0 s"
+        text = format_seconds(index * step_s)
         parts.append(f'<text class="faint" x="{x:.1f}" y="{top + 12}" text-anchor="middle">{text}</text>')
     return parts
 

@@ -312,7 +312,8 @@ def _find_fused(
     if recipe.fp8_products:
         found = with_fp8_products(found, model, packed)
     text = ", ".join(f"{count} {name}" for name, count in found.counts().items())
-    tell(Notice(f"kernels: {text or 'none of this model is fused'} (kernels=reference computes by its own code)"))
+    own_code = "kernels=reference uses the model's and PEFT's own code"
+    tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})"))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -19,15 +20,28 @@ from tests.support.e2e import REPOSITORY, child_environment
 GREEN = "\x1b[1;32m"
 
 
-def on_a_terminal(folder: Path, columns: int, *words: str, **variables: str) -> str:
-    """What `roundpipe WORDS` writes to a terminal of so many columns."""
+def on_a_terminal(folder: Path, columns: int, *words: str, leave_at: bytes = b"", **variables: str) -> str:
+    """What `roundpipe WORDS` writes to a terminal of so many columns.
+
+    Args:
+        leave_at: press q when this has been written.
+    """
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**child_environment(), "TERM": "xterm-256color", **variables}
     for name in {"NO_COLOR", "COLUMNS"} - set(variables):
         environment.pop(name, None)
     command = [sys.executable, "-m", "roundpipe_cli", *words]
-    child = subprocess.Popen(command, cwd=folder, env=environment, stdin=follower, stdout=follower, stderr=follower)
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # a dashboard wants to be in the foreground
+    )
     os.close(follower)
     written = b""
     while True:
@@ -38,6 +52,9 @@ def on_a_terminal(folder: Path, columns: int, *words: str, **variables: str) -> 
         if not data:
             break
         written += data
+        if leave_at and leave_at in written:
+            leave_at = b""
+            os.write(leader, b"q")
     os.close(leader)
     assert child.wait(60) == 0, written.decode()
     return written.decode().replace("\r\n", "\n")
@@ -63,5 +80,33 @@ def test_notes_are_cut_between_words_on_a_narrow_terminal(tmp_path: Path) -> Non
     """A terminal of 60 columns showed `every s` and, in the next line, `chedule`."""
     words = ("bench", str(REPOSITORY / "recipes" / "qwen3-8b.yaml"), "--hardware", "2x3090")
     shown = on_a_terminal(tmp_path, 60, *words, NO_COLOR="1").splitlines()
-    note = next(index for index, line in enumerate(shown) if line.startswith("note: the interpreter's"))
+    note = next(index for index, line in enumerate(shown) if line.startswith("note: on top of every"))
     assert len(shown[note]) <= 60 and shown[note + 1].startswith("  ") and "`plan` counts them" in shown[note + 1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipes", "ls"),
+        ("recipes", "keys", "lora"),
+        ("plan", "--compare", "qwen3-8b", "hardware=1x4090,2x4090", "lora.r=8,16"),
+        ("bench", "--costs", str(REPOSITORY / "recipes" / "example_costs.json"), "--workers=4", "--microbatches=8"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+@pytest.mark.parametrize("columns", [60, 80])
+def test_tables_fit_a_narrow_terminal(words: tuple[str, ...], columns: int, tmp_path: Path) -> None:
+    """Rows of `recipes ls` and `plan --compare` took two lines each at 60 columns, and the terminal cut words of
+    `recipes keys` at its edge."""
+    shown = re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(tmp_path, columns, *words, NO_COLOR="1"))
+    lines = [line for line in shown.splitlines() if not line.startswith(("reading", "notice", "  /", "an example"))]
+    assert len(lines) >= 5 and max(map(len, lines)) <= columns, shown
+    if words[0] != "bench" and words[1] != "keys":
+        assert not any(line.startswith("  ") for line in lines), "a row that goes on in a second line"
+
+
+def test_a_demo_begins_with_figures(tmp_path: Path) -> None:
+    """For as long as the first step took, 10 s, every figure was `-` and the room for them empty."""
+    words = ("watch", "--demo", "2x4090", "quickstart", "gradient_accumulation_steps=4")
+    shown = on_a_terminal(tmp_path, 80, *words, leave_at=b"help")
+    assert "step 1/" in shown and "step 0/" not in shown and "waiting for the first step" not in shown

@@ -131,6 +131,13 @@ RECIPES = {
     "${env}": GOOD + "output_dir: ${oc.env:HOME}/out\n",
     "a reference to nothing": GOOD + "output_dir: ${outputdir}/x\n",
     "a placeholder": GOOD + "revision: ???\n",
+    "a line too far right": "model: model\n datasets: [{path: rows.jsonl}]\n",
+    "an equals sign": "model=model\n",
+    "no space after a colon": GOOD.replace("path: rows", "path:rows"),
+    "a file name for the data": "model: model\ndatasets: rows.jsonl\n",
+    "a mapping for the data": "model: model\ndatasets: {path: rows.jsonl}\n",
+    "a type of another tool": GOOD.replace("rows.jsonl", "rows.jsonl, type: chatml"),
+    "a comma for a point": GOOD + "learning_rate: 2,0e-4\n",
     "keys that contradict": GOOD + "load_in_4bit: true\nload_in_8bit: true\n",
 }
 """Checked by `recipes validate`."""
@@ -182,6 +189,23 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("recipes", "show", "nope"),
     ("recipes", "cp", "quickstart", "rows.jsonl"),
     ("doctor", "--jsn"),
+    ("plan", "good.yaml", "lora.r=", "8"),
+    ("plan", "good.yaml", "lora.r", "=8"),
+    ("plan", "good.yaml", "out"),
+    ("plan", "good.yaml", "datasets=[{path:rows.jsonl}]"),
+    ("plan", "good.yaml", "lora.r=8,16"),
+    ("plan", "good.yaml", "pipeline.devices=cuda:9"),
+    ("plan", "good.yaml", "--hardware"),
+    ("plan", "quickstart", "--hardware", "cpu"),
+    ("plan", "good.yaml", "--solve", "--compare"),
+    ("watch",),
+    ("watch", "--demo", "8x4090", "nope"),
+    ("watch", "--demo", "8x4090", "--html", "run.html"),
+    ("export", "model", "--dtype", "int8"),
+    ("convert", "good.yaml"),
+    ("init",),
+    ("init", "--model", "model", "--data", "rows.jsonl", "--hardware", "here", "--output", "good.yaml"),
+    ("finetune", "good.yaml", "output_dir=rows.jsonl"),
 )
 
 

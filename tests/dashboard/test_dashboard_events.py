@@ -43,6 +43,7 @@ EVENTS: tuple[Event, ...] = (
     EvaluationFinished(3, 10, 1.25, 3.5, 100, 0.5, True, (("p", "a"),)),
     Sample(3.0, 1, 2, 3, (DeviceSample(), DeviceSample(1, 2, 3.5, 4.5, 60.0, 250.0)), (("boundary", 2),)),
     RunStopped("why"),
+    EvaluationFinished(3, 10, 0.5, 1.6, 100, 0.5, False, (), {"reward_margin": 0.5, "reward_accuracy": 1.0}),
 )
 
 
@@ -209,6 +210,8 @@ def test_pause_and_save_between_steps() -> None:
         (EVENTS[5], {"devices": [{"used_bytes": "1"}]}),
         (EVENTS[5], {"host_used_bytes": 2**62}),
         (EVENTS[6], {"text": ["why"]}),
+        (EVENTS[7], {"preference": {"reward_margin": "0.5"}}),
+        (EVENTS[7], {"preference": {"reward_margin": float("nan")}}),
     ],
     ids=str,
 )

@@ -21,7 +21,9 @@ from roundpipe_cli.dashboard.spans import MAX_SPANS, window_s
 from roundpipe_cli.dashboard.state import MAX_POINTS, Curve, DashboardState, Median, fold, fold_all
 from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
 from roundpipe_cli.dashboard.views import screen
+from roundpipe_cli.dashboard.words import details
 from roundpipe_cli.events import (
+    EvaluationFinished,
     Event,
     Notice,
     Paused,
@@ -68,9 +70,11 @@ ENDS: dict[str, Event] = {
     "finished": RunFinished("outputs/qwen3-8b", 100, 437.0),
 }
 SCREENS |= {
-    f"{width}x{height}_8gpu_{state}": (width, height, 8, True, LETTERS)
+    f"{width}x{height}_{num_workers}gpu_{state}": (width, height, num_workers, True, LETTERS)
     for width, height in SIZES
+    for num_workers in (1, 2, 8, 16)
     for state in (*ENDS, "loading")
+    if f"{width}x{height}_{num_workers}gpu_{state}" not in SCREENS
 }
 LOADING = "loading weights: 3.1 GiB of 15.3 GiB, 420 MiB/s, 30 s left"
 
@@ -171,6 +175,53 @@ def test_news_is_seen_on_the_smallest_screen() -> None:
     for later_s, is_seen in ((1.0, True), (6.0, False)):
         text = "\n".join(line.plain for line in screen(state, said_s + later_s, 60, 15, COLOUR, KEYS))
         assert ("saving now" in text, "bubble" in text, "loss" in text) == (is_seen, not is_seen, True), text
+
+
+def test_a_long_message_is_read_to_its_end() -> None:
+    """`stopping after this step, with a checkpoint; Ctrl-C stops at once, wi…`: how to read on was said nowhere."""
+    said = "stopping after this step, with a checkpoint; Ctrl-C stops at once, without a checkpoint"
+    events = [*recorded_run(2), (0.0, Notice(said))]
+    events[-1] = (events[-2][0] + 1, events[-1][1])
+    state = fold_all(events)
+    for width, height in SIZES[1:]:
+        lines = [line.plain.strip() for line in screen(state, events[-1][0], width, height, COLOUR, KEYS)]
+        assert said in " ".join(lines), lines
+
+
+@pytest.mark.parametrize("loss, shown", [(1e-8, "1.00e-08"), (1e8, "1.00e+08"), (-3.25, "-3.2500"), (0.0, "0.0000")])
+def test_a_loss_of_any_size_is_shown(loss: float, shown: str) -> None:
+    """1e-8 was `0.0000`, and 1e8 pushed other figures off the line."""
+    events = recorded_run(2)
+    state = fold_all(events)
+    assert state.step is not None
+    state = replace(state, step=replace(state.step, loss=loss), losses=Curve().with_value(1, loss))
+    for width, height in SIZES:
+        lines = screen(state, events[-1][0], width, height, COLOUR, KEYS)
+        assert [line.cell_len for line in lines] == [width] * height
+        assert shown in "\n".join(line.plain for line in lines)
+
+
+def test_times_have_three_figures_and_the_unit_that_suits_them() -> None:
+    """`training waited 1e+03 us`."""
+    seconds = (0, 9.994e-4, 9.996e-4, 0.99949, 0.9996, 59.94, 59.96, 3599.6, 86399.9)
+    shown = ["0 s", "999 us", "1 ms", "999 ms", "1 s", "59.9 s", "1m00s", "1h00m", "1d00h"]
+    assert [format_seconds(each) for each in seconds] == shown
+
+
+def test_preference_pairs_show_their_rewards() -> None:
+    """The dashboard showed none of them, and plain lines the margin alone."""
+    events = recorded_run(2)
+    state = fold_all(events)
+    assert state.step is not None
+    rewards = {"reward_margin": 0.731, "reward_accuracy": 0.875}
+    state = replace(state, step=replace(state.step, preference=rewards))
+    found = EvaluationFinished(40, 100, 0.5, 1.6, 156, 0.1, True, preference=rewards)
+    state = fold(state, found, events[-1][0])
+    for width, height in SIZES[1:]:
+        text = "\n".join(line.plain for line in screen(state, events[-1][0], width, height, COLOUR, KEYS))
+        assert re.search(r"reward margin +0\.731", text) and re.search(r"reward accuracy +88 %", text), text
+        assert "loss 0.5000, reward margin 0.731, accuracy 88 %" in re.sub(r"\s+", " ", text), text
+    assert "reward margin 0.731, reward accuracy 88 %" in details(state)[0]
 
 
 def test_the_last_frame_does_not_contradict_the_end() -> None:

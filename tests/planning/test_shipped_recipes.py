@@ -20,6 +20,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of, with_verdict
 from roundpipe_cli.units import GIB
+from scripts.readme_picture import out_of_date
 from scripts.recipe_verdicts import differences, verdict_of_plan
 from tests.support.e2e import fresh, run
 
@@ -225,3 +226,8 @@ def test_validate(tmp_path: Path) -> None:
     assert [document["valid"] for document in documents] == [False, True]
     assert len(documents[0]["problems"]) == 3
     assert {"what", "where", "found", "expected", "hint"} == documents[0]["problems"][0].keys()
+
+
+def test_the_main_page_shows_what_the_planner_says() -> None:
+    """Its plan, its picture and its table were made by hand, and older than the planner."""
+    assert not out_of_date(), "python scripts/readme_picture.py --write"

@@ -95,7 +95,7 @@ def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[st
     assert err.splitlines() == [
         "note: a",
         "b ...",
-        "checkpoint out/step-00000005 (500 ms, training waited 0 us)",
+        "checkpoint out/step-00000005 (500 ms, training waited 0 s)",
         "done: 12 steps in 1m00s; the result is in out",
         "training m, lora: 12 steps on cpu, cpu",
         "paused after step 5",

@@ -133,7 +133,7 @@ def test_a_tracker_that_fails_costs_one_line(where: str, tmp_path: Path, monkeyp
 
     monkeypatch.setitem(trackers.SINKS, "wandb", Failing)
     told = run(tmp_path, recipe_of(tmp_path))
-    assert len(notices(told)) == 1 and "the run goes on: SystemExit: no network for ***" in notices(told)[0]
+    assert len(notices(told)) == 1 and "the run continues: SystemExit: no network for ***" in notices(told)[0]
 
 
 def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def verify_checkpoint(folder: Path, step: int) -> list[FileRecord]:
         NoCheckpointError: the format is newer than this release.
     """
     if folder.is_symlink() or not folder.is_dir():
-        raise DamagedError(folder, "not a folder of its own", "a folder")
+        raise DamagedError(folder, "a link or a file, not a folder", "a folder")
     records = _read_manifest(folder, step)
     verify_files(folder, records, MANIFEST_NAME)
     return records

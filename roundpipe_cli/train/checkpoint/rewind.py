@@ -85,7 +85,7 @@ def _set_result_aside(output_dir: Path, say: Say) -> None:
             target = free_name(target)
             target.mkdir()
         (output_dir / REPORT_NAME).rename(target / REPORT_NAME)
-        say(f"the run goes on: its result after step {last} is kept in {target}")
+        say(f"the run continues: its result after step {last} is kept in {target}")
     for report in sorted(output_dir.glob(f"result-*/{REPORT_NAME}")):
         names = [name for name in _result_names(output_dir, report) if (output_dir / name).is_file()]
         for name in names:

@@ -304,4 +304,4 @@ class _TrackerThread:
         except BaseException as error:  # whatever a tracker does, the run continues
             self._failed.set()
             text = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-            self._tell(Notice(f"{self._name} gets no more metrics, the run goes on: {text}"))
+            self._tell(Notice(f"{self._name} gets no more metrics, the run continues: {text}"))
