@@ -29,6 +29,8 @@ DELETED_PREFIX = ".del-"
 
 _CHUNK_BYTES = 8 * 1024**2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_ERRORS = (*_FULL, errno.EIO)
+"""Full, limited or failing: not what the user asked for, but where."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -175,6 +177,25 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
         raise disk_error(error, path, path.name, len(data)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a page or picture to the file that a user named: as `write_atomically`, but a link stays a link, and a pipe
+    or device (/dev/stdout, /dev/null) is written to and not replaced.
+
+    Raises:
+        ResourceError: disk full or failing; the old file is then as it was.
+    """
+    path, data = Path(os.path.realpath(path)), text.encode(errors="replace")
+    try:
+        is_other = path.exists() and not path.is_file()
+        if is_other:
+            with path.open("wb", buffering=0) as file:
+                file.write(data)
+    except OSError as error:
+        raise disk_error(error, path, path.name) from error
+    if not is_other:
+        write_atomically(path, data, mode=0o644)
 
 
 def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> bytes:

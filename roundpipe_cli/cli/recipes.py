@@ -278,9 +278,10 @@ def write_new(path: Path, content: bytes) -> None:
 
     Raises:
         RefusedError: it exists, or cannot be written.
+        ResourceError: the disk is full or failing.
     """
-    from roundpipe_cli.durable import TEMPORARY_PREFIX
-    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.durable import DISK_ERRORS, TEMPORARY_PREFIX
+    from roundpipe_cli.errors import RefusedError, ResourceError
 
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}"[:255])
     try:
@@ -297,7 +298,8 @@ def write_new(path: Path, content: bytes) -> None:
         ) from None
     except OSError as error:
         hint = f"name a file in a folder that can be written, such as {path.name}"
-        raise RefusedError("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
+        kind = ResourceError if error.errno in DISK_ERRORS else RefusedError
+        raise kind("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:

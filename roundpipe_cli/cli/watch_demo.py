@@ -114,7 +114,7 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
         ResourceError: the disk is full or failing.
     """
     from roundpipe_cli.dashboard.share import shared_picture
-    from roundpipe_cli.durable import write_atomically
+    from roundpipe_cli.durable import write_named
     from roundpipe_cli.errors import RefusedError
 
     path = named_path(path)
@@ -126,7 +126,7 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
             expected="a file in an existing folder",
             hint=f"mkdir -p {path.parent}",
         )
-    write_atomically(path, shared_picture(state, where=where).encode(errors="replace"), mode=0o644)
+    write_named(path, shared_picture(state, where=where))
     say(f"wrote {path}")
 
 
