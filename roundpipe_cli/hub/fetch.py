@@ -266,7 +266,8 @@ class _Fetch:
         return ResourceError(problem.what, where=problem.where, found=problem.found, hint=f"{hint}; {AGAIN}")
 
     def _notice(self, text: str) -> None:
-        self._tell(Notice(text))
+        if not self._cut.is_set():  # threads that are left behind lose their connections
+            self._tell(Notice(text))
 
     @contextlib.contextmanager
     def _watched(self, blob: str) -> Iterator[None]:

@@ -263,6 +263,27 @@ def test_a_part_that_was_damaged_is_fetched_anew(hub: ModelHub, tmp_path: Path) 
     is_whole(tmp_path, hub)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_download_says_what_is_left(hub: ModelHub, tmp_path: Path, number: signal.Signals) -> None:
+    """Story: it said that no checkpoint was written."""
+    big_shards(hub)
+    hub.byte_s = 0.1
+    environment = child_environment(settings(hub, tmp_path / "cache"))
+    process = subprocess.Popen(
+        command_line("download", NAME), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not set(SHARDS) <= set(hub.gets()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert said.splitlines()[-1] == f"stopped by {number.name}; what came is kept, and the same command continues"
+    hub.byte_s = 0.0
+    download(hub, tmp_path).expect(0)
+    is_whole(tmp_path, hub)
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_part_that_is_no_file_of_the_cache_is_not_written_to(hub: ModelHub, tmp_path: Path, kind: str) -> None:
     """Story: a link in a cache that several users share led what was downloaded over a file elsewhere."""
