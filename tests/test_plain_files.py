@@ -13,6 +13,7 @@ import pytest
 
 from roundpipe_cli.cli.convert import convert
 from roundpipe_cli.cli.export import find_adapter_base
+from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.data.settings import DatasetSpec
@@ -128,3 +129,21 @@ def test_a_page_goes_into_pipes_and_devices_and_through_links(tmp_path: Path) ->
         write_named(tmp_path / "null", "page")
         assert stat.S_ISCHR((tmp_path / "null").stat().st_mode)
     assert not list(tmp_path.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("name", [".", "file/page.html", "no/page.html"])
+def test_a_page_needs_a_folder_that_is_there(tmp_path: Path, name: str) -> None:
+    """Story: a file in the place of the folder was a bug of roundpipe, and a folder a failing disk."""
+    (tmp_path / "file").touch()
+    with pytest.raises(RefusedError, match="cannot write"):
+        write_named(tmp_path / name, "page")
+    with pytest.raises(RefusedError, match=r"is a folder|cannot be written") as caught:
+        write_new(tmp_path / name.replace("no/", "file/"), b"recipe")
+    assert caught.value.exit_code == 2 and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_recipe_named_like_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: `convert -o .` was a bug of roundpipe."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RefusedError, match="is a folder"):
+        write_new(Path(), b"recipe")

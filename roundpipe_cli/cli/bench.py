@@ -285,7 +285,6 @@ def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
 
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
     from roundpipe_cli.durable import write_named
-    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.schedule.pictures import svg_picture
     from roundpipe_cli.units import format_seconds
 
@@ -296,13 +295,6 @@ def _write_svg(path: Path, question: SimulationCase, machine: str, results: list
     basis = f" with the costs of {machine}" if machine else ""
     note = f"simulated{basis}, {question.accounting} accounting, one step"
     text = svg_picture(rows, heading=_case_words(question), note=note)
-    if not path.parent.is_dir():
-        raise RefusedError(
-            "cannot write the picture",
-            where=str(path),
-            found=f"no folder {path.parent}",
-            hint="name another file with --svg",
-        )
     write_named(path, text)
 
 

@@ -163,7 +163,7 @@ def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
         (["model=/no/such/folder"], "no such model file or folder"),
         (["pipeline.forward_stages=[[0, 3]]", "pipeline.backward_stages=[[31, 31], [0, 30]]"], "gap"),
         (["lora.rank_=3"], "lora"),
-        (["--svg", "/no/such/folder/a.svg"], "picture cannot be written"),
+        (["--svg", "/no/such/folder/a.svg"], "cannot write a.svg"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(recipe: Path, arguments: list[str], said: str) -> None:
