@@ -30,8 +30,6 @@ DELETED_PREFIX = ".del-"
 
 _CHUNK_BYTES = 8 * 1024**2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DISK_ERRORS = (*_FULL, errno.EIO)
-"""Full, limited or failing: not what the user asked for, but where."""
 
 
 def free_bytes(folder: Path) -> int:
