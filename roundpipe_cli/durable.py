@@ -7,6 +7,7 @@ success (P. Rebello et al., "Can applications recover from fsync failures?", USE
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -14,7 +15,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import format_bytes
 from roundpipe_cli.watchdog import at_work
 
@@ -173,7 +174,36 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
     except OSError as error:
         raise disk_error(error, path, path.name, len(data)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a page or picture to the file that a user named: as `write_atomically`, but a link stays a link, and a pipe
+    or device (/dev/stdout, /dev/null) is written to and not replaced.
+
+    Raises:
+        RefusedError: a folder, or a file in a folder that is not there.
+        ResourceError: disk full or failing; the old file is then as it was.
+    """
+    path, data = Path(os.path.realpath(path)), text.encode(errors="replace")
+    if path.is_dir() or not path.parent.is_dir():
+        found = "a folder" if path.is_dir() else f"no folder {path.parent}"
+        raise RefusedError(
+            f"cannot write {path.name or path}",
+            where=str(path),
+            found=found,
+            hint=f"mkdir -p {path.parent}, or name another file",
+        )
+    try:
+        is_other = path.exists() and not path.is_file()
+        if is_other:
+            with path.open("wb", buffering=0) as file:
+                file.write(data)
+    except OSError as error:
+        raise disk_error(error, path, path.name) from error
+    if not is_other:
+        write_atomically(path, data, mode=0o644)
 
 
 def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> bytes:

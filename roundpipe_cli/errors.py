@@ -7,7 +7,11 @@ Raise one of these for anything the user caused or can fix; `assert` and plain e
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""A disk that is full, limited or failing: a lack of resources, and not a mistake in what was asked for."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ And of paths that no file can have.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes
@@ -80,6 +81,18 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
             expected=f"at most {format_bytes(max_bytes)}",
         )
     return data
+
+
+def read_json_of_ours(path: Path, max_bytes: int = 4 * 1024**2) -> Any:
+    """A document that this program wrote, which a crash or somebody else may have damaged.
+
+    Raises:
+        OSError, ValueError: not there, no regular file, too large, or no JSON; nesting too deep is a ValueError too.
+    """
+    try:
+        return json.loads(read_regular(path, max_bytes))
+    except (RefusedError, RecursionError) as error:
+        raise ValueError(f"{path.name}: {type(error).__name__}") from error
 
 
 def kind_of_file(mode: int) -> str:

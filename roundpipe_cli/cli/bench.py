@@ -291,7 +291,7 @@ def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
 
 
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
-    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.durable import write_named
     from roundpipe_cli.schedule.pictures import svg_picture
     from roundpipe_cli.units import format_seconds
 
@@ -299,15 +299,10 @@ def _write_svg(path: Path, question: SimulationCase, machine: str, results: list
     for result in results:
         title = f"{result.schedule.name}: {format_seconds(result.makespan_s)}, bubble {100 * result.parts.ratio:.1f} %"
         rows.append((title, result.timeline))
-    try:
-        basis = f" with the costs of {machine}" if machine else ""
-        note = f"simulated{basis}, {question.accounting} accounting, one step"
-        text = svg_picture(rows, heading=_case_words(question), note=note)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RefusedError(
-            "cannot write the picture", where=str(path), found=error.strerror, hint="name another file with --svg"
-        ) from error
+    basis = f" with the costs of {machine}" if machine else ""
+    note = f"simulated{basis}, {question.accounting} accounting, one step"
+    text = svg_picture(rows, heading=_case_words(question), note=note)
+    write_named(path, text)
 
 
 def _print_whole(table: Table) -> None:

@@ -11,6 +11,9 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.schedule.dealing import Options
 
+MAX_WORKERS, MAX_MICROBATCHES, MAX_STEPS = 256, 20_000, 1000
+"""2,000 microbatches of five layers on four workers, with all schedules, take 5 s of processor time."""
+
 
 @dataclass(frozen=True, slots=True)
 class CaseFlags:
@@ -23,11 +26,18 @@ class CaseFlags:
     steps: int | None = None
 
     def check(self) -> None:
-        """Refuse an accounting that does not exist.
+        """Refuse an accounting that does not exist, and a case that would be simulated for hours.
 
         Raises:
-            RefusedError: it does not.
+            RefusedError: as said.
         """
+        for flag, value, most in (
+            ("--workers", self.workers, MAX_WORKERS),
+            ("--microbatches", self.microbatches, MAX_MICROBATCHES),
+            ("--steps", self.steps, MAX_STEPS),
+        ):
+            if value is not None and value > most:
+                raise RefusedError(f"{flag} is too large to simulate", found=str(value), expected=f"at most {most}")
         if self.accounting in ("default", "published"):
             return
         nearest = closest(self.accounting, ["default", "published"])

@@ -41,6 +41,7 @@ def convert(
     say(f"reading {file} ...")
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.plain_files import open_regular
     from roundpipe_cli.recipe.convert_file import convert_file
     from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
@@ -53,7 +54,7 @@ def convert(
             hint=f"`roundpipe init --data {file}` writes a recipe for it",
         )
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise RefusedError(

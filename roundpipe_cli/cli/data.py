@@ -42,7 +42,7 @@ def data(
     from roundpipe_cli.train.signals import StopSignals
     from roundpipe_cli.watchdog import watching
 
-    with StopSignals():
+    with StopSignals(what_is_left=""):
         loaded = load_recipe(recipe, overrides or ())
         for text in loaded.notices:
             say(f"note: {text}")

@@ -39,7 +39,7 @@ def download(
 
     if offline:
         go_offline()
-    with StopSignals():
+    with StopSignals("; what came is kept, and the same command continues"):
         loaded = _recipe(model, revision)
         document = _fetch(model, revision, offline=offline) if loaded is None else _fetch_for(loaded, offline=offline)
     if json_:

@@ -37,6 +37,8 @@ def init(
     model = model or _ask("model", "Model (hub id, local folder or .gguf file)", "Qwen/Qwen3-8B")
     data = data or _ask("data", "Your rows (a file, or a hub id)", "data/train.jsonl")
     hardware = hardware or _ask("hardware", "Hardware (`here`, or for instance 2x3090,host_memory_gib=64)", HERE)
+    for flag, value in (("model", model), ("data", data), ("hardware", hardware)):
+        _check_text(f"--{flag}", value)
     path = output or Path(f"{_file_stem(model)}.yaml")
     say(f"choosing settings for {model} ...")
     from roundpipe_cli.cli.init_choice import choose_settings
@@ -63,8 +65,10 @@ def init(
 
 def recipe_text(choice: Choice, data: str, path: Path) -> str:
     """The recipe: a header with the reasons, then the keys."""
+    import shlex
     import textwrap
 
+    from roundpipe_cli.data.rows import printable
     from roundpipe_cli.recipe.strict_yaml import parse_scalar
 
     def text(value: str) -> str:
@@ -72,7 +76,7 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
         return value if plain else "'" + value.replace("'", "''") + "'"
 
     header = [f"# Written by `roundpipe init` for {choice.machine}.", "#"]
-    header.append(f"#   roundpipe finetune {path}")
+    header.append(f"#   roundpipe finetune {shlex.quote(str(path))}")
     header += ["#", *(line for reason in choice.reasons for line in textwrap.wrap(
         reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
     ))]  # fmt: skip
@@ -100,7 +104,21 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
             "",
             f"hardware: {text(choice.hardware)}  # what `plan` assumes; `finetune` takes the machine it runs on",
         ]
-    return "\n".join([*header, "", *keys]) + "\n"
+    return "\n".join([*map(printable, header), "", *keys]) + "\n"
+
+
+def _check_text(flag: str, value: str) -> None:
+    """
+    Raises:
+        RefusedError: no recipe can hold it.
+    """
+    from roundpipe_cli.errors import RefusedError
+
+    if not value.isprintable():  # bytes that are no UTF-8 are lone surrogates here
+        shown = value.encode("unicode_escape").decode("ascii")
+        raise RefusedError(
+            "a recipe cannot hold this text", where=flag, found=shown[:200], expected="text in UTF-8, on one line"
+        )
 
 
 def _ask(flag: str, question: str, default: str) -> str:

@@ -68,10 +68,13 @@ class LinePrinter:
         self._progress.leave()
         if isinstance(event, StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
-                say_data(step_json(event) if self._as_json else step_line(event))
+                say_data(step_json(event) if self._as_json else step_line(event), is_kept=True)
                 self._say_details(event)
         elif isinstance(event, EvaluationFinished):
-            (say if self._as_json else say_data)(evaluation_line(event))
+            if self._as_json:
+                say(evaluation_line(event))
+            else:
+                say_data(evaluation_line(event), is_kept=True)
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError, render_problem
+from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, render_problem
 from roundpipe_cli.redact import redact
 
 DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
@@ -19,13 +19,16 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 _broken: set[int] = set()
 """Streams that nobody reads any more; a run continues without them."""
+_lost: list[OSError] = []
+"""Why data for stdout are lost: its disk is full or failing. Nobody must take what is there for whole."""
 
 
-def say(text: str, *, stream: TextIO | None = None, painted: bool = False) -> None:
+def say(text: str, *, stream: TextIO | None = None, painted: bool = False, is_data: bool = False) -> None:
     """Print one line to stderr (or `stream`). A closed or full stream does not end a run.
 
     Args:
         painted: `text` moves the cursor by codes of its own, and holds nothing of anyone else.
+        is_data: it is what the command is asked for, so that a disk without room for it is an error at its end.
     """
     target = sys.stderr if stream is None else stream
     if target is None or id(target) in _broken:
@@ -36,8 +39,10 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False) -> No
             print(line, file=target, flush=True)
         except UnicodeEncodeError:  # a terminal or pipe that is not UTF-8
             print(line.encode("ascii", "backslashreplace").decode(), file=target, flush=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         _broken.add(id(target))
+        if is_data and isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            _lost.append(error)
 
 
 def _fitted(line: str, target: TextIO) -> str:
@@ -53,10 +58,11 @@ def _fitted(line: str, target: TextIO) -> str:
     return "\n".join(wrapped(line.split("\n"), width))
 
 
-def say_data(text: str, *, colours: Mapping[str, str] | None = None) -> None:
+def say_data(text: str, *, colours: Mapping[str, str] | None = None, is_kept: bool = False) -> None:
     """Print one line to stdout.
 
     Args:
+        is_kept: files of a run have it too, so that nothing is lost where stdout has no room for it.
         colours: of words, as `with_colours` takes them; only on a terminal are they used.
     """
     if sys.stdout is None:  # the program was started without one
@@ -67,7 +73,7 @@ def say_data(text: str, *, colours: Mapping[str, str] | None = None) -> None:
         if has_colour(sys.stdout):
             say(with_colours(_printable(text), colours), stream=sys.stdout, painted=True)
             return
-    say(text, stream=sys.stdout)
+    say(text, stream=sys.stdout, is_data=not is_kept)
 
 
 def open_closed_streams() -> None:
@@ -125,8 +131,15 @@ def run_command(command: Callable[[], Any]) -> int:
             return ResourceError.exit_code
         if os.environ.get(DEBUG_VARIABLE):
             say("".join(traceback.format_exception(error)).rstrip())
-        show_error(_bug(error))
-        return InternalError.exit_code
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename is None:
+            _lost.append(error)  # a table, of which rich does not catch it
+        else:
+            show_error(_bug(error))
+            return InternalError.exit_code
+    if _lost:
+        found = _lost.pop().strerror
+        show_error(ResourceError("the output could not be written whole", where="stdout", found=found))
+        return ResourceError.exit_code
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -283,26 +284,32 @@ def write_new(path: Path, content: bytes) -> None:
 
     Raises:
         RefusedError: it exists, or cannot be written.
+        ResourceError: the disk is full or failing.
     """
     from roundpipe_cli.durable import TEMPORARY_PREFIX
-    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
 
+    if path.is_dir():
+        raise RefusedError(f"{path} is a folder", expected="a file to write", hint=f"name one: {path / 'mine.yaml'}")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}"[:255])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file, where a folder should be: opening says so
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as stream:
                 stream.write(content)
             _put_in_place(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(NotADirectoryError):
+                temporary.unlink(missing_ok=True)
     except FileExistsError:
         raise RefusedError(
             f"{path} is there already and is not overwritten", hint="name another file, or remove it first"
         ) from None
     except OSError as error:
         hint = f"name a file in a folder that can be written, such as {path.name}"
-        raise RefusedError("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
+        kind = ResourceError if error.errno in DISK_ERRORS else RefusedError
+        raise kind("the recipe cannot be written", where=str(path), found=error.strerror, hint=hint) from None
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:

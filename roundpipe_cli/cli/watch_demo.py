@@ -115,19 +115,10 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
         ResourceError: the disk is full or failing.
     """
     from roundpipe_cli.dashboard.share import shared_picture
-    from roundpipe_cli.durable import write_atomically
-    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.durable import write_named
 
     path = named_path(path)
-    if not path.parent.is_dir():
-        raise RefusedError(
-            "the picture cannot be written",
-            where=str(path),
-            found=f"no folder {path.parent}",
-            expected="a file in an existing folder",
-            hint=f"mkdir -p {path.parent}",
-        )
-    write_atomically(path, shared_picture(state, where=where).encode(errors="replace"), mode=0o644)
+    write_named(path, shared_picture(state, where=where))
     say(f"wrote {path}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
+from roundpipe_cli.plain_files import read_regular
 
 CHUNK_BYTES = 32 * 1024**2
 """A transfer can be overtaken by a more urgent one after every chunk of this size."""
@@ -163,6 +164,7 @@ _NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
 _FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
 _MAX_NUMBER = 1e300
 """Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
+_MAX_FILE_BYTES = 16 * 1024**2
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
 
@@ -182,7 +184,7 @@ def load_costs(path: Path) -> CostModel:
         RecipeError: all that is wrong in it at once, each with file and layer.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
         data = json.loads(text, object_pairs_hook=_no_duplicates)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not text in UTF-8"

@@ -18,7 +18,7 @@ from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import STEPS, TIME, Series, curves, timelines
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
-from roundpipe_cli.durable import write_atomically
+from roundpipe_cli.durable import write_named
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.plain_files import read_regular
@@ -311,4 +311,4 @@ def write_page(folder: Path, path: Path) -> None:
         RefusedError: no run there.
         ResourceError: the disk is full or failing.
     """
-    write_atomically(path, report_page(folder).encode(errors="replace"), mode=0o644)
+    write_named(path, report_page(folder))

@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import MAX_NUMBER, Event, RunStarted, StepFinished, StepTimeline, decode, is_sound
@@ -21,6 +21,8 @@ from roundpipe_cli.plain_files import open_regular, read_regular
 METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
 ETA_STEPS = 20
 MAX_LINE_BYTES = 16 * 1024**2
+MAX_READ_BYTES = 2 * MAX_LINE_BYTES
+"""Read at once: a file without an end, or of a terabyte of nothing, is no reason to take all memory."""
 MAX_LOCK_BYTES = 1 << 16
 PREFERENCE_KEYS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy", "nll_loss")
 """Keys of a row of metrics.jsonl that only preference pairs have."""
@@ -55,22 +57,32 @@ class _GrowingFile:
 
     def new_rows(self) -> list[MetricsRow]:
         """Whole lines since the last call; what is no JSON object is left out."""
+        rows: list[MetricsRow] = []
         try:
             with open_regular(self._path) as stream:
                 self._inode = os.fstat(stream.fileno()).st_ino
-                stream.seek(self._offset)
-                data = stream.read()
+                while lines := self._next_lines(stream):
+                    rows += _objects(lines)
         except OSError:
             return []
-        whole, newline, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        rows = []
-        for line in whole.split(b"\n"):
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line) if 0 < len(line) <= MAX_LINE_BYTES else None
-                if isinstance(row, dict):
-                    rows.append(row)
         return rows
+
+    def _next_lines(self, stream: BinaryIO) -> bytes:
+        """Some more whole lines; none where the rest has no line break: an unfinished line, or no file of rows."""
+        stream.seek(self._offset)
+        whole, newline, _ = stream.read(MAX_READ_BYTES).rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole + newline
+
+
+def _objects(lines: bytes) -> list[MetricsRow]:
+    rows = []
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line) if 0 < len(line) <= MAX_LINE_BYTES else None
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
 
 
 def _instead_of_a_run(folder: Path) -> str:

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -217,6 +218,16 @@ def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
 
 def _read_whole(file: IO[bytes], path: Path) -> bytes:
     if path.suffix.lower() != ".gz":
+        # Its bytes and its text are in memory at once, and rows beside them.
+        limit, size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, path.stat().st_size
+        if size > limit:
+            raise RefusedError(
+                "the file is too large to be read whole, as a list of rows is",
+                where=str(path),
+                found=format_bytes(size),
+                expected=f"at most {format_bytes(limit)}, a quarter of this machine's memory",
+                hint="write one object a line (.jsonl): such files may have any size",
+            )
         return file.read()
     content = file.read(MAX_UNPACKED_BYTES + 1)
     if len(content) > MAX_UNPACKED_BYTES:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.plain_files import named_path, read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TEMPLATE_BYTES = 64 * 1024
+MAX_FILE_BYTES = 1024**2
 GIVEN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 )
@@ -86,7 +87,7 @@ def _read_template(path: str, folder: Path | None) -> str:
     for candidate in tried:
         if candidate.is_file():
             try:
-                return candidate.read_text(encoding="utf-8")
+                return read_regular(candidate, MAX_FILE_BYTES).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise RefusedError("cannot read the chat template", where=str(candidate), found=str(error)) from error
     raise RefusedError(

@@ -24,7 +24,7 @@ from roundpipe_cli.durable import disk_error, free_bytes
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Fetching, Notice, Say, Tell
 from roundpipe_cli.hub.ask import READ_S, TIMEOUT, UnreachableError, ask_hub, check_name
-from roundpipe_cli.hub.listing import Listing, repository_folder, snapshot_folder
+from roundpipe_cli.hub.listing import Listing, commit_in, repository_folder, snapshot_folder
 from roundpipe_cli.hub.quiet import library_messages
 from roundpipe_cli.hub.sink import Sink, StoppedFetchError, hashes
 from roundpipe_cli.library_names import library_name
@@ -107,9 +107,8 @@ def remember_revision(listing: Listing, name: str, tell: Tell) -> None:
     """
     revision = listing.revision or "main"
     ref = repository_folder(listing.repository.name) / "refs" / revision
-    with contextlib.suppress(OSError):
-        if ref.is_file() and ref.read_text(encoding="utf-8").strip() == listing.commit:
-            return
+    if commit_in(ref) == listing.commit:
+        return
     if revision != listing.commit:
         with library_messages(lambda text: tell(Notice(text))):
             _link(listing, name, revision, lambda text: tell(Notice(text)))
@@ -262,10 +261,13 @@ class _Fetch:
         problem = disk_error(OSError(number, str(error)), self._blobs, what).problems[0]
         is_full = number in (errno.ENOSPC, errno.EDQUOT)
         hint = "free some space, or set HF_HUB_CACHE= to a folder " + ("on a larger disk" if is_full else "to write to")
+        if number == errno.EFBIG:
+            hint = "ulimit -f unlimited, or set HF_HUB_CACHE= to a file system that takes such files"
         return ResourceError(problem.what, where=problem.where, found=problem.found, hint=f"{hint}; {AGAIN}")
 
     def _notice(self, text: str) -> None:
-        self._tell(Notice(text))
+        if not self._cut.is_set():  # threads that are left behind lose their connections
+            self._tell(Notice(text))
 
     @contextlib.contextmanager
     def _watched(self, blob: str) -> Iterator[None]:
@@ -311,7 +313,10 @@ class _Fetch:
         headers = library.build_hf_headers()
         if urlsplit(found.location).netloc != urlsplit(url).netloc:
             headers.pop("authorization", None)  # a signed address elsewhere
-        with partial.open("r+b" if partial.exists() else "w+b", buffering=0) as file:
+        if partial.is_symlink() or (partial.exists() and not partial.is_file()):  # a cache may be shared
+            partial.unlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(partial, flags, 0o666), "r+b", buffering=0) as file:
             sink = Sink(cast(BinaryIO, file), self._count, self._cut)
             here = sink.take_in()
             if found.size is not None and here > found.size:

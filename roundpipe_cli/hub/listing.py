@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, check_name, is_offline, no_hub
+from roundpipe_cli.plain_files import read_regular
+
+MAX_REF_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,15 @@ def snapshot_folder(listing: Listing) -> Path:
     return repository_folder(listing.repository.name) / "snapshots" / listing.commit
 
 
+def commit_in(ref: Path) -> str | None:
+    """The commit that a file of the cache's `refs` names; None where it names none."""
+    try:
+        commit = read_regular(ref, MAX_REF_BYTES).decode("ascii").strip()
+    except (OSError, ValueError, RefusedError):
+        return None
+    return commit if re.fullmatch(r"[\w-]+", commit) else None
+
+
 def cached_snapshots(name: str, revision: str | None) -> Iterator[Path]:
     """Snapshots of a model in the cache that may stand for a revision, the best first; they may lack files.
 
@@ -111,7 +125,7 @@ def cached_snapshots(name: str, revision: str | None) -> Iterator[Path]:
     folder = repository_folder(name)
     ref = folder / "refs" / (revision or "main")
     try:
-        commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+        commit = commit_in(ref) or revision
         wanted = folder / "snapshots" / commit if commit else None
         if wanted is not None and wanted.is_dir():
             yield wanted

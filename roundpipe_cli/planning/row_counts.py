@@ -19,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.plain_files import read_regular
+
 MAX_COUNTED_BYTES = 256 * 1024**2
 MAX_PARSED_BYTES = 32 * 1024**2
 """Largest JSON list or quoted table that is counted: every byte has to be read."""
 MAX_FOOTER_BYTES = 16 * 1024**2
+MAX_INFO_BYTES = 16 * 1024**2
 MAX_DEPTH = 16
 """Depth of structures in a parquet footer; real ones have six."""
 PARQUET_MARK = b"PAR1"
@@ -93,9 +97,9 @@ def cached_hub_rows(name: str, config: str | None, split: str) -> RowCount | Non
     folder = cache / name.lower().replace("/", "___")
     try:
         infos = sorted(folder.glob(f"{config or '*'}/*/*/dataset_info.json"), key=lambda path: path.stat().st_mtime)
-        found = json.loads(infos[-1].read_text(encoding="utf-8"))["splits"][split] if infos else {}
+        found = json.loads(read_regular(infos[-1], MAX_INFO_BYTES))["splits"][split] if infos else {}
         count, size = found.get("num_examples"), found.get("num_bytes")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RefusedError):
         return None
     return RowCount(count, size if isinstance(size, int) else 0) if isinstance(count, int) else None
 

@@ -24,6 +24,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit
+from roundpipe_cli.plain_files import read_json_of_ours
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
@@ -128,7 +129,7 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
 
 def _load(path: Path) -> Proof | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json_of_ours(path)
         return Proof(
             float(found["loss_error"]),
             float(found["gradient_error"]),

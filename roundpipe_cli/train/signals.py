@@ -27,7 +27,12 @@ class StopSignals:
     them do nothing from there on, so that it can be said what was stopped; whoever has said it sets them free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what_is_left: str = " before the first finished step: no checkpoint was written") -> None:
+        """
+        Args:
+            what_is_left: end of the sentence on a signal that leaves the block at once.
+        """
+        self._what_is_left = what_is_left
         self.announce: Say | None = None
         """Called in the handler of a noted signal, so it must not use buffers."""
         self.asked_by_key = False
@@ -82,7 +87,7 @@ class StopSignals:
         if not self._guarded:
             self._guarded = True  # the same signal, sent to a whole group, must not interrupt the way out
             self._requested = received
-            text = f"stopped by {received.name} before the first finished step: no checkpoint was written"
+            text = f"stopped by {received.name}{self._what_is_left}"
         elif self._requested is None:
             self._requested = received
             if self.announce is not None:

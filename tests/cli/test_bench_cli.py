@@ -116,7 +116,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     root = xml.etree.ElementTree.parse(tmp_path / "picture.svg").getroot()
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert sum("bubble" in text for text in texts) == 5
-    assert "cannot write the picture" in refusal(invoke(path, "--svg", str(tmp_path / "no" / "picture.svg")))
+    assert "cannot write picture.svg" in refusal(invoke(path, "--svg", str(tmp_path / "no" / "picture.svg")))
 
 
 def test_a_recipes_picture_names_the_machine(tmp_path: Path) -> None:
@@ -162,6 +162,12 @@ def test_refused_counts(tmp_path: Path) -> None:
     path = write(tmp_path, costs_of())
     assert "--workers must be at least 1" in refusal(invoke(path, workers=0))
     assert "--microbatches must be at least 1" in refusal(invoke(path, microbatches=-1))
+    for flag, count in (
+        ("--workers", 10**6),
+        ("--microbatches", 10**7),
+        ("--steps", 10**9),
+    ):  # were simulated for hours
+        assert f"{flag} is too large to simulate" in refusal(invoke(path, flag, str(count)))
     assert "--microbatches missing" in refusal(CliRunner().invoke(APP, ["--costs", str(path), "--workers", "2"]))
     assert "found: neither" in refusal(CliRunner().invoke(APP, ["--workers", "2"]))
     speeds = write(tmp_path, costs_of(worker_speed=[1.0, 0.5, 0.5]))

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -262,6 +263,40 @@ def test_a_part_that_was_damaged_is_fetched_anew(hub: ModelHub, tmp_path: Path) 
     is_whole(tmp_path, hub)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_download_says_what_is_left(hub: ModelHub, tmp_path: Path, number: signal.Signals) -> None:
+    """Story: it said that no checkpoint was written."""
+    big_shards(hub)
+    hub.byte_s = 0.1
+    environment = child_environment(settings(hub, tmp_path / "cache"))
+    process = subprocess.Popen(
+        command_line("download", NAME), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not set(SHARDS) <= set(hub.gets()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert said.splitlines()[-1] == f"stopped by {number.name}; what came is kept, and the same command continues"
+    hub.byte_s = 0.0
+    download(hub, tmp_path).expect(0)
+    is_whole(tmp_path, hub)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_part_that_is_no_file_of_the_cache_is_not_written_to(hub: ModelHub, tmp_path: Path, kind: str) -> None:
+    """Story: a link in a cache that several users share led what was downloaded over a file elsewhere."""
+    blobs = snapshot(tmp_path).parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    partial = blobs / f"{hashlib.sha256(hub.models[NAME][SHARDS[0]]).hexdigest()}.incomplete"
+    (tmp_path / "mine").write_bytes(b"precious")
+    partial.symlink_to(tmp_path / "mine") if kind == "link" else os.mkfifo(partial)
+    download(hub, tmp_path).expect(0)
+    assert (tmp_path / "mine").read_bytes() == b"precious"
+    is_whole(tmp_path, hub)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
@@ -303,6 +338,17 @@ def test_a_disk_that_fills_on_the_way(hub: ModelHub, tmp_path: Path, small_disk:
     hub.byte_s = 0.0
     download(hub, tmp_path, HF_HOME=str(small_disk)).expect(0)
     assert all(start > 0 for shard in SHARDS for start, _ in hub.sent[shard][1:]), hub.sent
+
+
+def test_a_limit_on_the_size_of_files_is_said(hub: ModelHub, tmp_path: Path) -> None:
+    """Story: `ulimit -f` was answered with advice on the disk."""
+    big_shards(hub, 4 << 20)
+    words = " ".join(map(shlex.quote, command_line("download", NAME)))
+    environment = child_environment(settings(hub, tmp_path / "cache"))
+    limited = ["bash", "-c", f"ulimit -f 1024; exec {words}"]
+    done = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5, done.stderr
+    assert "a limit on the size of files is set" in done.stderr and "ulimit -f unlimited" in done.stderr
 
 
 # --- hubs that refuse, wait or are gone -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.kernels.grouped_choice import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.reach import reach_of
@@ -51,6 +51,22 @@ def test_init_by_flags(tmp_path: Path) -> None:
     before = (tmp_path / "mine.yaml").read_bytes()
     again = run(tmp_path, "init", *words, environment=NO_GPU).expect(2)
     assert "not overwritten" in again.err and (tmp_path / "mine.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("data", [os.fsdecode(b"caf\xe9.jsonl"), "a\nb.jsonl", "a\x1b.jsonl"], ids=ascii)
+def test_init_refuses_what_no_recipe_can_hold(tmp_path: Path, data: str) -> None:
+    """Story: bytes that are no UTF-8 were a bug of roundpipe; a line break became a space in the recipe."""
+    words = ["--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64"]
+    done = run(tmp_path, "init", *words, "--data", data, "-o", "a.yaml", environment=NO_GPU).expect(2)
+    assert "a recipe cannot hold this text" in done.err and not (tmp_path / "a.yaml").exists()
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"caf\xe9.yaml"), "a\nmax_steps: 7 #.yaml"], ids=ascii)
+def test_init_names_any_file_in_a_comment(tmp_path: Path, name: str) -> None:
+    """Story: the file's own name was part of the recipe's text, and a line break in it a key."""
+    words = ["--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64", "--data", "rows.jsonl"]
+    run(tmp_path, "init", *words, "-o", name, environment=NO_GPU).expect(0)
+    assert load_recipe(tmp_path / name).recipe.max_steps is None
 
 
 def test_init_asks_on_a_terminal_only(tmp_path: Path) -> None:
@@ -265,6 +281,18 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="is there already"):
         write_new(path, b"other")
     assert path.read_bytes() == content
+
+
+def test_a_full_disk_is_not_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: `init`, `convert` and `recipes cp` on a full disk ended with exit code 2."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(ResourceError, match="No space left on device"):
+        write_new(tmp_path / "recipe.yaml", b"model: m\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_recipe_is_written_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import statistics
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.dashboard import replay
 from roundpipe_cli.dashboard.comparison import comparison
 from roundpipe_cli.dashboard.html import page, read_report, report_page
 from roundpipe_cli.dashboard.replay import Life, RunFiles
@@ -80,6 +82,18 @@ def test_rubbish_in_the_files_is_passed_over(finished: Path, tmp_path: Path) -> 
         (tmp_path / name).write_bytes(rubbish + (finished / name).read_bytes())
     state = fold_all(RunFiles(tmp_path).poll()[1])
     assert steps(state) == 3 and state.finished is not None
+
+
+def test_files_are_read_in_pieces(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a file of a terabyte of nothing was read at once, and took all memory."""
+    whole = list(map(str, RunFiles(finished).poll()[1]))
+    lines = [line for name in ("metrics.jsonl", "events.jsonl") for line in (finished / name).read_bytes().split(b"\n")]
+    monkeypatch.setattr(replay, "MAX_READ_BYTES", 1 + max(map(len, lines)))
+    assert list(map(str, RunFiles(finished).poll()[1])) == whole
+    for name in ("metrics.jsonl", "events.jsonl"):
+        shutil.copy(finished / name, tmp_path)
+        os.truncate(tmp_path / name, 2**40)
+    assert list(map(str, RunFiles(tmp_path).poll()[1])) == whole
 
 
 def test_life(finished: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -370,6 +371,16 @@ def test_a_parquet_head_that_ends_pyarrow_is_one_error(tmp_path: Path) -> None:
             refused.append(str(error))
     said = "ended its process" if at_least("pyarrow", "26") else "cannot be applied to primitive type"
     assert any(said in text for text in refused), refused
+
+
+def test_a_list_of_rows_larger_than_memory_is_refused_unread(tmp_path: Path) -> None:
+    """A list is in memory twice, as bytes and as text; a file of a terabyte was asked for whole."""
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"},')
+    os.truncate(path, 2**40)
+    with pytest.raises(RefusedError, match="too large to be read whole") as caught:
+        read(path)
+    assert ".jsonl" in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", range(20))

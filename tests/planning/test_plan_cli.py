@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.cli.plan import plan, plan_document, plan_text
 from roundpipe_cli.cli.wrap import wrapped
-from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.costs import find_model
+from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import check_fits, make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_length import RunLength, length_of
@@ -161,7 +163,7 @@ def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
         (["model=/no/such/folder"], "no such model file or folder"),
         (["pipeline.forward_stages=[[0, 3]]", "pipeline.backward_stages=[[31, 31], [0, 30]]"], "gap"),
         (["lora.rank_=3"], "lora"),
-        (["--svg", "/no/such/folder/a.svg"], "picture cannot be written"),
+        (["--svg", "/no/such/folder/a.svg"], "cannot write a.svg"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(recipe: Path, arguments: list[str], said: str) -> None:
@@ -364,3 +366,15 @@ def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
     assert len(coarse.backward_stages) < len(short.backward_stages) < len(ample.backward_stages)
     assert "host memory is short" in coarse.explanation[0]
     assert coarse.step_s > short.step_s > ample.step_s
+
+
+def test_a_model_whose_figures_never_come_ends_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads a model's files is under the same watchdog as a run."""
+
+    def stuck(*_: object, **__: object) -> None:
+        threading.Event().wait()
+
+    monkeypatch.setattr(find_model, "parse_config", stuck)
+    with pytest.raises(NoProgressError, match="no progress for 0.5 s") as caught:
+        plan(str(recipe), ["watchdog_s=0.5"])
+    assert caught.value.problems[0].where == "reading the model's figures"

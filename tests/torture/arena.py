@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stale": {"pipeline__optimizer_staleness": 1},
     "4bit": {"load_in_4bit": True, **PLANNED},
     "8bit": {"load_in_8bit": True, **PLANNED},
+    "fp8": {"load_in_fp8": True, **PLANNED},
 }
 RESULTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
 CLOCK_KEYS = ("training_s", "records")

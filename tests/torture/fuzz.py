@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -21,12 +22,17 @@ from pathlib import Path
 
 from roundpipe_cli.cli.output import run_command
 from tests.torture.arena import Arena, Seen
+from tests.torture.mutations import odd_kind
 
 ALLOWED = (0, 2, 3, 4, 5, 6)
 ENDS_WITHIN_S = 10.0
 """Processor time of a try."""
 GIVEN_UP_S = 60.0
 """Time in which it must have ended on a busy machine."""
+MEMORY_BYTES = 4 * 1024**3
+"""Address space of a try beside what the process began with; threads of pyarrow reserve much."""
+ODD_KINDS = 0.06
+"""Share of tries in which a file is not damaged but a pipe, a link, a device, 1 TiB of nothing ..."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Reader:
     """Damages the files of a folder."""
     read: Callable[[Path], None]
     """Reads them as a command does; raises as a command does."""
+    warm: Callable[[Path], None] | None = None
+    """Loads what reading imports, where reading itself would leave threads behind."""
 
 
 def fuzz(name: str, reader: Reader, arena: Arena, count: int) -> Seen:
@@ -46,7 +54,13 @@ def fuzz(name: str, reader: Reader, arena: Arena, count: int) -> Seen:
     good = arena.folder / f"fuzz-{name}"
     if not good.exists():
         reader.make(good)
-    reader.read(good)  # good files are read without an error, and what it imports is loaded
+    warm = shutil.copytree(good, arena.folder / f"fuzz-{name}-good")
+    here, surroundings = Path.cwd(), dict(os.environ)
+    reader.warm(warm) if reader.warm else reader.read(warm)  # good files are read without an error
+    os.chdir(here)
+    os.environ.clear()
+    os.environ.update(surroundings)
+    shutil.rmtree(warm)
     failures, codes, slowest_s = [], dict.fromkeys(ALLOWED, 0), 0.0
     waiting = list(range(count))
     running: dict[int, tuple[int, float]] = {}
@@ -87,13 +101,24 @@ def _fork(reader: Reader, good: Path, arena: Arena, name: str, index: int) -> in
             signal.signal(number, signal.SIG_DFL)
         os.environ["ROUNDPIPE_DEBUG"] = "1"
         warnings.simplefilter("ignore")  # under pytest they are errors, to a user words
-        reader.damage(work, random.Random(f"{arena.seed}-{name}-{index}"))
+        draw = random.Random(f"{arena.seed}-{name}-{index}")
+        if draw.random() < ODD_KINDS:
+            odd_kind(
+                draw.choice(sorted(path for path in work.rglob("*") if path.is_file() and path.name != "stderr")), draw
+            )
+        else:
+            reader.damage(work, draw)
+        resource.setrlimit(resource.RLIMIT_AS, (_size_bytes() + MEMORY_BYTES, resource.RLIM_INFINITY))
         code = run_command(lambda: reader.read(work))
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _size_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _ended(running: dict[int, tuple[int, float]], patience: float) -> tuple[int, int, os.struct_rusage]:  # type: ignore[name-defined]

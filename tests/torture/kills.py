@@ -28,7 +28,7 @@ SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}
 BRISK_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
 """For few tries, of which no share is asked."""
 MIN_IN_SAVES = 0.25
-ENOUGH_KILLS = 300
+ENOUGH_KILLS = 30
 """From which number of kills on that share is asked for."""
 
 

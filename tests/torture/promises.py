@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tests.torture import chains, damage, fuzz_readers, holders, hostile, kills, stops, syscalls, workers
+from tests.torture import chains, damage, fuzz_commands, fuzz_readers, holders, hostile, kills, stops, syscalls, workers
 from tests.torture.arena import Arena, Seen
 
 
@@ -36,10 +36,10 @@ PROMISES = (
     ),
     Promise(
         "kills-packed",
-        "the same at staleness 1, and with weights in 4 and 8 bit",
-        partial(kills.random_kills, variants=("stale", "4bit", "8bit")),
-        3,
-        36,
+        "the same at staleness 1, and with weights in 4 bit, 8 bit and FP8",
+        partial(kills.random_kills, variants=("stale", "4bit", "8bit", "fp8")),
+        4,
+        48,
     ),
     Promise(
         "chains",
@@ -96,18 +96,25 @@ PROMISES = (
         Promise(
             f"fuzz-{name}",
             f"{what} damaged at random: success or a documented exit code, a message, 10 s of processor time",
-            fuzz_readers.TRIALS[name],
-            10,
-            2000,
+            (fuzz_readers.TRIALS | fuzz_commands.TRIALS)[name],
+            suite_count,
+            count,
         )
-        for name, what in (
-            ("gguf", "GGUF files"),
-            ("config", "a model's configurations and tokenizer"),
-            ("adapter", "an adapter's files"),
-            ("events", "a run's events, metrics and report, watched"),
-            ("cache", "measured times and tokens in the cache"),
-            ("gz", "compressed rows"),
-            ("parquet", "tables of rows"),
+        for name, what, suite_count, count in (
+            ("gguf", "GGUF files", 10, 2000),
+            ("config", "a model's configurations and tokenizer", 10, 2000),
+            ("adapter", "an adapter's files", 10, 2000),
+            ("events", "a run's events, metrics and report, watched", 10, 2000),
+            ("cache", "measured times and tokens in the cache", 10, 2000),
+            ("gz", "compressed rows", 10, 2000),
+            ("parquet", "tables of rows", 10, 2000),
+            ("recipe", "a recipe, planned", 5, 2000),
+            ("costs", "a costs file", 5, 2000),
+            ("convert", "other tools' training files", 5, 2000),
+            ("rows", "rows of six forms and six kinds of files", 5, 2000),
+            ("weights", "weights in two files, and their index", 5, 2000),
+            ("hub", "a model in the hub's cache", 5, 2000),
+            ("checkpoint", "a checkpoint and the rows beside it, resumed", 2, 300),
         )
     ),
 )

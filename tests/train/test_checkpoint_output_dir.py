@@ -114,6 +114,31 @@ def test_leftovers_are_removed_only_where_they_are_ours(tmp_path: Path) -> None:
     assert tmp_path.parent.is_dir()
 
 
+@pytest.mark.parametrize(
+    "damage", [b"", b"[" * 10_000, b'{"not_ours": 3}', b"[]"], ids=["empty", "deep", "number", "list"]
+)
+def test_a_damaged_marker_removes_nothing(tmp_path: Path, damage: bytes) -> None:
+    """Story: a marker that could not be read meant that everything was ours, another tool's folder too."""
+    (tmp_path / ".tmp-of-another-tool").mkdir()
+    with OutputDir(tmp_path):
+        pass
+    (tmp_path / ".roundpipe").write_bytes(damage)
+    with OutputDir(tmp_path):
+        pass
+    assert (tmp_path / ".tmp-of-another-tool").is_dir()
+
+
+def test_a_lock_that_names_no_process_is_not_a_bug(tmp_path: Path) -> None:
+    """Story: a process id beyond the system's numbers was an OverflowError."""
+    with OutputDir(tmp_path):
+        (tmp_path / ".roundpipe.lock").write_text(json.dumps({"pid": 2**70, "host": os.uname().nodename}))
+        with (
+            pytest.raises(OutputInUseError, match="process unknown|process 1180591620717411303424"),
+            OutputDir(tmp_path),
+        ):
+            pass
+
+
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     for path in (tmp_path / "out", tmp_path / "out" / "deeper"):

@@ -166,6 +166,18 @@ def test_a_full_disk_behind_stdout(folder: Path) -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["recipes ls --json", "plan recipe.yaml", "recipes show quickstart"])
+def test_data_that_a_full_disk_lost_are_an_error(folder: Path, words: str) -> None:
+    """Story: `convert axolotl.yaml > mine.yaml` on a full disk left half a recipe and exit code 0."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command_line(*words.split()), cwd=folder, env=child_environment(), stdout=full, stderr=subprocess.PIPE
+        )
+    said = done.stderr.decode()
+    assert done.returncode == 5 and "the output could not be written whole" in said, said
+
+
 def test_a_locale_without_utf_8(folder: Path) -> None:
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "NO_COLOR": "1"}
     done = fresh(folder, "finetune", "näher.yaml", environment=environment).expect(2)

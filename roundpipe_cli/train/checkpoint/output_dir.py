@@ -31,7 +31,7 @@ from roundpipe_cli.durable import (
     write_atomically,
 )
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.plain_files import kind_of_file, named_path, open_regular, read_regular
+from roundpipe_cli.plain_files import kind_of_file, named_path, open_regular, read_json_of_ours, read_regular
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 
@@ -306,7 +306,7 @@ class OutputDir:
         if marker.is_file():
             spared = _read_spared(marker)
             for path in leftovers:
-                if path.name not in spared:
+                if spared is not None and path.name not in spared:
                     remove_tree(path)
         else:
             content = {"made_by": "roundpipe", "not_ours": sorted(path.name for path in leftovers)}
@@ -326,11 +326,12 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _read_spared(marker: Path) -> frozenset[str]:
+def _read_spared(marker: Path) -> frozenset[str] | None:
+    """Names that are not ours; None where the marker is damaged, and anything may be somebody else's."""
     try:
-        return frozenset(json.loads(marker.read_bytes()).get("not_ours", ()))
-    except (ValueError, TypeError, AttributeError):
-        return frozenset()
+        return frozenset(read_json_of_ours(marker).get("not_ours", ()))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _in_use(folder: Path) -> OutputInUseError:
@@ -352,11 +353,11 @@ def _read_holder(lock_path: Path) -> tuple[str, str]:
     pid, host = "unknown", "unknown"
     while True:
         try:
-            holder = json.loads(lock_path.read_bytes())
+            holder = read_json_of_ours(lock_path, MAX_LOCK_BYTES)
             pid, host = str(int(holder["pid"])), str(holder["host"])
             if host != socket.gethostname() or _is_alive(int(pid)):
                 return pid, host
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             pass
         if time.monotonic() > deadline_s:
             return pid, host

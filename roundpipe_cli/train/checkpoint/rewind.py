@@ -13,12 +13,12 @@ so the next resume leaves no gap. What is set aside goes when a checkpoint of it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from roundpipe_cli.durable import disk_error, sync_folder
 from roundpipe_cli.events import Say
+from roundpipe_cli.plain_files import read_json_of_ours
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.train.checkpoint.records import keep_edited_rows, truncate_metrics
 from roundpipe_cli.train.checkpoint.step_folders import (
@@ -102,7 +102,7 @@ def _result_names(output_dir: Path, report: Path) -> list[str]:
     Reports of earlier releases do not list them: of those the weights.
     """
     try:
-        files = json.loads(report.read_bytes())["files"]
+        files = read_json_of_ours(report)["files"]
         names = sorted(name for name in files if isinstance(name, str) and Path(name).name == name)
     except (OSError, ValueError, KeyError, TypeError):
         kinds = ("*.safetensors", "*.safetensors.index.json")

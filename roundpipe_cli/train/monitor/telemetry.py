@@ -258,7 +258,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = []
     for line in data.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict):
                 lines.append(value)

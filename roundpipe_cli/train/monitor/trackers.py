@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
+from roundpipe_cli.plain_files import read_json_of_ours
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.redact import redact
 
@@ -251,7 +252,7 @@ def _config(recipe: Recipe) -> dict[str, Any]:
 
 def _read_ids(path: Path) -> dict[str, str]:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
+        ids = read_json_of_ours(path)
         return {str(name): str(value) for name, value in ids.items()}
     except (OSError, ValueError, AttributeError):
         return {}

@@ -29,6 +29,8 @@ OTHER_NAMES = (
 """llama.cpp's converter reads the first; vLLM reads the others of models that also take images. transformers' tokenizer
 does not save them."""
 
+ESCAPED = "backslashreplace"
+"""How a model's half surrogates, which JSON may hold and UTF-8 may not, are written: as JSON writes them."""
 TEMPLATE_LIMITS = Limits("the chat template", where="chat_template")
 
 
@@ -140,4 +142,4 @@ def put_template(tokenizer: Any, template: str) -> None:
 
 
 def _to_json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode(errors=ESCAPED)

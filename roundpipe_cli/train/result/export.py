@@ -39,7 +39,7 @@ from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import check_file, check_model_folder, check_small_files
 from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec, TensorStream, stream_file
-from roundpipe_cli.train.result.base_files import GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
+from roundpipe_cli.train.result.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.result.merged_tensors import MergedTensors
 from roundpipe_cli.train.result.model_card import model_card
 from roundpipe_cli.train.result.ollama import modelfile
@@ -116,12 +116,12 @@ class Extras:
         """Model card, and for whole weights a Modelfile."""
         usage = "Load it with transformers, vLLM or, by the Modelfile, Ollama." if whole else "Load it with PEFT."
         card = model_card(result, base=self.base, merged=whole, usage=usage)
-        write_new_file(folder / "README.md", [card.encode()], FILE_MODE)
+        write_new_file(folder / "README.md", [card.encode(errors=ESCAPED)], FILE_MODE)
         if whole:
             settings = folder / GENERATION_CONFIG
             generation = json.loads(settings.read_bytes()) if settings.exists() else {}
             text, self.has_template = modelfile(tokenizer, self.model_file, generation)
-            write_new_file(folder / "Modelfile", [text.encode()], FILE_MODE)
+            write_new_file(folder / "Modelfile", [text.encode(errors=ESCAPED)], FILE_MODE)
 
 
 def copy_result(result: Path, folder: Path, extras: Extras) -> None:
