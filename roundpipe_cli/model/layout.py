@@ -98,7 +98,7 @@ class LayerLayout:
     num_trainable_elements: int
     """Padding included: length of the flat trainable tensors."""
     trainable_dtype: torch.dtype
-    """Of most; a parameter may be used in float32 where this has 16 bits."""
+    """That of most; a parameter may be used in float32 where this has 16 bits."""
 
     @property
     def wide(self) -> tuple[ParameterPlace, ...]:

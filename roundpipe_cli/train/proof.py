@@ -27,7 +27,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
-FORMAT = 5
+FORMAT = 6
 """Goes up when a proof means something else than before."""
 LIBRARIES = ("torch", "transformers", "peft")
 
