@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.quantization import stored_form
 from roundpipe_cli.model.stored.quantized import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles
 from tests.model.test_stored_formats import (
@@ -122,7 +123,7 @@ def gptq_from_zero(shape: torch.Size, bits: int, less_one: str) -> Made:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(
     ("less_one", "more"),
-    [("each", {}), ("words", {"meta": {"quantizer": ["gptqmodel:4.2.5"]}}), ("no", {"checkpoint_format": "gptq_v2"})],
+    [("each", {}), ("words", {"meta": {"quantizer": ["gptqmodel:4.2.5"]}}), ("no", {"format": "gptq_v2"})],
 )
 def test_zero_points_of_zero(tmp_path: Path, bits: int, less_one: str, more: dict[str, Any]) -> None:
     """Story: 0 less one is stored as the largest number, which was read as one more than that; GPTQModel, which alone
@@ -133,3 +134,23 @@ def test_zero_points_of_zero(tmp_path: Path, bits: int, less_one: str, more: dic
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
     with OpenFiles() as opened:
         check_one_rounding(find_stored(tmp_path, DTYPE)["up_proj.weight"].read(opened), reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 3, "format": "gptq_p"}, "gptq_p"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype: int16"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation: hadamard"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "gemv_fast"),
+        ({"quant_method": "awq", "bits": 4, "rotation": "hadamard"}, "rotation: hadamard"),
+    ],
+)
+def test_arrangements_that_are_not_read_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    """Story: GPTQModel 7.7 writes these; they were taken for the usual arrangement."""
+    with pytest.raises(RefusedError) as refused:
+        stored_form({"quantization_config": settings}, "config.json")
+    assert said in str(refused.value.problems[0].found)
+    usual = {"quant_method": settings["quant_method"], "bits": 4, "pack_dtype": "int32", "rotation": None}
+    assert stored_form({"quantization_config": usual}, "config.json") == settings["quant_method"]

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from roundpipe_cli.model.quantization import gptq_format
 from roundpipe_cli.model.stored.scales import groups_in_order, row_ranges, unpack_bits
 from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 
@@ -39,7 +40,7 @@ def find_gptq(
     """The weights in GPTQ."""
     bits, group_size = int(settings["bits"]), int(settings.get("group_size") or -1)
     less_one: LessOne = "words" if "gptqmodel" in str(settings.get("meta")).lower() else "each"
-    if settings.get("checkpoint_format") == "gptq_v2":
+    if gptq_format(settings) == "gptq_v2":
         less_one = "no"
     found = {}
     for name, parts in _modules(pieces, ("qweight", "qzeros", "scales", "g_idx")).items():
