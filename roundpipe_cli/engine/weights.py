@@ -8,7 +8,8 @@ the update writes version v, so trainable weights are there twice:
     | frozen | trainable, any version |      | frozen | trainable, even versions |   | trainable, odd versions |
     one gradient sum                         two gradient sums, for steps with even and odd numbers
 
-In 16 bit the masters are apart (one, newest version). In float32 the weights of the newest version are the masters.
+In 16 bit the masters are apart (one, newest version), and copied for parameters that are used in float32 nevertheless.
+In float32 the weights of the newest version are the masters.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class LayerUpdate:
     """float32, destination of the new masters; the same memory, except at staleness 1 in float32."""
     weights: torch.Tensor | None
     """Destination of the rounded new masters; None in float32."""
+    whole: torch.Tensor
+    """All of the layer's new trainable bytes, uint8; written in part when the update is over."""
 
 
 class WeightStore:
@@ -102,7 +105,7 @@ class WeightStore:
         """Per layer, float32 [num_trainable_elements], of the newest version."""
         for layer, (layout, buffer) in enumerate(zip(layouts, self.buffers, strict=True)):
             if layout.trainable_dtype == torch.float32:
-                self.masters.append(layout.trainable_bytes(buffer))
+                self.masters.append(layout.trainable_flat(layout.trainable_bytes(buffer)))
             elif layer in elsewhere:
                 self.masters.append(torch.empty(layout.num_trainable_elements, device="meta"))
             else:
@@ -159,14 +162,16 @@ class WeightStore:
         self._held = [list(held) for _ in self.layouts]
         for layer in self._trained:
             if self.layouts[layer].trainable_dtype == torch.float32:
-                self.masters[layer] = self.trained_weights(layer, version)
+                self.masters[layer] = self._flat(layer, version)
 
-    def trained_weights(self, layer: int, version: int) -> torch.Tensor:
-        """The trainable weights of one version, flat, in their own dtype."""
-        layout = self.layouts[layer]
-        if version % len(self._views):
-            return self._odd[layer].view(layout.trainable_dtype)
-        return layout.trainable_bytes(self.buffers[layer])
+    def trained_bytes(self, layer: int, version: int) -> torch.Tensor:
+        """The bytes of a layer's trainable weights of one version, uint8."""
+        odd = version % len(self._views)
+        return self._odd[layer] if odd else self.layouts[layer].trainable_bytes(self.buffers[layer])
+
+    def _flat(self, layer: int, version: int) -> torch.Tensor:
+        """The trainable weights of one version, flat, in the layer's dtype."""
+        return self.layouts[layer].trainable_flat(self.trained_bytes(layer, version))
 
     @contextmanager
     def next_version(self, layer: int) -> Iterator[LayerUpdate]:
@@ -174,12 +179,15 @@ class WeightStore:
         version = max(self._held[layer]) + 1
         slot = version % len(self._views)
         self._held[layer][slot] = NO_VERSION
+        masters, whole = self.masters[layer], self.trained_bytes(layer, version)
         if self.layouts[layer].trainable_dtype == torch.float32:
-            target = self.trained_weights(layer, version) if self.staleness else self.masters[layer]
-            yield LayerUpdate(self.masters[layer], target, None)
+            target = self._flat(layer, version) if self.staleness else masters
+            yield LayerUpdate(masters, target, None, whole)
             self.masters[layer] = target
         else:
-            yield LayerUpdate(self.masters[layer], self.masters[layer], self.trained_weights(layer, version))
+            yield LayerUpdate(masters, masters, self._flat(layer, version), whole)
+            for place in self.layouts[layer].wide if not masters.is_meta else ():
+                self._views[slot][place.name].copy_(place.trainable_view(masters))
         self._held[layer][slot] = version
 
     # -- reading -------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from roundpipe_cli.model.split import ModelSplit, materialised_copy
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [B, K, tokens, D] each; the widths of the two may differ."""
 
+CACHE_ARGUMENTS = ("past_key_values", "cache")
+"""Names that a backbone may have for it; transformers has the second from 5.24 on."""
 PROBE_TOKENS, PROBE_START = 9, 5
 """Tokens of the probe's sequence: all, and those before its second chunk."""
 
@@ -101,7 +103,8 @@ def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length
         raise chunk_refusal(where, found, "positions that do not depend on the length of the sequence")
     probe = materialised_copy(model, split.blocks_path)
     backbone = probe.get_submodule(split.backbone_path)
-    if "past_key_values" not in inspect.signature(backbone.forward).parameters:
+    name = cache_argument(backbone)
+    if name is None:
         raise chunk_refusal(split.backbone_path, f"{type(backbone).__name__} takes no past_key_values", "a cache")
     recorder = split.recorder()
     install_stubs(probe, split.blocks_path, recorder)
@@ -111,9 +114,15 @@ def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length
         whole = recorder.calls
         recorder.reset()
         recorder.cache = ChunkCache(PROBE_START, split.num_blocks)
-        backbone(input_ids=ids[:, PROBE_START:], past_key_values=recorder.cache, use_cache=True)
+        backbone(input_ids=ids[:, PROBE_START:], use_cache=True, **{name: recorder.cache})
     for index, (expected, call) in enumerate(zip(whole, recorder.calls, strict=True)):
         _check_call(f"block.{index}", expected, call)
+
+
+def cache_argument(backbone: nn.Module) -> str | None:
+    """The name by which `backbone` takes its cache; None: it takes none."""
+    parameters = inspect.signature(backbone.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
 def _check_call(block: str, whole: BlockCall, chunk: BlockCall) -> None:

@@ -1,7 +1,8 @@
 """Rotary embeddings of a model's attention: known by what they compute, and turned by the fused operator.
 
 transformers' attention modules call a function of their own file, by a name that all share. A module of one worker gets
-a copy of its forward in which that name stands for the fused one; nothing is changed for other modules.
+a copy of its forward in which that name stands for the fused one; nothing is changed for other modules. From 5.24 on
+that forward is wrapped by a function that renames an old argument, which is left out of the copy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import nn
 from roundpipe_cli.kernels.rotary import rotate
 
 NAME = "apply_rotary_pos_emb"
+RENAMING = "transformers.utils.deprecation"
+"""Module whose decorator accepts arguments by their old names."""
 MAX_ERROR = 1e-6
 
 Turn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -25,7 +28,7 @@ Turn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 def can_rotate(module: nn.Module) -> bool:
     """Whether the module's forward turns queries and keys as the fused operator does."""
-    forward = type(module).forward
+    forward = _own_forward(module)
     if not isinstance(forward, types.FunctionType) or NAME not in forward.__code__.co_names:
         return False
     return "forward" not in module.__dict__ and any(_turns_halves(forward.__globals__.get(NAME), n) for n in (1, 2))
@@ -33,7 +36,15 @@ def can_rotate(module: nn.Module) -> bool:
 
 def fuse_rotary(module: nn.Module) -> None:
     """Give `module`, one worker's own copy, the fused operator."""
-    module.__dict__["forward"] = types.MethodType(_fused_forward(type(module).forward), module)
+    module.__dict__["forward"] = types.MethodType(_fused_forward(_own_forward(module)), module)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The function that computes, below what accepts old names of its arguments for a while."""
+    forward: Any = type(module).forward
+    while isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__") == RENAMING:
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """The place of each parameter in its layer's flat buffer.
 
-    | frozen parameters, any dtype | trainable parameters, one dtype |
+    | frozen parameters, any dtype | trainable parameters, one dtype | those of them that are used in float32, again |
     ^ page border                  ^ trainable_offset_bytes
 
 Every parameter starts at a multiple of 64 bytes, because alignment changes the bits that CPU kernels produce.
 Trainable parameters are spaced by elements, the same in every dtype, so that the 16-bit weights, the float32 masters,
-the gradients and the moments of a layer are flat tensors of equal length and one kernel updates a whole layer.
+the gradients and the moments of a layer are flat tensors of equal length and one kernel updates a whole layer. A few
+parameters of a 16-bit model stay in float32 (routers of Ernie 4.5, DeepSeek's in later releases of transformers): a
+copy of their masters lies behind that flat tensor, and blocks compute with that.
 """
 
 from __future__ import annotations
@@ -95,6 +97,12 @@ class LayerLayout:
     num_trainable_elements: int
     """Padding included: length of the flat trainable tensors."""
     trainable_dtype: torch.dtype
+    """That of most; a parameter may be used in float32 where this has 16 bits."""
+
+    @property
+    def wide(self) -> tuple[ParameterPlace, ...]:
+        """Trainable parameters that are used in another dtype than the layer's: in float32."""
+        return tuple(place for place in self.trainable if place.dtype != self.trainable_dtype)
 
     @property
     def trainable(self) -> tuple[ParameterPlace, ...]:
@@ -112,12 +120,15 @@ class LayerLayout:
     @property
     def trainable_num_bytes(self) -> int:
         """Bytes of the trainable part of the buffer."""
-        return self.num_trainable_elements * self.trainable_dtype.itemsize
+        return self.num_bytes - self.trainable_offset_bytes if self.num_trainable_elements else 0
 
     def trainable_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The trainable part of `buffer` as a flat tensor of shape [num_trainable_elements]."""
-        end = self.trainable_offset_bytes + self.trainable_num_bytes
-        return buffer[self.trainable_offset_bytes : end].view(self.trainable_dtype)
+        """The trainable part of `buffer`, uint8 [trainable_num_bytes]."""
+        return buffer[self.trainable_offset_bytes :][: self.trainable_num_bytes]
+
+    def trainable_flat(self, trainable: torch.Tensor) -> torch.Tensor:
+        """The flat tensor [num_trainable_elements] that `trainable`, the trainable bytes, begins with."""
+        return trainable[: self.num_trainable_elements * self.trainable_dtype.itemsize].view(self.trainable_dtype)
 
 
 def make_layout(
@@ -134,7 +145,7 @@ def make_layout(
         packed_as: in which format.
 
     Raises:
-        ValueError: a trainable parameter is not of `dtype`.
+        ValueError: a trainable parameter is neither of `dtype` nor of float32.
     """
     listed = list(parameters)
     places: list[ParameterPlace] = []
@@ -148,13 +159,32 @@ def make_layout(
             )
             offset += places[-1].num_bytes
     trainable_offset = round_up(offset, ALIGNMENT_BYTES * 2)
+    trained, elements = _place_trainable(listed, dtype, trainable_offset)
+    if not elements:
+        return LayerLayout(name, tuple(places), offset, trainable_offset, 0, dtype)
+    end = max(place.offset_bytes + place.num_elements * place.dtype.itemsize for place in trained)
+    num_bytes = max(end, trainable_offset + elements * dtype.itemsize)
+    return LayerLayout(name, (*places, *trained), num_bytes, trainable_offset, elements, dtype)
+
+
+def _place_trainable(
+    listed: Iterable[tuple[str, torch.nn.Parameter]], dtype: torch.dtype, offset: int
+) -> tuple[list[ParameterPlace], int]:
+    """Places of the trainable ones of `listed` from `offset` on, and the length of the layer's flat tensors."""
+    trained = [(name, parameter) for name, parameter in listed if parameter.requires_grad]
+    starts: list[int] = []
     elements = 0
-    for parameter_name, parameter in listed:
-        if parameter.requires_grad:
-            if parameter.dtype != dtype:
-                raise ValueError(f"{parameter_name} is trainable and {parameter.dtype}, expected {dtype}")
-            start = trainable_offset + elements * dtype.itemsize
-            places.append(ParameterPlace(parameter_name, parameter.shape, dtype, start, True, elements))
-            elements = round_up(elements + parameter.numel(), TRAINABLE_ALIGNMENT_ELEMENTS)
-    num_bytes = trainable_offset + elements * dtype.itemsize if elements else offset
-    return LayerLayout(name, tuple(places), num_bytes, trainable_offset, elements, dtype)
+    for name, parameter in trained:
+        if parameter.dtype not in (dtype, torch.float32):
+            raise ValueError(f"{name} is trainable and {parameter.dtype}, expected {dtype}")
+        starts.append(elements)
+        elements = round_up(elements + parameter.numel(), TRAINABLE_ALIGNMENT_ELEMENTS)
+    places: list[ParameterPlace] = []
+    end = offset + elements * dtype.itemsize
+    for (name, parameter), start in zip(trained, starts, strict=True):
+        at = offset + start * dtype.itemsize
+        if parameter.dtype != dtype:
+            at = round_up(end, ALIGNMENT_BYTES)
+            end = at + parameter.numel() * parameter.dtype.itemsize
+        places.append(ParameterPlace(name, parameter.shape, parameter.dtype, at, True, start))
+    return places, elements

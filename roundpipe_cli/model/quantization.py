@@ -72,17 +72,33 @@ def _unread_bitsandbytes(settings: Mapping[str, Any]) -> str | None:
 
 
 def _unread_gptq(settings: Mapping[str, Any]) -> str | None:
-    bits, form = settings.get("bits"), settings.get("checkpoint_format")
+    bits, form = settings.get("bits"), gptq_format(settings)
     if bits not in GPTQ_BITS:
         return f"gptq, bits: {bits}"
-    return None if form in GPTQ_FORMATS else f"gptq, checkpoint_format: {form}"
+    return _unread_words("gptq", settings) if form in GPTQ_FORMATS else f"gptq, checkpoint_format: {form}"
+
+
+def gptq_format(settings: Mapping[str, Any]) -> str | None:
+    """Arrangement of GPTQ's words, under any of its names; None: the first."""
+    if settings.get("is_marlin_format"):
+        return "marlin"
+    found: str | None = settings.get("checkpoint_format") or settings.get("format")
+    return found
+
+
+def _unread_words(method: str, settings: Mapping[str, Any]) -> str | None:
+    words = settings.get("pack_dtype") or "int32"
+    if words != "int32":
+        return f"{method}, pack_dtype: {words}"
+    return f"{method}, rotation: {settings['rotation']}" if settings.get("rotation") else None
 
 
 def _unread_awq(settings: Mapping[str, Any]) -> str | None:
-    bits, version = settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    named = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
     if bits != 4:
         return f"awq, bits: {bits}"
-    return None if version == "gemm" else f"awq, version: {version}"
+    return _unread_words("awq", settings) if str(named).lower() == "gemm" else f"awq, version: {str(named).lower()}"
 
 
 def _unread_compressed(settings: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from roundpipe_cli.model.block_calls import BackboneStub, BeforeBlocks, BlockCall, install_stubs, replace_module
 from roundpipe_cli.model.carried import carry_along, weights_dtype
-from roundpipe_cli.model.chunks import ChunkCache
+from roundpipe_cli.model.chunks import ChunkCache, cache_argument
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.embedding import EmbedLeaf, GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
@@ -231,7 +231,7 @@ class WorkerModel:
         self._recorder.cache = None
         if start is not None:
             self._recorder.cache = ChunkCache(start, self.split.num_blocks)
-            more = {"past_key_values": self._recorder.cache, "use_cache": True}
+            more = {str(cache_argument(self._backbone)): self._recorder.cache, "use_cache": True}
         self._embedding.noise_seed = dropout_seed
         trainable = self._embedding._trainable or bool(self._embed_leaves)
         rows: AbstractContextManager[None] = nullcontext()

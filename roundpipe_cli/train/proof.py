@@ -28,7 +28,7 @@ from roundpipe_cli.plain_files import read_json_of_ours
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files; raised when a proof gets another meaning."""
 LIBRARIES = ("torch", "transformers", "peft")
 

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 from roundpipe_cli.costs.built_counts import built_architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.meta_counts import counts_of
+from tests.engine.test_parity import check_gradients
 from tests.model.test_carried import EXPERTS, FOUR
 from tests.support.e2e import finetune, make_tokenizer, make_workspace, metrics
 from tests.support.every_type import tiny_config_of
+from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for
 from tests.support.versions import at_least
 from tests.train.test_export_names import adapter, layout, logits_of, merge
 
@@ -68,6 +70,23 @@ def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> Non
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = logits_of(adapted)
     assert torch.allclose(logits_of(merged), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("names", [names for names in COMBINATIONS if not set(names) >= BROKEN], ids=", ".join)
+def test_4_bit_gives_plain_pytorch_s_numbers_and_equal_bits(names: tuple[str, ...]) -> None:
+    changes = {key: value for name in names for key, value in PARTS[name].items()}
+    config = tiny_config_of("gemma4_text", **FOUR, **changes)
+    rig = make_rig("gemma4_text", "lora", packed_as="4bit", config=config)
+    assert any(place.packed_as for layout in rig.store.layouts for place in layout.places)
+    microbatches, found = random_microbatches([(2, 12), (1, 7), (2, 9)]), set()
+    expected = plain_step(rig, microbatches)
+    for num_workers, copy in ((1, False), (2, True), (3, False)):
+        with rig.engine(num_workers, copy=copy) as engine:
+            result = engine.run_step(microbatches, schedule_for(rig, num_workers, 3), step=0)
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+        check_gradients(rig.plain, rig.store, 2e-4)
+        found.add((result.loss, result.gradient_norm))
+    assert len(found) == 1, "the bits depend on the number of workers"
 
 
 @pytest.mark.parametrize("names", [(), ("shared keys", "experts")], ids=", ".join)

@@ -366,3 +366,13 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     (tmp_path / "proofs").write_text("")  # a file where the folder would be
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
     assert prove_once(*llama, AUTO, lambda config: llama, lambda event: None).unproven == ""
+
+
+def test_an_error_is_that_from_the_nearer_of_float32_and_float64() -> None:
+    """Story: Blenderbot with LoRA was refused on one machine for 1.3e-5 and accepted on another, Apertus and xLSTM were
+    not fused: model and engine both round, and one is judged by the other's rounding."""
+    found = parity._smaller(
+        {"a": 1.3e-5, "b": 2e-6, "c": float("nan"), "d": 1.0}, {"a": 8e-6, "b": 4e-6, "c": 1e-7, "d": float("nan")}
+    )
+    assert (found["a"], found["b"], found["d"]) == (8e-6, 2e-6, 1.0)
+    assert found["c"] != found["c"], "what is no number is never allowed"

@@ -14,6 +14,7 @@ from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import save_model
 from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
+from tests.support.versions import at_least
 
 QWEN_VISION = {
     "depth": 1,
@@ -35,27 +36,31 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def multimodal(model_type: str) -> Any:
-    """A tiny configuration of the whole checkpoint."""
+BROKEN = {"llama4"} if at_least("transformers", "5.24") else set()
+"""Types whose own forward fails without pictures: transformers 5.24 asks Llama 4's output for those of pictures."""
+
+
+def multimodal(model_type: str, **changes: Any) -> Any:
+    """A tiny configuration of the whole checkpoint; `changes` of the language model's."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
     text = kind.sub_configs["text_config"]
     name = getattr(text, "model_type", "")
     if name in CONFIG_MAPPING and name != "qwen3_vl_text":
-        inner = tiny_config_of(name)
+        inner = tiny_config_of(name, **changes)
     elif name in CONFIG_MAPPING:
         known = text().to_dict()
-        inner = text(**{key: value for key, value in GENERIC.items() if key in known})
+        inner = text(**{key: value for key, value in {**GENERIC, **changes}.items() if key in known})
     else:
-        inner = tiny_config_of("mistral")
+        inner = tiny_config_of("mistral", **changes)
     config = kind(text_config=inner.to_dict(), vision_config=FAMILIES[model_type][0])
     config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__]
     return config
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", [name for name in sorted(FAMILIES) if name not in BROKEN])
 def test_the_language_model_is_found_and_trained(model_type: str, method: str) -> None:
     """The list with most parameters was taken for the blocks, and such types were no language models."""
     model = build_skeleton(multimodal(model_type), torch.float32)

@@ -21,20 +21,27 @@ from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 FLOATS = ("F8_E4M3", "F8_E5M2", "F4", "I8")
 """Types of codes; transformers writes two E2M1 codes as an I8."""
 BlockSize = tuple[int, int] | None
+USUAL_BLOCK = (128, 128)
+"""Where the configuration says none, as transformers takes it; for a weight with so many scales only."""
 
 
 def find_fp8(
     pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
     """The weights in 8 bit that have a scale."""
-    size = settings.get("weight_block_size")
-    block = (int(size[0]), int(size[1])) if isinstance(size, (list, tuple)) and len(size) == 2 else None
+    block = block_of(settings.get("weight_block_size")) or USUAL_BLOCK
     found = {}
     for name, codes in pieces.items():
         scale = scale_of(name, pieces)
         if codes.dtype in FLOATS and scale is not None:
             found[name] = in_8bit(codes, scale, dtype, block)
     return found
+
+
+def block_of(size: object) -> BlockSize:
+    """Rows and columns of a block, as a configuration has them: a list, or `128x128`."""
+    sizes = size.split("x") if isinstance(size, str) else size
+    return (int(sizes[0]), int(sizes[1])) if isinstance(sizes, (list, tuple)) and len(sizes) == 2 else None
 
 
 def scale_of(name: str, pieces: Mapping[str, FileTensor]) -> FileTensor | None:

@@ -9,23 +9,29 @@
     weight[out, in] = scales[group(in), out] x (q[in, out] - zero[group(in), out])
 
 GPTQ stores zero points less one (its second version as they are), and packs inputs; AWQ packs outputs, in the order
-0 2 4 6 1 3 5 7 of each eight.
+0 2 4 6 1 3 5 7 of each eight. A zero point of 0 becomes the largest number: GPTQModel takes one off all numbers of a
+word at once, so that the next one lends it a bit; other programs take it off each alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from roundpipe_cli.model.stored.scales import row_ranges, unpack_bits
+from roundpipe_cli.model.quantization import gptq_format
+from roundpipe_cli.model.stored.scales import groups_in_order, row_ranges, unpack_bits
 from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor
 
+LessOne = Literal["no", "each", "words"]
+"""How zero points were diminished before they were stored."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output that each of a word's numbers belongs to."""
 AWQ_BITS = 4
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""Bits -> a word whose numbers are all 1."""
 
 
 def find_gptq(
@@ -33,14 +39,16 @@ def find_gptq(
 ) -> dict[str, StoredTensor]:
     """The weights in GPTQ."""
     bits, group_size = int(settings["bits"]), int(settings.get("group_size") or -1)
-    offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    less_one: LessOne = "words" if "gptqmodel" in str(settings.get("meta")).lower() else "each"
+    if gptq_format(settings) == "gptq_v2":
+        less_one = "no"
     found = {}
     for name, parts in _modules(pieces, ("qweight", "qzeros", "scales", "g_idx")).items():
         num_words, num_out = parts["qweight"].shape
         num_in = parts["g_idx"].shape[0] if "g_idx" in parts else num_words * 32 // bits
         own_bits = num_words * 32 // num_in  # layers may have their own
         shape = torch.Size((num_out, num_in))
-        unpack = partial(_unpack_gptq, bits=own_bits, offset=offset, group_size=group_size)
+        unpack = partial(_unpack_gptq, bits=own_bits, less_one=less_one, group_size=group_size)
         found[name] = StoredTensor(parts, shape, dtype, unpack)
     return found
 
@@ -66,13 +74,13 @@ def _modules(pieces: Mapping[str, FileTensor], roles: tuple[str, ...]) -> dict[s
 
 
 def _unpack_gptq(
-    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int, offset: int, group_size: int
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int, less_one: LessOne, group_size: int
 ) -> torch.Tensor:
     words, scales = parts["qweight"], parts["scales"].float()
     num_out = words.shape[1]
     num_in = words.shape[0] * 32 // bits
-    zeros = (unpack_bits(parts["qzeros"], bits, num_out) + offset).float()
-    groups = parts["g_idx"].long() if "g_idx" in parts else _groups_in_order(num_in, group_size)
+    zeros = _zero_points(parts["qzeros"], bits, num_out, less_one).float()
+    groups = parts["g_idx"].long() if "g_idx" in parts else groups_in_order(num_in, len(scales), [group_size])
     whole = torch.empty(num_out, len(groups), dtype=dtype)
     for rows in row_ranges(len(groups), num_out):
         of_rows = words[rows.start * bits // 32 : -(-rows.stop * bits // 32)]
@@ -81,11 +89,17 @@ def _unpack_gptq(
     return whole
 
 
+def _zero_points(words: torch.Tensor, bits: int, count: int, less_one: LessOne) -> torch.Tensor:
+    if less_one == "words" and bits in ONES:
+        return unpack_bits((words.long() & 0xFFFFFFFF) + ONES[bits], bits, count)
+    return (unpack_bits(words, bits, count) + (less_one != "no")) & ((1 << bits) - 1)
+
+
 def _unpack_awq(parts: Mapping[str, torch.Tensor], dtype: torch.dtype, group_size: int) -> torch.Tensor:
     words, scales = parts["qweight"], parts["scales"].float()
     num_in, num_out = words.shape[0], words.shape[1] * 32 // AWQ_BITS
     zeros = _in_order(unpack_bits(parts["qzeros"], AWQ_BITS, num_out)).float()
-    groups = _groups_in_order(num_in, group_size)
+    groups = groups_in_order(num_in, len(scales), [group_size])
     whole = torch.empty(num_out, num_in, dtype=dtype)
     for rows in row_ranges(num_in, num_out):
         codes = _in_order(unpack_bits(words[rows], AWQ_BITS, num_out))
@@ -98,8 +112,3 @@ def _in_order(codes: torch.Tensor) -> torch.Tensor:
     place = torch.tensor([AWQ_ORDER.index(output) for output in range(len(AWQ_ORDER))])
     ordered: torch.Tensor = codes.reshape(*codes.shape[:-1], -1, len(AWQ_ORDER))[..., place].flatten(-2)
     return ordered
-
-
-def _groups_in_order(num_in: int, group_size: int) -> torch.Tensor:
-    """Group of each input; -1: one group of all."""
-    return torch.arange(num_in) // (group_size if group_size > 0 else num_in)

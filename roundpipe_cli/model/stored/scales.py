@@ -6,7 +6,7 @@ scale is exact in float32, or rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -55,8 +55,20 @@ def _block_size(size: int, num_blocks: int, block: int | None) -> int:
     if block and -(-size // block) == num_blocks:
         return block
     if num_blocks < 1 or size % num_blocks:
-        raise ValueError(f"{num_blocks} scales for {size} rows or columns")
+        raise ValueError(
+            f"{num_blocks} scales for {size} rows or columns, and the settings say no block of such a size"
+        )
     return size // num_blocks
+
+
+def groups_in_order(num_inputs: int, num_groups: int, sizes: Iterable[int] = ()) -> torch.Tensor:
+    """Group of each input, int64 [num_inputs]: by the first of `sizes` that makes so many groups, else equal ones.
+
+    Raises:
+        ValueError: neither suits.
+    """
+    size = next((one for one in sizes if one > 0 and -(-num_inputs // one) == num_groups), None)
+    return torch.arange(num_inputs) // _block_size(num_inputs, num_groups, size)
 
 
 def as_float(scale: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Shards:
         return self.owner[layer] == self.nodes.rank
 
     def share(self, layer: int, weights: torch.Tensor) -> None:
-        """The new weights of `layer`, flat, from its owner to all."""
+        """The new weights of `layer`, as bytes, from its owner to all."""
         self.nodes.share(weights, self.owner[layer])
 
     def collect(self, layer: int, state: State) -> Iterator[tuple[str, str, torch.Tensor]]:

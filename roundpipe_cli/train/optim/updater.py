@@ -211,13 +211,13 @@ class Updater:
         assert self._shards is not None
         if self._shards.is_own(layer):
             self.wait_for(layer, version)
-            self._shards.share(layer, self._store.trained_weights(layer, version))
+            self._shards.share(layer, self._store.trained_bytes(layer, version))
             return
         if self.before_layer is not None:
             self.before_layer(layer, version)
         where = f"new weights of {self._store.layouts[layer].name}, step {step + 1}"
         with at_work(where), self._store.next_version(layer) as target:
-            self._shards.share(layer, target.new_masters if target.weights is None else target.weights)
+            self._shards.share(layer, target.whole)
 
     def _update_early(self, layer: int, square_sum: Callable[[], float]) -> None:
         assert self._early is not None
