@@ -6,7 +6,8 @@
 The two alternate and begin in turn. Ratios are of processor time, round by round, which a shared machine disturbs less
 than the clock; medians are printed, with the least and the largest. A step has the LM head and the optimizer in it,
 which are the same for both; `a block` is forward, recompute and backward of one block alone, in one thread, and
-`products` the share of matrix products and attention in that by `reference`: what no fused operator changes.
+`products` the share of matrix products and attention in that by `reference`: what no fused operator changes. `bound` is
+what follows from it: the ratio for a block if everything else took no time.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def row(args: SimpleNamespace, dtype: str) -> str:
     spread = f"{statistics.median(processor):.3f}x ({min(processor):.2f} to {max(processor):.2f})"
     cells = [args.method, dtype, *(f"{speed:.0f}" for speed in speeds), spread, f"{statistics.median(clock):.3f}x"]
     ratio, products = block_figures(setup, args.tokens)
-    return f"| {' | '.join(cells)} | {ratio:.3f}x | {products:.0%} |"
+    return f"| {' | '.join(cells)} | {ratio:.3f}x | {products:.0%} | {1 / products:.2f}x |"
 
 
 def main() -> None:
@@ -132,8 +133,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     quiet_libraries()
-    print("| method | dtype | auto, tokens/s | reference | auto / reference | by the clock | a block | products |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    columns = "auto, tokens/s | reference | auto / reference | by the clock | a block | products | bound"
+    print(f"| method | dtype | {columns} |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for method in args.method or ("lora", "full"):
         for dtype in args.dtype or ("float32", "bfloat16"):
             one = SimpleNamespace(**{**vars(args), "method": method, "device": "cpu"})

@@ -59,14 +59,16 @@ def _fused(plain: Turn) -> Turn:
     """Replaces `plain`, and calls it for arguments that the fused operator does not take."""
     share = 2 if _turns_halves(plain, 2) else 1
 
-    def turn(
-        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def turn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(args) != 4 or not kwargs.keys() <= {"unsqueeze_dim"}:  # queries alone, or something that is unknown here
+            return plain(*args, **kwargs)
+        query, key, cos, sin = args
         is_one_type = query.dtype == key.dtype == cos.dtype == sin.dtype
         is_whole = query.shape[-1] == key.shape[-1] == share * cos.shape[-1] == share * sin.shape[-1]
         if not (is_one_type and is_whole) or cos.requires_grad or sin.requires_grad or cos.ndim != 3:
-            return plain(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return rotate(query, key, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+            return plain(*args, **kwargs)
+        dim = kwargs.get("unsqueeze_dim", 1)
+        return rotate(query, key, cos.unsqueeze(dim), sin.unsqueeze(dim))
 
     return turn
 

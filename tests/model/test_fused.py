@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.fused import FusedLora, find_fused_ops
-from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form
+from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form, norm_kind
+from roundpipe_cli.model.fused_rotary import can_rotate, fuse_rotary
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
@@ -73,10 +74,12 @@ class _Norm(nn.Module):
         wide = x.float()
         if self.kind == "centred":
             wide = wide - wide.mean(-1, keepdim=True)
-        root = wide.square().mean(-1, keepdim=True)
+        root = wide.square().mean(1 if self.kind == "over rows" else -1, keepdim=True)
         if self.kind == "eps behind the root":
             return (wide / (root.sqrt() + self.eps)).to(x.dtype) * self.weight
         normed = wide * (root + (0 if self.kind == "without eps" else self.eps)).rsqrt()
+        if self.kind == "constant root":
+            normed = wide * (normed.detach() / wide.detach())
         factor = {"squared": self.weight.square(), "plus one": 1 + self.weight}.get(self.kind, self.weight)
         return (normed * factor.float()).to(x.dtype) if self.kind != "wider" else normed.double() * factor
 
@@ -84,10 +87,16 @@ class _Norm(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("plain", NormForm("weight", 1e-5, False)), ("plus one", NormForm("weight", 1e-5, True))]
-    + [(kind, None) for kind in ("centred", "eps behind the root", "without eps", "squared", "wider")],
+    + [(kind, None) for kind in ("centred", "eps behind the root", "without eps", "squared", "wider")]
+    + [(kind, None) for kind in ("over rows", "constant root")],  # two dimensions, or no gradient, do not tell them
 )
 def test_a_norm_is_tried_not_recognised_by_its_name(kind: str, form: NormForm | None) -> None:
     assert norm_form(_Norm(kind)) == form and norm_form(_Norm(kind).bfloat16()) == form
+
+
+def test_norms_of_one_class_and_other_settings_are_tried_each() -> None:
+    first, other, equal = _Norm("plain"), _Norm("plus one"), _Norm("plain")
+    assert norm_kind(first) == norm_kind(equal) != norm_kind(other)
 
 
 def test_a_norm_of_another_type_than_its_input_computes_by_its_own_code() -> None:
@@ -96,6 +105,33 @@ def test_a_norm_of_another_type_than_its_input_computes_by_its_own_code() -> Non
     expected = module(x)
     FusedNorm(module, NormForm("weight", 1e-5, False))
     assert torch.equal(module(x), expected) and torch.allclose(module(x.float()), expected.float(), atol=0.05)
+
+
+def apply_rotary_pos_emb(q: Any, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
+    """Rotates halves, of queries alone where no keys are given."""
+    halves = [one if one is None else one.chunk(2, -1) for one in (q, k)]
+    turned = [one and torch.cat((-one[1], one[0]), -1) for one in halves]
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    found = [None if by is None else one * cos + by * sin for one, by in zip((q, k), turned, strict=True)]
+    return found[0] if k is None else tuple(found)
+
+
+class _Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        alone = apply_rotary_pos_emb(q, cos=cos, sin=sin)
+        return [alone, *apply_rotary_pos_emb(q, k, cos, sin), *apply_rotary_pos_emb(q=q, k=k, cos=cos, sin=sin)]
+
+
+def test_a_rotation_that_is_called_otherwise_computes_by_its_own_code() -> None:
+    """Of queries alone, as Qwen4's index of blocks does, and with its arguments by name."""
+    given = [torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))]
+    module = _Attention()
+    expected = module(*given)
+    assert can_rotate(module)
+    fuse_rotary(module)
+    found = module(*given)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[3], expected[3])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
 
 
 def test_nothing_is_fused_below_adapters_in_full_training() -> None:
