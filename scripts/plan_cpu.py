@@ -3,7 +3,8 @@
 python scripts/plan_cpu.py               # all recipes, on the hardware of their headers, minutes
 python scripts/plan_cpu.py qwen3 --no-bench
 
-Each recipe begins with an empty cache; `again` asks the same a second time.
+Each recipe begins with an empty cache; `again` asks the same a second time. A cell has the multiple and the seconds.
+`--help` is measured beside each recipe, since machines change their speed; the median of all counts.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def processor_s(cache: str, *arguments: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def multiples(recipe: ShippedRecipe, help_s: float, *, with_bench: bool) -> list[tuple[float, float]]:
-    """(multiple, target) of plan, plan again, bench, bench again."""
+def measured(recipe: ShippedRecipe, *, with_bench: bool) -> list[tuple[float, float]]:
+    """(processor seconds, target as a multiple) of plan, plan again, bench, bench again."""
     assert recipe.verdict is not None
     hardware = recipe.verdict.hardware
     found = []
@@ -45,7 +46,7 @@ def multiples(recipe: ShippedRecipe, help_s: float, *, with_bench: bool) -> list
         most = BENCH if command == "bench" else ONE_GPU if hardware.startswith("1x") else SEVERAL
         with tempfile.TemporaryDirectory() as cache:
             question = (cache, command, str(recipe.path), "--hardware", hardware)
-            found += [(processor_s(*question) / help_s, most), (processor_s(*question) / help_s, AGAIN)]
+            found += [(processor_s(*question), most), (processor_s(*question), AGAIN)]
     return found
 
 
@@ -54,19 +55,27 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="parts of recipe names; none: all recipes")
     parser.add_argument("--no-bench", action="store_true")
     options = parser.parse_args()
-    help_s = statistics.median(processor_s("/tmp", "--help") for _ in range(5))
-    print(f"`roundpipe --help` takes {help_s:.2f} s of processor time\n")
+    helps, rows = [processor_s("/tmp", "--help") for _ in range(5)], []
+    for recipe in shipped_recipes():
+        if recipe.verdict is None or (options.parts and not any(part in recipe.name for part in options.parts)):
+            continue
+        helps.append(processor_s("/tmp", "--help"))
+        rows.append((recipe, measured(recipe, with_bench=not options.no_bench)))
+    help_s = statistics.median(helps)
+    print(f"`roundpipe --help` takes {help_s:.3f} s of processor time\n")
     names = ["plan", "again"] + ([] if options.no_bench else ["bench", "again"])
     print(f"| recipe | hardware | {' | '.join(names)} |")
     print(f"|---|---|{'---:|' * len(names)}")
     num_over = 0
-    for recipe in shipped_recipes():
-        if recipe.verdict is None or (options.parts and not any(part in recipe.name for part in options.parts)):
-            continue
-        found = multiples(recipe, help_s, with_bench=not options.no_bench)
-        cells = [f"{value:.1f}x{'' if value <= most else f' (above {most:g}x)'}" for value, most in found]
-        num_over += sum(value > most for value, most in found)
-        print(f"| {recipe.name} | {recipe.verdict.hardware} | {' | '.join(cells)} |", flush=True)
+    for recipe, found in rows:
+        assert recipe.verdict is not None
+        over = [seconds > most * help_s for seconds, most in found]
+        cells = [
+            f"{seconds / help_s:.1f}x, {seconds:.2f} s{f' (above {most:g}x)' if is_over else ''}"
+            for (seconds, most), is_over in zip(found, over, strict=True)
+        ]
+        num_over += sum(over)
+        print(f"| {recipe.name} | {recipe.verdict.hardware} | {' | '.join(cells)} |")
     print(f"\n{num_over} above their targets")
     return 1 if num_over else 0
 

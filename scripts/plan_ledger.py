@@ -95,8 +95,12 @@ def shipped_models() -> dict[str, str]:
     return found
 
 
-def compare(model: str, method: str, in_4bit: bool, tokens: int) -> list[Compared]:
-    """Each kind of block of a shipped model, by both."""
+def compare(model: str, method: str, in_4bit: bool, tokens: int, *, by_libraries: bool = False) -> list[Compared]:
+    """Each kind of block of a shipped model, by both.
+
+    Args:
+        by_libraries: the ledger's with transformers' and PEFT's own operators.
+    """
     known = figures_of(model)
     assert known is not None, model
     figures: dict[str, Any] = {**NOT_SHIPPED, **known[0], "vocab_size": 1024}
@@ -105,7 +109,8 @@ def compare(model: str, method: str, in_4bit: bool, tokens: int) -> list[Compare
     split = split_model(skeleton)
     if method == "lora":
         add_lora(skeleton, LoraSettings(r=RANK, alpha=RANK), dtype=torch.bfloat16, base_name="ledger")
-    fused, packed = find_fused_ops(skeleton, split), "4bit" if in_4bit else None
+    fused = None if by_libraries else find_fused_ops(skeleton, split)
+    packed = "4bit" if in_4bit else None
     architecture = parse_config(figures, name=model, source="shipped")
     settings = TrainingSettings(max_seq_length=tokens, method=method, lora_r=RANK, packed_as=packed)  # type: ignore[arg-type]
     return [

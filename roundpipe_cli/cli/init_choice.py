@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from roundpipe_cli.costs.analytic import FLOAT32_EFFICIENCY, FP32_ACCUMULATE_EFFICIENCY, analytic_costs
+from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.models import Architecture
@@ -104,8 +104,7 @@ def _this_machine(model: str, architecture: Architecture) -> Hardware:
 def _dtype(machine: Hardware) -> DType:
     device = machine.devices[0]
     if device.is_cpu:
-        in_16_bit = FP32_ACCUMULATE_EFFICIENCY * device.fp32_accumulate_flops_per_s
-        return "bfloat16" if in_16_bit > FLOAT32_EFFICIENCY * device.float32_flops_per_s else "float32"
+        return "bfloat16" if device.fp32_accumulate_flops_per_s > device.float32_flops_per_s else "float32"
     return "bfloat16" if all(one.has_bfloat16 for one in machine.devices) else "float16"
 
 

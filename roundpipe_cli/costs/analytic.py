@@ -6,9 +6,8 @@ backward              2x the forward's products when the weights are trained, 1x
                       input's gradient); attention 2.5x (flash attention computes the scores again:
                       arXiv 2205.14135, section 3.1). Full recompute adds one forward: in sum 4x linear + 4.5x
                       attention + 3x head for full training, 3x, 4.5x and 2x for LoRA
-rate                  on an RTX 4090 with float16 accumulation 1 / (1/220 + 0.0034 (2048/hidden)^2) TFLOPS, fitted
-                      to published training runs; other devices by the ratios of their data sheets
-floor                 reading the weights once from device memory
+time                  products by their FLOPs or their traffic, whichever takes longer; attention by its FLOPs; all
+                      other operators by their traffic (`block_work.py` counts, `rates.py` has the rates)
 unpacking             of 4-bit, 8-bit and FP8 weights: at the rate of device memory, in each forward, recompute and
                       backward, or once per visit of a stage
 host                  the interpreter launches operators one after the other for all workers together: about 5 us
@@ -23,26 +22,18 @@ from dataclasses import dataclass, replace
 from roundpipe_cli.costs.activations import activation_bytes, head_chunk_bytes
 from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.expert_work import expert_fill
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware
+from roundpipe_cli.costs.head_work import head_work
 from roundpipe_cli.costs.matrices import lora_params
 from roundpipe_cli.costs.models import Architecture, Block
+from roundpipe_cli.costs.rates import Rates, rates_of
 from roundpipe_cli.costs.tally import PassWork
-from roundpipe_cli.costs.training import DType, TrainingSettings
+from roundpipe_cli.costs.training import TrainingSettings
 
-REFERENCE_PEAK_FLOPS_PER_S = 330.4e12
-REFERENCE_MEMORY_BYTES_PER_S = 1008e9
-REFERENCE_ASYMPTOTE_FLOPS_PER_S = 220e12
-REFERENCE_OVERHEAD_S_PER_FLOP = 0.0034e-12
-"""Time of everything that is not a matrix product, per FLOP, at hidden size 2048."""
-FP32_ACCUMULATE_EFFICIENCY = 0.94
-"""Share of the data-sheet rate. GeForce cards run it at half rate, which is easy to keep fed, so it is not the
-220/330.4 of float16 accumulation (assumed)."""
-FLOAT32_EFFICIENCY = 0.85
 HOST_S_PER_OPERATOR = 20e-3 / 4100
 HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
-EXPERT_TILE_TOKENS = 64
-"""Half of a matrix-product tile: what an expert's last tile wastes on average."""
 OPTIMIZER_BYTES_PER_PARAM = 30
 """AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
 
@@ -122,24 +113,6 @@ def trainable_params(architecture: Architecture, settings: TrainingSettings) -> 
     ]
 
 
-def matmul_s_per_flop(device: Device, hidden_size: int, dtype: DType, accumulate: Accumulate) -> float:
-    """Seconds per FLOP of a layer of this hidden size: the formula at the head of this file.
-
-    The first term is the matrix products', by the device's rate; the second everything else's, which waits for
-    memory: by the device's memory bandwidth.
-    """
-    products = REFERENCE_ASYMPTOTE_FLOPS_PER_S / REFERENCE_PEAK_FLOPS_PER_S * device.fp16_accumulate_flops_per_s
-    if dtype == "float32":
-        products = FLOAT32_EFFICIENCY * device.float32_flops_per_s
-    elif dtype == "bfloat16" or accumulate == "fp32":
-        products = min(products, FP32_ACCUMULATE_EFFICIENCY * device.fp32_accumulate_flops_per_s)
-    if device.is_cpu:  # measured on whole training steps: nothing to add
-        return 1 / products
-    width = 2 if dtype == "float32" else 1
-    rest = REFERENCE_OVERHEAD_S_PER_FLOP * width * REFERENCE_MEMORY_BYTES_PER_S / device.memory_bytes_per_s
-    return 1 / products + rest * (2048 / hidden_size) ** 2
-
-
 @dataclass(frozen=True, slots=True)
 class _Timer:
     """Layer costs of one model on one device."""
@@ -150,8 +123,13 @@ class _Timer:
     accumulate: Accumulate
 
     @property
-    def _s_per_flop(self) -> float:
-        return matmul_s_per_flop(self.device, self.architecture.hidden_size, self.settings.dtype, self.accumulate)
+    def _rates(self) -> Rates:
+        return rates_of(self.device, self.settings.dtype, self.accumulate)
+
+    def _pass_s(self, work: PassWork) -> float:
+        """Time of a pass over a block, weights being whole. A processor's rate was measured on whole training steps."""
+        rates = self._rates
+        return work.product_flops / rates.products if self.device.is_cpu else rates.pass_s(work)
 
     @property
     def _boundary_bytes(self) -> int:
@@ -167,11 +145,9 @@ class _Timer:
         """Seconds, bytes and boundary of one block for one microbatch, counted from its matrices and its attention."""
         architecture, settings = self.architecture, self.settings
         work = block_work(architecture, block, settings)
-        read_s = block.params * settings.dtype_bytes / self.device.memory_bytes_per_s
         unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
         each_s = 0.0 if settings.unpacks_once else unpack_s
-        forward_s = max(self._products_s(work.forward, block), read_s) + each_s
-        backward_s = max(self._products_s(work.backward, block), read_s) + each_s
+        forward_s, backward_s = self._pass_s(work.forward) + each_s, self._pass_s(work.backward) + each_s
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
@@ -191,15 +167,11 @@ class _Timer:
             whole_bytes=block.params * settings.dtype_bytes if settings.unpacks_once else 0,
         )
 
-    def _products_s(self, work: PassWork, block: Block) -> float:
-        """Time of a pass's matrix products and what goes with them; experts' last tiles are partly empty."""
-        wasted = work.expert_flops * (1 / self._expert_fill(block) - 1)
-        return (work.product_flops + wasted) * self._s_per_flop
-
     def _mlp_s(self, block: Block) -> float:
         """Forward of the feed-forward part."""
-        products = 2 * self.settings.tokens_per_microbatch * block.active_mlp_params
-        return products * self._s_per_flop / self._expert_fill(block)
+        settings, per_token = self.settings, self.architecture.num_experts_per_tok
+        fill = expert_fill(settings, block.num_experts, per_token) if block.num_experts else 1.0
+        return 2 * settings.tokens_per_microbatch * block.active_mlp_params / self._rates.products / fill
 
     def _skippable_s(self, block: Block) -> float:
         """Seconds of the forward that a recompute leaves out where nobody reads the block's output."""
@@ -210,29 +182,20 @@ class _Timer:
             return self._mlp_s(block)
         if block.num_experts:  # routing weights read the last product
             return 0.0
-        return 2 * tokens * self._s_per_flop * architecture.hidden_size * architecture.intermediate_size
+        return 2 * tokens * architecture.hidden_size * architecture.intermediate_size / self._rates.products
 
     def head(self) -> LayerCost:
         """Final norm, LM head and loss, in chunks of tokens; forward and backward in one go, no recompute."""
         architecture, settings = self.architecture, self.settings
-        tokens = settings.tokens_per_microbatch
-        products_s = 2 * tokens * architecture.vocab_size * architecture.hidden_size * self._s_per_flop
-        read_s = architecture.head_params * settings.dtype_bytes / self.device.memory_bytes_per_s
+        forward, backward = head_work(architecture, settings)
         return LayerCost(
             name="head",
-            forward_s=max(products_s, read_s),
-            backward_s=max(products_s * (2 if settings.method == "full" else 1), read_s),
+            forward_s=self._pass_s(forward),
+            backward_s=self._pass_s(backward),
             recompute=False,
             param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
             activation_bytes=head_chunk_bytes(architecture, settings),
         )
-
-    def _expert_fill(self, block: Block) -> float:
-        """Share of the experts' tiles that is not padding."""
-        if not block.num_experts:
-            return 1.0
-        per_expert = self.settings.tokens_per_mlp_call * self.architecture.num_experts_per_tok / block.num_experts
-        return per_expert / (per_expert + EXPERT_TILE_TOKENS)
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:
         """Bytes of a visit: CPU workers use the host's weights where they lie."""
@@ -240,6 +203,20 @@ class _Timer:
             return 0
         per_param = self.settings.frozen_bytes_per_param if has_matrices else self.settings.dtype_bytes
         return int(params * per_param) + adapters * self.settings.dtype_bytes
+
+
+def fused_share(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> float:
+    """Time of the blocks on the first device, if fused operators save what they move less: part of the prediction."""
+    rates = rates_of(hardware.devices[0], settings.dtype, "fp16" if settings.float16_accumulation else "fp32")
+    works = [(block_work(architecture, one, settings), count) for one, count in Counter(architecture.blocks).items()]
+
+    def total_s(*, fused: bool) -> float:
+        return sum(
+            count * (2 * rates.pass_s(work.forward, fused=fused) + rates.pass_s(work.backward, fused=fused))
+            for work, count in works
+        )
+
+    return total_s(fused=True) / total_s(fused=False)
 
 
 def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:

@@ -37,7 +37,8 @@ def block_work(architecture: Architecture, block: Block, settings: TrainingSetti
     tally = Tally(architecture.hidden_size, settings)
     matrices = block_matrices(architecture, block, settings)
     _hidden_norm(tally, architecture)
-    _attention(tally, architecture, block, matrices)
+    if matrices.query.params:
+        _attention(tally, architecture, block, matrices)
     _after(tally, architecture)
     _hidden_norm(tally, architecture)
     if matrices.dense:
@@ -85,6 +86,8 @@ def _rotate(tally: Tally, columns: int, width: int, *, has_half: bool) -> None:
     values, angles = tally.tokens * columns * tally.size, tally.tokens * width * tally.size
     for one in (tally.forward, tally.backward):
         one.moves(2 * values + (angles / 2 if has_half else angles), *[1.5 * values + angles / 2] * 2)
+    tally.forward.library_bytes += 5 * values  # halves are turned by operators of their own
+    tally.backward.library_bytes += 9 * values
 
 
 def _attend(tally: Tally, architecture: Architecture, block: Block) -> None:
@@ -114,8 +117,8 @@ def _attend(tally: Tally, architecture: Architecture, block: Block) -> None:
 
 def _products(tally: Tally, flops_per_token: float) -> None:
     """Scores and values of attention."""
-    tally.forward.multiplies(tally.tokens * flops_per_token)
-    tally.backward.multiplies(ATTENTION_BACKWARD * tally.tokens * flops_per_token)
+    tally.forward.attends(tally.tokens * flops_per_token)
+    tally.backward.attends(ATTENTION_BACKWARD * tally.tokens * flops_per_token)
 
 
 def _attend_with_sinks(tally: Tally, architecture: Architecture, keys: float) -> None:

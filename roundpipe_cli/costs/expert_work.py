@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from roundpipe_cli.costs.matrices import Matrix
 from roundpipe_cli.costs.structure import CHOSEN_BY_LOGIT, CHOSEN_SUM_TO_ONE
-from roundpipe_cli.costs.tally import Tally
+from roundpipe_cli.costs.tally import EXACT_BYTES, Tally
+from roundpipe_cli.costs.training import TrainingSettings
 
-INDEX_BYTES, OFFSET_BYTES, EXACT_BYTES = 8, 4, 4
-"""Sizes of an int64, an int32 and a float32."""
+INDEX_BYTES, OFFSET_BYTES = 8, 4
+"""Sizes of an int64 and an int32."""
+EXPERT_TILE_TOKENS = 64
+"""Half of a tile of a grouped product: what an expert's last tile wastes on average."""
+
+
+def expert_fill(settings: TrainingSettings, num_experts: int, per_token: int) -> float:
+    """Useful share of the experts' tiles."""
+    per_expert = settings.tokens_per_mlp_call * per_token / num_experts
+    return per_expert / (per_expert + EXPERT_TILE_TOKENS)
 
 
 def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None:
@@ -43,23 +52,24 @@ def _divide_by_sum(tally: Tally, chosen: float, sums: float) -> None:
 
 def _score(tally: Tally, router: Matrix) -> None:
     """The router's product. Its adapter is added to its weight at each call."""
-    product, weight = 2 * tally.tokens * router.params, router.params * tally.size
-    tally.forward.multiplies(product)
-    tally.backward.multiplies(product)
+    tokens, inputs, outputs, size = tally.tokens, router.inputs, router.outputs, tally.size
+    weight = router.params * size
+    tally.forward.product(tokens, inputs, outputs, size)
+    tally.backward.product(tokens, outputs, inputs, size)
     tally.sum_gradients(2)
     if tally.trains or router.rank:
-        tally.backward.multiplies(product)
+        tally.backward.product(outputs, tokens, inputs, size)
     if tally.trains:
         tally.accumulate(router.params)
         if router.has_bias:
-            tally.backward.moves((tally.tokens + 1) * router.outputs * tally.size)
+            tally.backward.moves((tokens + 1) * outputs * size)
             tally.accumulate(router.outputs)
     if router.rank:
-        low = 2 * router.rank * router.params
-        tally.forward.multiplies(low)
+        tally.forward.product(outputs, router.rank, inputs, size)
         tally.forward.moves(2 * weight, 3 * weight)
         tally.backward.moves(2 * weight)
-        tally.backward.multiplies(low, low)
+        tally.backward.product(router.rank, outputs, inputs, size)
+        tally.backward.product(outputs, inputs, router.rank, size)
         tally.accumulate(router.rank * router.inputs, router.rank * router.outputs)
 
 
@@ -97,24 +107,28 @@ def _gather(tally: Tally, num_experts: int, pairs: float, of_pairs: float) -> No
 
 def _grouped(tally: Tally, matrix: Matrix, pairs: float) -> None:
     """A grouped product, its adapter's share in the same kernel, and its bias, a row for each pair."""
-    product, rank = 2 * pairs * matrix.inputs * matrix.outputs, matrix.rank
+    product, rank, size = 2 * pairs * matrix.inputs * matrix.outputs, matrix.rank, tally.size
     low, back = 2 * pairs * rank * matrix.inputs, 2 * pairs * rank * matrix.outputs
+    read, made, weights = pairs * matrix.inputs * size, pairs * matrix.outputs * size, matrix.params * size
+    per_token = round(pairs / tally.tokens)
+    wasted = product * (1 / expert_fill(tally.settings, matrix.num_experts, per_token) - 1)
     tally.unpack(matrix)
-    for one in (tally.forward, tally.backward):
-        one.expert_flops += product
     if rank:
-        copied = 2 * matrix.num_experts * rank * matrix.outputs * tally.size  # B, which PEFT keeps in another order
-        tally.forward.multiplies(low, product + back)
+        copied = 2 * matrix.num_experts * rank * matrix.outputs * size  # B, which PEFT keeps in another order
+        tally.forward.grouped_product(low, 0, read)
+        tally.forward.grouped_product(product + back, wasted, read + weights + made)
         tally.forward.moves(copied)
-        tally.backward.multiplies(back, product + low, low, back)
+        tally.backward.grouped_product(back, 0, made)
+        tally.backward.grouped_product(product + low, wasted, read + weights + made)
+        tally.backward.grouped_product(low, 0, read)
+        tally.backward.grouped_product(back, 0, made)
         tally.backward.moves(copied)
         tally.accumulate(matrix.num_experts * rank * matrix.inputs, matrix.num_experts * rank * matrix.outputs)
     else:
-        tally.forward.multiplies(product)
-        tally.backward.multiplies(product)
+        tally.forward.grouped_product(product, wasted, read + weights + made)
+        tally.backward.grouped_product(product, wasted, read + weights + made)
     if tally.trains:
-        tally.backward.multiplies(product)
-        tally.backward.expert_flops += product
+        tally.backward.grouped_product(product, wasted, read + weights + made)
         tally.accumulate(matrix.params)
     if matrix.has_bias:
         _add_bias(tally, matrix, pairs)

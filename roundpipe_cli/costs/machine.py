@@ -11,12 +11,6 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundpipe_cli.costs.analytic import (
-    FLOAT32_EFFICIENCY,
-    FP32_ACCUMULATE_EFFICIENCY,
-    REFERENCE_ASYMPTOTE_FLOPS_PER_S,
-    REFERENCE_PEAK_FLOPS_PER_S,
-)
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
 from roundpipe_cli.costs.processes import this_process
 from roundpipe_cli.units import GIB, MIB, format_bytes
@@ -128,9 +122,9 @@ def cpu_devices(count: int) -> tuple[Device, ...]:
         is_cpu=True,
         memory_bytes=host_memory().total_bytes,
         memory_bytes_per_s=CPU_MEMORY_BYTES_PER_S / count,
-        fp16_accumulate_flops_per_s=rate16 * REFERENCE_PEAK_FLOPS_PER_S / REFERENCE_ASYMPTOTE_FLOPS_PER_S,
-        fp32_accumulate_flops_per_s=rate16 / FP32_ACCUMULATE_EFFICIENCY,
-        float32_flops_per_s=rate / FLOAT32_EFFICIENCY,
+        fp16_accumulate_flops_per_s=rate16,
+        fp32_accumulate_flops_per_s=rate16,
+        float32_flops_per_s=rate,
         has_bfloat16=True,
         link_bytes_per_s=CPU_MEMORY_BYTES_PER_S / 2,
     )

@@ -57,15 +57,14 @@ class BlockMatrices:
 def block_matrices(architecture: Architecture, block: Block, settings: TrainingSettings) -> BlockMatrices:
     """The matrices of `block`, with adapters where `settings` asks for them."""
     hidden, model_type = architecture.hidden_size, architecture.model_type
-    query = architecture.num_attention_heads * architecture.head_dim
-    key_value = architecture.num_key_value_heads * architecture.head_dim
+    query, key_value = _attention_widths(architecture, block)
     has_bias = model_type in QKV_BIAS
 
     # where PEFT adapts fused experts, it takes the names of a feed-forward part for theirs alone
     dense_settings = replace(settings, lora_targets=()) if model_type in ADAPTED_EXPERTS else settings
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Matrix:
-        rank = _rank(dense_settings if name in _FEED_FORWARD else settings, name)
+        rank = _rank(dense_settings if name in _FEED_FORWARD else settings, name) if inputs * outputs else 0
         return Matrix(name, inputs, outputs, rank, has_bias=bias)
 
     routed = _experts(architecture, block, settings)
@@ -90,6 +89,20 @@ def block_matrices(architecture: Architecture, block: Block, settings: TrainingS
         router=router,
         experts=routed,
     )
+
+
+def _attention_widths(architecture: Architecture, block: Block) -> tuple[int, int]:
+    """Outputs of the queries' matrix and of each of the keys' and values'; together as many weights as the block has.
+
+    Where heads share keys in other ways than the figures say, or matrices go through a latent space, the difference is
+    the keys'.
+    """
+    query = architecture.num_attention_heads * architecture.head_dim
+    key_value = architecture.num_key_value_heads * architecture.head_dim
+    both = block.attention_params // (2 * architecture.hidden_size)
+    if both in (0, query + key_value):
+        return (query, key_value) if both else (0, 0)
+    return (query, both - query) if both > query else (both - both // 2, both // 2)
 
 
 def _experts(architecture: Architecture, block: Block, settings: TrainingSettings) -> tuple[Matrix, ...]:

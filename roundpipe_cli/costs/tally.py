@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from roundpipe_cli.choices import PACKED_FORMATS, UNPACKED_AT_ONCE
@@ -10,6 +11,20 @@ from roundpipe_cli.costs.training import TrainingSettings
 
 ACCUMULATED_BYTES = 8
 """Bytes to read and write a float32 sum of gradients."""
+EXACT_BYTES = 4
+"""Size of a float32."""
+TILE = 64
+"""Rows and columns of a product's result that are computed together, at least: of narrow ones a part is wasted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix product, as a GPU has to compute it."""
+
+    flops: float
+    """With what is wasted in tiles that are partly empty."""
+    traffic_bytes: float
+    """Both factors and the result: what a narrow product waits for."""
 
 
 @dataclass(slots=True)
@@ -24,19 +39,48 @@ class PassWork:
     """Bytes that operators other than products read and write, each tensor of an operator once."""
     product_flops: float = 0.0
     """Matrix products and attention."""
-    expert_flops: float = 0.0
-    """Routed experts' matrices, among them."""
+    attention_flops: float = 0.0
+    """Attention, among them."""
+    shapes: list[Product] = field(default_factory=list)
+    """Products without attention."""
+    unpacked_bytes: float = 0.0
+    """Read and written to make packed weights whole; part of `traffic_bytes`."""
+    library_bytes: float = 0.0
+    """Moved by transformers' and PEFT's own operators beyond `traffic_bytes`, in place of the fused ones."""
 
     def moves(self, *traffic_bytes: float) -> None:
         """Count operators that are no products, by the bytes of each."""
         self.operators += len(traffic_bytes)
         self.traffic_bytes += sum(traffic_bytes)
 
-    def multiplies(self, *flops: float) -> None:
-        """Count products."""
-        self.operators += len(flops)
-        self.products += len(flops)
-        self.product_flops += sum(flops)
+    def attends(self, flops: float) -> None:
+        """Count attention of all heads."""
+        self._multiplies(flops)
+        self.attention_flops += flops
+
+    def product(self, rows: float, inner: float, columns: float, size: int) -> None:
+        """Count a product of [rows, inner] and [inner, columns], of values of `size` bytes."""
+        self._multiplies(2 * rows * inner * columns)
+        traffic_bytes = size * (rows * inner + inner * columns + rows * columns)
+        self.shapes.append(Product(2 * _tiled(rows) * inner * _tiled(columns), traffic_bytes))
+
+    def grouped_product(self, flops: float, wasted: float, traffic_bytes: float) -> None:
+        """Count a product with a matrix for each expert.
+
+        Args:
+            wasted: FLOPs in tiles that are partly empty.
+        """
+        self._multiplies(flops)
+        self.shapes.append(Product(flops + wasted, traffic_bytes))
+
+    def _multiplies(self, flops: float) -> None:
+        self.operators += 1
+        self.products += 1
+        self.product_flops += flops
+
+
+def _tiled(length: float) -> float:
+    return TILE * math.ceil(length / TILE)
 
 
 @dataclass(slots=True)
@@ -93,6 +137,9 @@ class Tally:
         else:
             self.forward.moves(2 * values + rows + weight)
             self.backward.moves(3 * values + rows + weight)
+        count, casts = self.tokens * columns, 0 if self.size == EXACT_BYTES else 2 * (self.size + EXACT_BYTES)
+        self.forward.library_bytes += count * (5 * EXACT_BYTES + casts)  # power, mean, product, and casts around them
+        self.backward.library_bytes += count * (16 * EXACT_BYTES + casts + self.size)  # nine operators in place of one
         if self.trains:
             self.backward.moves(*((3 * values, values + weight) if adds_one else (2 * values + rows + weight,)))
             self.accumulate(width)
@@ -100,21 +147,26 @@ class Tally:
     def linear(self, matrix: Matrix) -> None:
         """A linear layer on all tokens; an adapter's products are launched beside it (`kernels/lora_linear.py`)."""
         tokens, rank = self.tokens, matrix.rank
+        inputs, outputs, size = matrix.inputs, matrix.outputs, self.size
         self.unpack(matrix)
-        product = 2 * tokens * matrix.params
-        self.forward.multiplies(product)
-        self.backward.multiplies(product)
+        self.forward.product(tokens, inputs, outputs, size)
+        self.backward.product(tokens, outputs, inputs, size)
         if self.trains:
-            self.backward.multiplies(product)
+            self.backward.product(outputs, tokens, inputs, size)
             self.accumulate(matrix.params)
             if matrix.has_bias:
                 self.backward.moves((tokens + 1) * matrix.outputs * self.size)
                 self.accumulate(matrix.outputs)
         if rank:
-            low, back = 2 * tokens * rank * matrix.inputs, 2 * tokens * rank * matrix.outputs
-            self.forward.multiplies(low, back)
-            self.backward.multiplies(low, low, back, back)
-            self.accumulate(rank * matrix.inputs, rank * matrix.outputs)
+            self.forward.product(tokens, inputs, rank, size)
+            self.forward.product(tokens, rank, outputs, size)
+            self.backward.product(tokens, outputs, rank, size)
+            self.backward.product(tokens, rank, inputs, size)
+            self.backward.product(rank, tokens, inputs, size)
+            self.backward.product(outputs, tokens, rank, size)
+            self.accumulate(rank * inputs, rank * outputs)
+            self.forward.library_bytes += 5 * tokens * outputs * size  # scale, and add to the product
+            self.backward.library_bytes += tokens * (2 * outputs + 3 * inputs) * size
 
     def unpack(self, matrix: Matrix) -> None:
         """Make a packed weight whole, forward and once more in backward."""
@@ -127,5 +179,6 @@ class Tally:
         once = [(matrix.params * packed + whole) / pieces] * pieces
         once += [2 * whole] * (PACKED_FORMATS[kind].passes - 1)
         once += [2 * whole / pieces] * (pieces if pieces > 1 else 0)
-        self.forward.moves(*once)
-        self.backward.moves(*once)
+        for one in (self.forward, self.backward):
+            one.moves(*once)
+            one.unpacked_bytes += sum(once)

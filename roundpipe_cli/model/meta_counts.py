@@ -25,7 +25,7 @@ from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model_sizes import SIZE_NAMES
 from roundpipe_cli.plain_files import read_regular
 
-FORMAT = 4
+FORMAT = 5
 """Version of the documents; raised when they get another meaning."""
 MAX_BYTES = 16 * 1024**2
 PROCESSOR_S = 120.0
@@ -191,6 +191,9 @@ def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
             if value:
                 figures[key] = value
                 break
+    latent = [_whole(_attribute(text, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if all(latent):  # queries and keys are wider than values: products with both, on average
+        figures["head_dim"] = sum(latent) // 2
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
     figures.setdefault("hidden_size", int(embedding.shape[-1]))
     figures.setdefault("num_attention_heads", 1)

@@ -19,7 +19,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_stages, chunk_shapes, fastest_shape
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, costs_per_microbatch, run, run_step_s
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
-from roundpipe_cli.planning.quick_cut import enough_per_round, quick_cut
+from roundpipe_cli.planning.quick_cut import enough_per_round, links_bind, quick_cut
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.single_worker import single_cut
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
@@ -201,9 +201,12 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     )
     if limits is None:
         return searched
-    if enough_per_round(case.costs, case.num_workers, case.num_microbatches, limits) <= found.microbatches_per_round:
+    counts, per_round = (case.num_workers, case.num_microbatches), found.microbatches_per_round
+    is_long = enough_per_round(case.costs, *counts, limits) <= per_round
+    if is_long and not links_bind(case.costs, case.num_microbatches, per_round):
         return searched
-    # The search looks at a few rounds only: where links bind, longer ones may be worth more than a better cut.
+    # The search looks at a few rounds only, and less at uploads: where links bind, longer rounds and even stages may be
+    # worth more than a better cut.
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_WEIGHED_MICROBATCHES))
     return min(searched, _quick(case), key=lambda cut: run_step_s("roundpipe", cut, short))
 

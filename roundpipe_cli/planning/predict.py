@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
+from roundpipe_cli.costs.analytic import fused_share
 from roundpipe_cli.costs.cost import LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
@@ -294,7 +295,8 @@ def _cut(question: PlanRequest) -> StageCut:
         cut = choose("roundpipe", case, lambda cut: _judged(question, cut).fits, effort="quick")
     except ResourceError:
         return _coarsest(question, "no cut keeps the devices' limits")
-    return cut if _judged(question, cut).fits else _coarser(question, cut)
+    # the search sees little of uploads, which bind where weights are read from disk
+    return _coarser(question, cut) if settings.weights_on_disk or not _judged(question, cut).fits else cut
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
@@ -310,21 +312,21 @@ def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
 
 
 def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
-    """The fastest even cut that fits: every backward stage keeps a boundary of each microbatch on the host."""
-    costs, settings = question.analytic.costs, question.settings
-    count = len(costs.layers)
+    """The fastest of `cut` and coarser even ones that fit: every backward stage keeps a boundary of each microbatch."""
+    costs, settings, count = question.analytic.costs, question.settings, len(question.analytic.costs.layers)
     most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
     widest = math.ceil((count - 2) / most)
     limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
     enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
-    why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep"
+    why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep, and uploads"
     cuts = []
     for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
         forward, backward = stages_of_blocks(count, blocks)
         for per_round in sorted({question.num_workers, enough}):
             cuts.append(StageCut(tuple(forward), tuple(backward), per_round, explanation=(why,)))
-    fitting = [one for one in cuts if _judged(question, one).fits]
-    return min(fitting, key=lambda one: simulate_step(question, one).step_s, default=cut)
+    fitting = {one: verdict for one in (cut, *cuts) if (verdict := _judged(question, one)).fits}
+    steps = {one: simulate_step(with_auto_cache(question, verdict)[0], one) for one, verdict in fitting.items()}
+    return min(steps, key=lambda one: steps[one].step_s, default=cut)
 
 
 def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:
@@ -360,6 +362,12 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
             "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "
             "(float16 accumulation) within 5 % on average, all else is scaled from there"
         )
+        if question.loaded.recipe.kernels == "auto":
+            share = fused_share(architecture, settings, hardware)
+            lines.append(
+                "assumed: operators move what transformers' and PEFT's own move, as in the published runs; with what "
+                f"kernels: auto saves blocks would take {share:.2f}x, which no GPU has confirmed"
+            )
         if settings.dtype == "float16" and settings.float16_accumulation:
             lines.append("assumed: float16 products that add up in float16, as float16_accumulation says; not measured")
         elif settings.dtype == "float16" and hardware.accumulate == "fp16":

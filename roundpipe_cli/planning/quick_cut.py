@@ -76,13 +76,18 @@ def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int, 
 
     Doubled from the number of workers until the links take at most `MAX_LINK_SHARE` of the workers' time.
     """
-    link_s = 2 * sum(layer.param_bytes for layer in costs.layers) / costs.link_bytes_per_s
-    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
     per_round = num_workers
     while (
         per_round < num_microbatches
         and limits.keeps_round(min(2 * per_round, num_microbatches))
-        and math.ceil(num_microbatches / per_round) * link_s > MAX_LINK_SHARE * num_microbatches * compute_s
+        and links_bind(costs, num_microbatches, per_round)
     ):
         per_round = min(2 * per_round, num_microbatches)
     return per_round
+
+
+def links_bind(costs: CostModel, num_microbatches: int, per_round: int) -> bool:
+    """Whether weights take the links for more than `MAX_LINK_SHARE` of the workers' time."""
+    link_s = 2 * sum(layer.param_bytes for layer in costs.layers) / costs.link_bytes_per_s
+    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
+    return math.ceil(num_microbatches / per_round) * link_s > MAX_LINK_SHARE * num_microbatches * compute_s

@@ -41,6 +41,17 @@ def test_a_blocks_counts_are_the_ledgers(model_type: str, method: str, in_4bit: 
     assert found and [one.off() for one in found] == [[]] * len(found)
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mistral"])
+def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) -> None:
+    """Times are predicted by it, for it explains the published runs: with transformers' and PEFT's own operators."""
+    for one in compare(FAMILIES[model_type], method, False, TOKENS, by_libraries=True):
+        assert one.plan.forward.library_bytes > one.plan.forward.traffic_bytes / 2
+        for work, launches in ((one.plan.forward, one.ledger.forward), (one.plan.backward, one.ledger.backward)):
+            moved = work.traffic_bytes + work.library_bytes
+            assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma3_text"])
 def test_adapters_are_those_that_peft_makes(model_type: str) -> None:
     """Gate and up of fused experts have twice the rank, routers are adapted, and GPT-OSS's experts are not: `plan` said

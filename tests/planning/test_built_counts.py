@@ -12,6 +12,7 @@ import torch
 from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.built_counts import built_architecture
 from roundpipe_cli.costs.counted_types import EXACT_TYPES, TIED_BY_DEFAULT, is_counted_exactly
 from roundpipe_cli.costs.find_model import find_config
@@ -73,6 +74,29 @@ def test_what_travels_beside_hidden_states_is_planned(tmp_path: Path, model_type
     settings = TrainingSettings(dtype="bfloat16", max_seq_length=100, micro_batch_size=1)
     layers = analytic_costs(architecture, settings, parse_hardware("1x4090")).costs.layers
     assert {layer.boundary_bytes for layer in layers[:-1]} == {100 * columns * 2}
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "deepseek_v2", "deepseek_v3", "glm4_moe", "bloom", "jamba", "mamba2"])
+def test_products_have_the_weights_of_the_built_model(tmp_path: Path, model_type: str) -> None:
+    """They were those of heads as the configuration has them: a fifth too many for Falcon, whose heads share one key,
+    and attention in blocks that have none."""
+    folder, _ = put_model(tmp_path, model_type)
+    architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
+    settings = TrainingSettings(64, method="full")
+    for block in set(architecture.blocks):
+        forward = block_work(architecture, block, settings).forward
+        products = (forward.product_flops - forward.attention_flops) / (2 * settings.tokens_per_microbatch)
+        rounding = 3 * architecture.hidden_size
+        assert products == pytest.approx(block.active_linear_params, abs=rounding)
+        assert bool(forward.attention_flops) == bool(block.attention_params)
+
+
+def test_latent_attention_has_the_width_of_its_heads(tmp_path: Path) -> None:
+    """Queries and keys of DeepSeek's heads are 192 wide and values 128; 64 were counted, the rotary part alone."""
+    folder, _ = put_model(tmp_path, "deepseek_v3", qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16)
+    architecture = counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
+    work = block_work(architecture, architecture.blocks[0], TrainingSettings(64))
+    assert work.forward.attention_flops == 64 * 32 * architecture.num_attention_heads * 2 * (24 + 8 + 16)
 
 
 def test_the_tables_are_taken_only_where_they_are_exact() -> None:
