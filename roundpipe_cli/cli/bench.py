@@ -107,9 +107,9 @@ def bench(
 
         asked = as_planned(recipe, overrides or [], hardware, schedule, answers)
     else:
+        partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
         if recipe:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
-        partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
         asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
     needs_timelines = svg is not None or run_really
     results = [run(*one) if needs_timelines else _known_result(*one, answers) for one in asked]

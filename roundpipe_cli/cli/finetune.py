@@ -99,7 +99,7 @@ def _silent(event: Event) -> None:
 
 def refuse_too_large(loaded: LoadedRecipe) -> None:
     """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
-    from roundpipe_cli.planning.predict import check_fits
+    from roundpipe_cli.planning.fit_check import check_fits
 
     with contextlib.suppress(RefusedError):
         check_fits(loaded)

@@ -1,7 +1,4 @@
-"""From a recipe and a machine to a plan: figures of the model, costs, stages, simulated step, verdict. No torch.
-
-`check_fits` serves `finetune`, `make_plan` is all of `roundpipe plan`.
-"""
+"""From a recipe and a machine to a plan: figures of the model, costs, stages, simulated step, verdict. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.analytic import fused_share
 from roundpipe_cli.costs.cost import LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
-from roundpipe_cli.errors import Problem, ResourceError
+from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from
 from roundpipe_cli.planning.band import Band, band_of
@@ -23,7 +19,7 @@ from roundpipe_cli.planning.cache_size import has_room, with_all_weights, with_a
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.counting import Build
-from roundpipe_cli.planning.question import PlanRequest, ask, choose_tier
+from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.simulated_step import (
@@ -94,51 +90,6 @@ class Plan:
     def band(self) -> Band:
         """How far `step_s` and `tokens_per_s` may be off."""
         return band_of(self.question.architecture, self.question.settings, self.question.hardware)
-
-
-def check_fits(loaded: LoadedRecipe) -> None:
-    """Refuse a run that cannot fit on this machine, before anything is loaded.
-
-    Counts host memory that is available now, under a container's limit. A model whose parameters are a guess passes.
-
-    Raises:
-        ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
-    """
-    question = ask(loaded, here=True)
-    if question.architecture.is_guess:
-        return  # a guessed size is no reason to refuse a run
-    if not question.hardware.is_here:
-        return  # the recipe's GPUs are not here, which is another error than memory
-    if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
-        return  # nor is any other GPU
-    memory = host_memory()
-    available = min(question.hardware.host_memory_bytes, memory.available_bytes)
-    machine = replace(question.hardware, host_memory_bytes=available)
-    settings = replace(question.settings, unpacks_once=False)  # what needs least
-    if loaded.recipe.weights == "auto":
-        settings = choose_tier(question.architecture, settings, machine)
-    if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
-        settings = replace(settings, num_shards=num_machines())
-    verdict = judge_coarsest(question.architecture, settings, machine)
-    if verdict.fits:
-        return
-    error = ResourceError(verdict.reasons[0])
-    found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
-    hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
-    for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
-        if judge_coarsest(fewer.architecture, settings, fewer.hardware).fits:
-            hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
-            break
-    error.problems = tuple(
-        Problem(
-            reason,
-            where=str(loaded.path),
-            found=found if reason.startswith("host memory") else None,
-            hint=hint if reason is verdict.reasons[-1] else None,
-        )
-        for reason in verdict.reasons
-    )
-    raise error
 
 
 def make_plan(

@@ -10,7 +10,8 @@ import pytest
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.memory import device_need, usable_device_bytes
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.planning.predict import Plan, check_fits, make_plan
+from roundpipe_cli.planning.fit_check import check_fits
+from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.unequal import without_small_cards
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.schedule.timeline import busy_s
@@ -77,14 +78,14 @@ def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
 
 
 def test_a_run_that_only_the_larger_cards_hold_says_so(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundpipe_cli.planning import predict
+    from roundpipe_cli.planning import fit_check
     from roundpipe_cli.planning.question import PlanRequest, ask
 
     def here(loaded: LoadedRecipe, hardware: str | None = None, *, here: bool = False) -> PlanRequest:
         question = ask(loaded, "3090+custom:memory_gib=2:acc32_tflops=70")
         return replace(question, hardware=replace(question.hardware, is_here=True))
 
-    monkeypatch.setattr(predict, "ask", here)  # this machine has no such GPUs
+    monkeypatch.setattr(fit_check, "ask", here)  # this machine has no such GPUs
     with pytest.raises(ResourceError) as caught:
         check_fits(loaded)
     assert "1 x custom left out" in str(caught.value) and "pipeline.devices: [cuda:0]" in str(caught.value)

@@ -85,8 +85,10 @@ def test_offline_is_total_for_names_of_the_hub(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0, 0o077])
-def test_state_is_private_and_the_result_is_not(folder: Path, mask: int) -> None:
+def test_state_is_private_and_the_result_is_not(folder: Path, mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever umask the user has."""
+    cache = folder / "cache"  # of this run alone: what other tests share was made with their umask
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(cache))
     before = functools.partial(os.umask, mask)
     launch(folder, "finetune", "recipe.yaml", "output_dir=new/out", before=before).finish().expect(0)
     out = folder / "new" / "out"
@@ -95,7 +97,7 @@ def test_state_is_private_and_the_result_is_not(folder: Path, mask: int) -> None
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "recipe.yaml"} <= readable
     assert not [name for name in readable if name.startswith(("step-", ".roundpipe", "metrics", "events"))], modes
     assert out.stat().st_mode & 0o777 == 0o755
-    cache = Path(os.environ["ROUNDPIPE_CACHE"])
+    assert list(cache.rglob("*"))
     assert not [path for path in cache.rglob("*") if path.stat().st_mode & 0o077]
 
 

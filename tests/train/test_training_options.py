@@ -243,10 +243,15 @@ def compare(folder: Path, case: Case, setup: Setup, adapter: Path | None = None)
     losses = [row["loss"] for row in metrics(folder / "out")]
     assert losses == pytest.approx(expected, rel=2e-6)
     assert min(losses[1:]) < losses[0] - case.learnt, "nothing was learnt, so nothing was compared"
-    # A moment between two 8-bit codes may be rounded to the other: a tenth of an update (2 of 19,200 elements).
-    off = RATE / 10 if "optim=adamw_8bit" in case.overrides else 2e-4
     for name in setup.store.trainable_names:
-        torch.testing.assert_close(named[name].detach(), setup.store.master(name), rtol=1e-3, atol=off, msg=name)
+        plain, ours = named[name].detach(), setup.store.master(name)
+        if "optim=adamw_8bit" not in case.overrides:
+            torch.testing.assert_close(plain, ours, rtol=1e-3, atol=2e-4, msg=name)
+            continue
+        # A moment between two 8-bit codes may be rounded to the other, by the last bit of a gradient: which ones depends
+        # on the processor. A tenth of an update each time, in few elements.
+        torch.testing.assert_close(plain, ours, rtol=1e-3, atol=RATE / 5, msg=name)
+        assert ((plain - ours).abs() > 2e-4).float().mean() < 1e-3, name
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
