@@ -295,8 +295,8 @@ def test_a_rate_fitted_to_one_model_predicts_the_other(
 ) -> None:
     """The one number that is fitted, fitted once more with each of the models left out."""
     shipped_share = rates.PRODUCTS_SHARE
-    least, most = 0.6, 1.1
-    for _ in range(12):
+    least, most = 0.7, 1.0
+    for _ in range(7):
         share = (least + most) / 2
         monkeypatch.setattr(rates, "PRODUCTS_SHARE", share)
         least, most = (share, most) if _published_errors(fitted, [1])[0] < 0 else (least, share)

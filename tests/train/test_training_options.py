@@ -248,8 +248,8 @@ def compare(folder: Path, case: Case, setup: Setup, adapter: Path | None = None)
         if "optim=adamw_8bit" not in case.overrides:
             torch.testing.assert_close(plain, ours, rtol=1e-3, atol=2e-4, msg=name)
             continue
-        # A moment between two 8-bit codes may be rounded to the other, by the last bit of a gradient: which ones depends
-        # on the processor. A tenth of an update each time, in few elements.
+        # The last bit of a gradient decides how a moment between two 8-bit codes is rounded, and so the processor does:
+        # about a tenth of an update, in few elements.
         torch.testing.assert_close(plain, ours, rtol=1e-3, atol=RATE / 5, msg=name)
         assert ((plain - ours).abs() > 2e-4).float().mean() < 1e-3, name
 
