@@ -128,7 +128,8 @@ def check_stop(work: Path, done: Outcome, number: signal.Signals) -> None:
         elif stopped := STOPPED.search(text):
             assert load_newest(work / "out").step == int(stopped.group(1)), text
         else:
-            assert "no checkpoint was written" in text or "stopped at once" in text or "stopped by SIGINT" in text, text
+            said = "no checkpoint was written" in text or "stopped at once" in text or "stopped by SIGINT" in text
+            assert said, f"exit code {done.code}, and nothing said why\n{text}"
         if "no checkpoint was written" in text:
             assert not saved(work), text
     at_once = "stopped at once" in text  # then the next start removes what a save has begun

@@ -8,11 +8,15 @@ import os
 import pty
 import select
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.support.e2e import Running
 from tests.torture.arena import resume_words, start
+
+QUIET_S = 0.25
+"""A terminal that showed nothing new for so long has shown everything."""
 
 
 class Terminal:
@@ -29,12 +33,16 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What was shown so far, to the last byte that was written."""
-        with self._lock:  # what the thread has read, it has noted
-            pass
-        while self._read_some(0.0):
-            pass
-        return self._shown.decode(errors="replace")
+        """What was shown so far, to the last byte that was written.
+
+        The kernel hands bytes on in a thread of its own, on a busy machine later than the process that wrote them ends.
+        """
+        seen = -1
+        while seen != len(self._shown):
+            seen = len(self._shown)
+            time.sleep(QUIET_S)
+        with self._lock:
+            return self._shown.decode(errors="replace")
 
     def press_ctrl_c(self) -> None:
         os.write(self._master, b"\x03")
