@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.choose import Effort
     from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
+    from roundpipe_cli.planning.question import PlanRequest
 
 
 def bench(
@@ -98,17 +99,17 @@ def bench(
     from roundpipe_cli.schedule.dealing import Options
 
     case_flags = CaseFlags(workers, microbatches, accounting, staleness, steps)
-    question, machine = _question(recipe, overrides or [], costs, hardware, case_flags)
+    question, request = _question(recipe, overrides or [], costs, hardware, case_flags)
     check_case(question)
     changed, question = changed_question(question, flags), replace(question, options=Options())
     answers = Answers()
-    if recipe and not (forward_stages or backward_stages or flags.words()) and case_flags == CaseFlags():
+    if request and not (forward_stages or backward_stages or flags.words()) and case_flags == CaseFlags():
         from roundpipe_cli.cli.bench_recipe import as_planned
 
-        asked = as_planned(recipe, overrides or [], hardware, schedule, answers)
+        asked = as_planned(request, hardware, schedule, answers)
     else:
         partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
-        if recipe:
+        if request:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
         asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
     needs_timelines = svg is not None or run_really
@@ -116,7 +117,7 @@ def bench(
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
-        _write_svg(svg, question, machine, results)
+        _write_svg(svg, question, request.hardware.description if request else "", results)
     if run_really:
         from roundpipe_cli.cli.bench_emulated import run_emulated_bench
 
@@ -175,8 +176,8 @@ def _to_run(recipe: str | None, flags: RoundpipeFlags) -> str:
 
 def _question(
     recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, flags: CaseFlags
-) -> tuple[SimulationCase, str]:
-    """The case to simulate, and the machine whose costs it has; empty with a costs file."""
+) -> tuple[SimulationCase, PlanRequest | None]:
+    """The case to simulate, and the recipe's request that it is from; None with a costs file."""
     from roundpipe_cli.costs.cost import load_costs
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.planning.compare import SimulationCase
@@ -191,32 +192,26 @@ def _question(
         )
     if costs_file is not None:
         num_workers, num_microbatches = flags.counts()
-        return flags.applied_to(SimulationCase(load_costs(costs_file), num_workers, num_microbatches)), ""
+        return flags.applied_to(SimulationCase(load_costs(costs_file), num_workers, num_microbatches)), None
     assert recipe is not None
-    case, machine = _from_recipe(recipe, overrides, hardware)
-    return flags.applied_to(case), machine
+    from roundpipe_cli.cli.bench_recipe import request_of
+
+    request = request_of(recipe, overrides, hardware)
+    return flags.applied_to(_case_of(request)), request
 
 
-def _from_recipe(recipe: str, overrides: list[str], hardware: str | None) -> tuple[SimulationCase, str]:
-    """The case that a recipe describes: costs, workers and microbatches; and the machine's name."""
-    from roundpipe_cli.cli.built_model import build_counts
-    from roundpipe_cli.cli.output import say
+def _case_of(request: PlanRequest) -> SimulationCase:
+    """The case that a recipe describes: costs, workers and microbatches."""
     from roundpipe_cli.planning.predict import stage_case
-    from roundpipe_cli.planning.question import ask
-    from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.units import format_seconds
-    from roundpipe_cli.watchdog import watching
 
-    loaded = load_recipe(recipe, overrides)
-    with watching(loaded.recipe.watchdog_s):
-        question = ask(loaded, hardware, build=build_counts)
-    host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
+    host_s = request.settings.num_microbatches * request.analytic.host_s_per_microbatch
     if host_s:
         say(
             f"note: on top of every schedule, Python takes {format_seconds(host_s)} a step to start the operators; "
             "`plan` counts them"
         )
-    return stage_case(question), question.hardware.description
+    return stage_case(request)
 
 
 def _partitions(

@@ -8,24 +8,36 @@ from roundpipe_cli.cli.output import say
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.contenders import contenders
+from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import schedule_name
 from roundpipe_cli.watchdog import watching
 
 
+def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanRequest:
+    """The question that `plan` answers for this recipe.
+
+    Raises:
+        RefusedError: the recipe, its model or the hardware.
+    """
+    loaded = load_recipe(recipe, overrides)
+    with watching(loaded.recipe.watchdog_s):
+        return ask(loaded, hardware, build=build_counts)
+
+
 def as_planned(
-    recipe: str, overrides: list[str], hardware: str | None, schedules: list[str] | None, answers: Answers
+    request: PlanRequest, hardware: str | None, schedules: list[str] | None, answers: Answers
 ) -> list[tuple[str, StageCut, SimulationCase]]:
     """Each schedule with its stages and the case to simulate; all schedules where none is named.
 
     Raises:
-        RefusedError: the recipe, the hardware or a schedule.
+        RefusedError: a schedule, or the recipe with it.
     """
-    loaded = load_recipe(recipe, overrides)
-    known = SCHEDULES if loaded.recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
+    recipe = request.loaded.recipe
+    known = SCHEDULES if recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
     names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
-    with watching(loaded.recipe.watchdog_s):
-        found = contenders(loaded, names, hardware, build_counts, answers)
+    with watching(recipe.watchdog_s):
+        found = contenders(request, names, hardware, build_counts, answers)
     for one in found:
         if one.reasons:
             say(f"note: {one.name} does not fit: {one.reasons[0]}")

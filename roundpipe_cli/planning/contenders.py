@@ -29,14 +29,18 @@ class Contender:
 
 
 def contenders(
-    loaded: LoadedRecipe,
+    own: PlanRequest,
     names: Sequence[ScheduleName],
     hardware: str | Hardware | None,
     build: Build | None,
     answers: Answers | None,
 ) -> list[Contender]:
-    """A contender for each schedule, all with the same microbatches; arguments and errors as of `make_plan`."""
-    own = ask(loaded, hardware, build=build)
+    """A contender for each schedule, all with the same microbatches; errors as of `make_plan`.
+
+    Args:
+        own: the recipe as it stands.
+        hardware, build, answers: as of `make_plan`.
+    """
     recipes = [_with_schedule(own.loaded, name) for name in names]
     questions = [own if one is own.loaded else ask(one, hardware, build=build) for one in recipes]
     return [_contender(question, name, answers) for question, name in zip(questions, names, strict=True)]

@@ -57,17 +57,9 @@ class Terminal:
 
     def _read(self) -> None:
         while self._open:
-            self._read_some(0.02)
-
-    def _read_some(self, wait_s: float) -> bool:
-        """Whether anything new was read."""
-        if not select.select([self._master], [], [], wait_s)[0]:
-            return False
-        with self._lock, contextlib.suppress(OSError):
-            if select.select([self._master], [], [], 0)[0]:
-                self._shown += os.read(self._master, 65536)
-                return True
-        return False
+            if select.select([self._master], [], [], 0.02)[0]:
+                with self._lock, contextlib.suppress(OSError):
+                    self._shown += os.read(self._master, 65536)
 
 
 @contextlib.contextmanager
