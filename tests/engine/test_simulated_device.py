@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
@@ -40,6 +42,14 @@ def test_what_is_said_of_a_card() -> None:
         assert cuda.memory_use(1)[0] == 0
         cuda.release_workspaces()
     assert cuda.num_devices() == 0
+
+
+def test_a_device_context_holds_within_a_simulation_and_after_it() -> None:
+    """Story: models that were loaded after one had uninitialised buffers, for transformers found no meta device."""
+    _device_constructors.cache_clear()  # as in a process whose first context is within a simulation
+    for within in (simulated(), contextlib.nullcontext()):
+        with within, torch.device("meta"):
+            assert torch.tensor([]).is_meta and torch.zeros(1).is_meta
 
 
 def test_devices_of_a_machine_with_two_cards() -> None:

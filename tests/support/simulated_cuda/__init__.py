@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from tests.support.simulated_cuda.clocks import Actor, Unordered
 from tests.support.simulated_cuda.memory import BLOCK_BYTES, CachingAllocator, PageLocked
@@ -134,6 +135,7 @@ class Simulation:
 
     def __enter__(self) -> Simulation:
         assert not hasattr(SimulatedStream, "owner"), "one simulation at a time"
+        _device_constructors()  # which torch keeps from here on: functions that a device context changes, unpatched
         SimulatedStream.owner = self.machine.streams
         self._stack.callback(lambda: delattr(SimulatedStream, "owner"))
         patches = cuda_patches(self.machine, self._cards, self._runtime)
