@@ -8,6 +8,7 @@ longest begin, so that no process is left with one when the others have run out 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ LONGEST = (
 
 SHARED_CACHES = ("proofs", "parameter_counts")
 """Caches that all tests of a session share: a proof takes a second, a count loads torch in another process."""
+
+
+# nohup and a shell's `&` leave them ignored, and started runs then ignore them too
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
