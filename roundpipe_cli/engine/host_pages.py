@@ -1,4 +1,4 @@
-"""Placement of the host's large buffers: over all NUMA nodes, on pages of 2 MiB where the system gives them.
+"""The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them; one heap.
 
 A buffer on one node would be read over the link between two processors by half of the GPUs and of the updates. Large
 pages make updates faster, which go through all weights, masters and moments (scripts/README.md has a figure).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import os
 import platform
 from contextlib import suppress
 
@@ -22,6 +23,8 @@ MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call by machine."""
 INTERLEAVE = 3
 """MPOL_INTERLEAVE: pages on all nodes in turn."""
+M_ARENA_MAX = -8
+"""The setting in glibc's malloc.h."""
 
 
 @functools.cache
@@ -62,3 +65,15 @@ def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(INTERLEAVE), words)
     most = ctypes.c_ulong(64 * len(words) + 1)
     return bool(call(ctypes.c_long(number), *arguments, most, ctypes.c_uint(0)) == 0)
+
+
+def share_one_heap() -> None:
+    """Let all threads that start from here on allocate from one heap, unless the user set their number.
+
+    By default glibc gives each new thread a heap of its own and keeps there what the thread frees, so a run on the
+    processor grew to a seventh more than `plan` counts, and went on growing (scripts/README.md has figures).
+    """
+    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(ctypes.c_int(M_ARENA_MAX), ctypes.c_int(1))

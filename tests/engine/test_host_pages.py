@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +90,25 @@ def test_doctor_says_what_it_found(
     found = list(checks._host_layout())
     assert {check.name: check.state for check in found} == expected
     assert all(check.fix and "echo advise" in check.fix for check in found if check.state == "note")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_ARENA_MAX", "8"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=8"), ("", "")]
+)
+def test_threads_share_one_heap_unless_the_user_says_otherwise(name: str, value: str) -> None:
+    """Counted by the C library itself, with four threads that all hold memory."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("another C library")
+    code = (
+        "import ctypes, threading; from roundpipe_cli.engine.host_pages import share_one_heap; share_one_heap()\n"
+        "libc, gate = ctypes.CDLL(None), threading.Barrier(5)\n"
+        "libc.malloc.restype = ctypes.c_void_p\n"
+        "def work(): libc.malloc(ctypes.c_size_t(50_000)); gate.wait()\n"
+        "for _ in range(4): threading.Thread(target=work).start()\n"
+        "gate.wait(); libc.malloc_stats()"
+    )
+    environment = {key: text for key, text in os.environ.items() if key not in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")}
+    if name:
+        environment[name] = value
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stderr.count("Arena ") == 1) is not bool(name)
