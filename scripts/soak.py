@@ -77,7 +77,7 @@ def soak(num_steps: int) -> list[Tenth]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--strict", action="store_true", help="fail too if the last tenth is more than 5 % slower")
+    parser.add_argument("--strict", action="store_true", help="fail too if the last tenth is more than 5 %% slower")
     args = parser.parse_args()
     found = soak(args.steps)
     print(f"| tenth of {args.steps} steps | ms a step, median | MiB resident | threads | open files |")

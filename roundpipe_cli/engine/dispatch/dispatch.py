@@ -76,7 +76,7 @@ class StepRun:
         self.records: list[TransferRecord] = []
         self.errors: list[WorkResult] = []
         self.parts: dict[int, Any] = {}
-        """Worker -> the part that its `Work` takes up."""
+        """Worker -> the part that its `Work` takes up, until it does."""
         self.results: queue.Queue[WorkResult] = queue.Queue()
         """One of each worker, and one of the host where it has work."""
         self.is_abandoned = False

@@ -154,7 +154,7 @@ class Pool:
                     return
                 result = WorkResult(worker)
                 try:
-                    work.take_up(run.parts.get(worker))
+                    work.take_up(run.parts.pop(worker, None))  # no cycle: it holds the run
                 except BaseException as error:
                     result.error, result.where = error, f"worker {worker}, taking up step {run.step}"
                     run.progress.abort()
