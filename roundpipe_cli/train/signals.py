@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 from types import FrameType, TracebackType
 from typing import Any
 
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Say
 
+AGAIN_S = 0.01
+"""Time after which a stop that Python ignored is tried again."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -44,18 +47,21 @@ class StopSignals:
         self.paused = False
         """The user wants no further step to begin; may be set from any thread."""
         self._previous: dict[signal.Signals, Any] = {}
+        self._ignored = sys.unraisablehook
 
     def __enter__(self) -> StopSignals:
         for number in EXIT_CODES:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._handle)
+        self._ignored, sys.unraisablehook = sys.unraisablehook, self._on_ignored
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
+        sys.unraisablehook = self._ignored
         if not isinstance(error, (_StopNow, StoppedError)):
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
@@ -79,6 +85,20 @@ class StopSignals:
         """Whether a checkpoint was asked for since this was last called."""
         asked, self._save = self._save, False
         return asked
+
+    def _on_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised in a weak reference's callback or in `__del__`: stop a moment later instead."""
+        stop = ignored.exc_value
+        if not isinstance(stop, _StopNow):
+            self._ignored(ignored)
+            return
+
+        def stop_now(number: int, frame: FrameType | None) -> None:
+            if not self._ended:
+                raise stop
+
+        signal.signal(signal.SIGALRM, stop_now)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._ended:

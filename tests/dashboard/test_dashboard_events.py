@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,27 @@ def test_after_a_stop_signals_wait_until_it_was_said() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.timeout(60, method="thread")  # the other method takes the timer that is used here
+def test_a_stop_that_python_ignores_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """Story: a Ctrl-C in a weak reference's callback printed a traceback, and the run went on to its first step."""
+    from roundpipe_cli.errors import StoppedError
+    from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+
+    before = {number: signal.getsignal(number) for number in (*EXIT_CODES, signal.SIGALRM)}
+    hook = sys.unraisablehook
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGINT before the first finished step"), StopSignals():
+            held = type("Held", (), {})()
+            kept = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
+            del held
+            assert kept() is None
+            time.sleep(30)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capfd.readouterr() == ("", "") and sys.unraisablehook is hook
 
 
 def test_pause_and_save_between_steps() -> None:
