@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,10 @@ def summary(document: CheckDocument) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        print(f"error: {sys.executable} has no {' and no '.join(missing)}", file=sys.stderr)
+        print("  hint: in a clone, scripts/test once and .venv/bin/python scripts/gpu_check", file=sys.stderr)
+        return 2
     document = CheckDocument(Path(args.json).absolute(), "simulated" if args.device == "simulated" else "GPU")
     run_all(args, document)
     if not document.figures("environment", "devices"):
