@@ -146,10 +146,16 @@ def _without_repeated_key(where: str, what: str) -> str:
     return before if before and is_named else where
 
 
+MAX_WORD = 1000
+"""Characters of a misspelt word; to compare longer ones would take seconds."""
+
+
 def closest(word: str, candidates: list[str]) -> str | None:
     """The candidate nearest to a misspelt `word` (for "did you mean"), or None if none is near."""
     import difflib
 
+    if len(word) > MAX_WORD:
+        return None
     lowered = {candidate.lower(): candidate for candidate in candidates}
     near = [candidate for candidate in lowered if one_edit_apart(word.lower(), candidate)]
     if near:

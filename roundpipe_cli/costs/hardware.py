@@ -25,6 +25,8 @@ from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
+MAX_CHARACTERS = 4000
+"""Of a description of GPUs; a kind of them with all its figures takes about a hundred."""
 ASSUMED_HOST_MEMORY_PER_GPU_BYTES = 128 * GIB
 ASSUMED_HOST_MEMORY_BYTES_PER_S = 100e9
 ASSUMED_DISK_BYTES_PER_S = 1e9
@@ -166,6 +168,14 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     Raises:
         RefusedError: `text` names no known GPU or figure, or a count or figure is out of range.
     """
+    if len(text) > MAX_CHARACTERS:  # to look for a name like it would take seconds
+        shown = f"{text[:20]}..."
+        raise RefusedError(
+            "this describes no machine's GPUs",
+            where=(where or "--hardware").replace(text, shown),
+            found=f"{shown}, {len(text):,} characters",
+            expected=f"at most {MAX_CHARACTERS:,}, such as 8x4090",
+        )
     where = where or f"--hardware {text}"
     machine_text, *option_texts = [part.strip() for part in text.split(",")]
     notes: list[str] = []

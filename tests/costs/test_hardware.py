@@ -119,3 +119,10 @@ def test_host_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  1024 kB\nMemAvailable:  512 kB\n")
     memory = host_memory(tmp_path, tmp_path / "none")
     assert (memory.total_bytes, memory.available_bytes, memory.limited_by) == (1 << 20, 1 << 19, "the machine")
+
+
+def test_an_endless_name_is_refused_at_once() -> None:
+    """Story: damaged at random, a recipe with 300,000 characters here was compared to all names for ten seconds."""
+    with pytest.raises(RefusedError, match=r"(?s)describes no machine.*300,000 characters.*at most 4,000") as caught:
+        parse_hardware("x" * 300_000, f"recipe.yaml:3: hardware: {'x' * 300_000}")
+    assert len(str(caught.value)) < 300

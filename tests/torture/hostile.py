@@ -315,8 +315,8 @@ def remote_code(arena: Arena, count: int) -> Seen:
     return _refused(arena, lures(), count)
 
 
-AFTER_THE_DATA = ("60,000 tensors of nothing",)
-"""Refused when the model is built: helper processes of our own have tokenised the rows by then."""
+AFTER_THE_DATA = ("60,000 tensors of nothing", "other tensors")
+"""Refused when the model is built: processes of our own have tokenised rows and tried the template by then."""
 
 
 def crafted_weights(arena: Arena, count: int) -> Seen:
