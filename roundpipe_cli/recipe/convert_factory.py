@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_data import Entry, check_role, message_type
 from roundpipe_cli.recipe.convert_objectives import Job, is_pairs, job_of
@@ -86,12 +87,13 @@ def _table(folder: Path, base: str) -> dict[str, Any] | None:
     """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none.
 
     Raises:
-        RefusedError: it is too large or cannot be read.
+        RefusedError: it is too large or cannot be read, or its folder has a name that no folder has.
     """
+    named_path(base)
     for path in (folder / base / _TABLE, Path(base) / _TABLE):
-        if not path.is_file():
-            continue
         try:
+            if not path.is_file():
+                continue
             if path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")
             table = json.loads(path.read_text(encoding="utf-8"))

@@ -138,7 +138,7 @@ def _as_yaml_1_1(data: dict[str, Any]) -> dict[str, Any]:
     words = {"yes": True, "on": True, "no": False, "off": False}
 
     def read(value: Any) -> Any:
-        if isinstance(value, str) and re.fullmatch(r"\d[\d_]*", value):
+        if isinstance(value, str) and re.fullmatch(r"\d[\d_]{,99}", value):
             return int(value.replace("_", ""))
         return words.get(value.lower(), value) if isinstance(value, str) else value
 

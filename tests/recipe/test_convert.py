@@ -659,6 +659,22 @@ def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str
         convert_file(EXAMPLES["axolotl_qlora"].text.encode(), "a.yaml", objective=objective)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "expected"),
+    [
+        (f"cutoff_len: {'9' * 5000}_0", 0, "left out: cutoff_len"),
+        (f"dataset_dir: {'x' * 300}", 2, "a path is longer than any can be"),
+        (f"dataset_dir: {'x/' * 2040}", 2, "the table of datasets cannot be read"),
+    ],
+)
+def test_endless_values_are_no_bug(tmp_path: Path, line: str, code: int, expected: str) -> None:
+    """Story: fuzzing found a number of 5,000 digits, and a folder's name of 1,000 letters, called a bug of ours."""
+    text = f"model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: one\n{line}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    done = run(tmp_path, "convert", "a.yaml", "--from", "llama-factory").expect(code)
+    assert expected in done.err
+
+
 def test_command(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(EXAMPLES["axolotl_qlora"].text)
     done = fresh(tmp_path, "convert", "axolotl.yaml", "--gpus", "4", "--output", "mine.yaml").expect(0)
