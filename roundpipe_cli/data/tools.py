@@ -68,11 +68,14 @@ def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
     field = f"`{column}`"
     if isinstance(value, str):
         value = _parsed(value, field)
-    return tuple(_wrapped(_plain(tool, field)) for tool in _checked_list(value or [], field))
+    return tuple(_wrapped(_plain(tool, field), field) for tool in _checked_list(value or [], field))
 
 
-def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
     """A tool as OpenAI writes it, where it is a bare function (LLaMA-Factory, OpenAI's older form)."""
+    if not isinstance(tool.get("function", {}), dict):
+        found = describe_value(tool["function"])
+        raise BadRowError(f"{field} has a tool whose function is no object", found=found, expected="function.name")
     is_bare = "function" not in tool and isinstance(tool.get("name"), str) and tool.get("type") in (None, "function")
     function = {key: value for key, value in tool.items() if key != "type"}
     return {"type": "function", "function": function} if is_bare else tool

@@ -542,6 +542,7 @@ CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
         ([{"role": "assistant", "tool_calls": [CALL]}], None, "the chat template leaves the tool calls"),
         ([{"role": "assistant", "content": "Yo"}], [{"name": "add"}], "the chat template leaves the tools"),
         ([{"role": "assistant", "content": "Yo"}], "{", "`tools` cannot be read as JSON"),
+        ([{"role": "assistant", "content": "Yo"}], [{"function": []}], "has a tool whose function is no object"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], None, "has a call without a name"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], None, "arguments are no object"),
         ([{"role": "assistant", "content": [{"type": "image"}]}], None, "has a part that is not text"),
