@@ -18,7 +18,7 @@ from safetensors import safe_open
 from roundpipe_cli import durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import store as store
-from roundpipe_cli.train.checkpoint.manifest import DamagedError
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest, verify_checkpoint
 from roundpipe_cli.train.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, TensorStream
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
@@ -305,6 +305,22 @@ def test_a_newer_format_is_refused_with_both_versions(two: Path) -> None:
     path.write_text(json.dumps({**manifest, "format_version": 99, "novelty": []}))
     with pytest.raises(NoCheckpointError, match=r"(?s)version 99.*version 1"):
         load_newest(two)
+
+
+@pytest.mark.parametrize("evaluation", [3.0, [], "x", {"best_loss": "low"}, {"last_step": [1]}, {"num_worse": True}])
+def test_an_evaluation_that_is_none_is_damage(tmp_path: Path, evaluation: Any) -> None:
+    """Story: with a manifest made to fit it, the run called it a bug of ours."""
+    first = {"evaluation": {"best_step": 1, "best_loss": 0.5, "last_step": 1, "last_loss": None}}
+    for step, meta in ((1, first), (2, {"evaluation": evaluation})):
+        save_checkpoint(tmp_path, step, {"masters": _group(step)}, meta, 3)
+    assert load_newest(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_lacks_are_damage(tmp_path: Path, number: str) -> None:
+    (tmp_path / "state.json").write_text(f'{{"a": {number}}}')
+    with pytest.raises(DamagedError, match="not JSON"):
+        read_own_json(tmp_path / "state.json")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "..", ".", "", "manifest.json", "-x", "a\nb"])

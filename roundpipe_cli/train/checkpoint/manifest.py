@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -126,11 +127,19 @@ def read_own_json(path: Path) -> dict[str, Any]:
     if len(data) > _MAX_JSON_BYTES:
         raise DamagedError(path, f"over {_MAX_JSON_BYTES} bytes", "a small file")
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise DamagedError(path, f"{len(data)} bytes that are not JSON", "JSON") from error
     if not isinstance(value, dict):
         raise DamagedError(path, "JSON that is not an object", "an object")
+    return value
+
+
+def _finite(text: str) -> float:
+    """Of JSON's numbers: we write no other ones, and could not write them again."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
     return value
 
 

@@ -130,7 +130,16 @@ def _load(folder: Path, step: int) -> Checkpoint:
     state = read_own_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
+    if not _is_evaluation(state["meta"].get("evaluation")):
+        raise DamagedError(folder / STATE_NAME, "an evaluation that is none", "its steps and losses")
     return Checkpoint(folder, step, state["meta"], tuple(groups))
+
+
+def _is_evaluation(state: Any) -> bool:
+    """Whether it can be what `Evaluator.state` gives; None in a run without evaluation."""
+    if not isinstance(state, dict):
+        return state is None
+    return all(value is None or type(value) in (int, float) for value in state.values())
 
 
 def verify_checkpoint(folder: Path, step: int) -> list[FileRecord]:
