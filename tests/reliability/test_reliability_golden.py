@@ -59,7 +59,8 @@ def test_a_checkpoint_of_a_newer_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("data_position", None), ("num_updates", None), ("loss_scale", "high"), ("recipe", [])]
+    ("key", "value"),
+    [("data_position", None), ("num_updates", None), ("loss_scale", "high"), ("recipe", []), ("num_updates", -1)],
 )
 def test_a_state_that_lacks_something(key: str, value: object, tmp_path: Path) -> None:
     """Every byte is as the manifest says, but another program wrote them: one error, no KeyError."""
@@ -67,6 +68,14 @@ def test_a_state_that_lacks_something(key: str, value: object, tmp_path: Path) -
     done = finetune(work, "--resume", *LIBRARIES).expect(6)
     assert f"no {key}" in done.err or f"{key}: {json.dumps(value)}" in done.err
     assert done.err.count("error: ") == 1 and "state.json" in done.err
+
+
+@pytest.mark.parametrize("offset", [-1, 2**63])
+def test_a_place_that_no_data_have_is_refused(offset: int, tmp_path: Path) -> None:
+    """Story: below 0 the sampler looked for rows for ever."""
+    place = {"epoch": 0, "window": 0, "offset": offset}
+    work = _foreign(tmp_path, lambda state: {**state, "meta": {**state["meta"], "data_position": place}})
+    assert f"data_position.offset: {offset}" in finetune(work, "--resume", *LIBRARIES).expect(6).err
 
 
 def test_tensors_of_other_shapes_are_refused_even_where_the_recipe_may_change(tmp_path: Path) -> None:

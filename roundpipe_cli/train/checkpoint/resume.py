@@ -78,6 +78,8 @@ NEEDED: Mapping[str, tuple[type, ...]] = {
     "data_position.offset": WHOLE,
 }
 """Values that a run cannot continue without, by dotted key, and their JSON types. Later additions have defaults."""
+MOST = 2**62
+"""Of a number among them; none is below 0. At a place below 0 the sampler of rows would look for rows for ever."""
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
@@ -161,7 +163,8 @@ def check_state(checkpoint: Checkpoint) -> None:
         value: Any = checkpoint.meta
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if not isinstance(value, types) or isinstance(value, bool):
+        is_beyond = isinstance(value, (int, float)) and not 0 <= value <= MOST
+        if not isinstance(value, types) or isinstance(value, bool) or is_beyond:
             wrong.append(f"{key}: {_short(value)}" if value is not None else f"no {key}")
     if wrong:
         raise _not_ours(checkpoint, STATE_NAME, ", ".join(wrong), "the state that this release saves")
