@@ -26,7 +26,7 @@ from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
 MAX_CHARACTERS = 4000
-"""Of a description of GPUs; a kind of them with all its figures takes about a hundred."""
+"""The longest description of GPUs; a kind of them with all its figures takes about a hundred."""
 ASSUMED_HOST_MEMORY_PER_GPU_BYTES = 128 * GIB
 ASSUMED_HOST_MEMORY_BYTES_PER_S = 100e9
 ASSUMED_DISK_BYTES_PER_S = 1e9

@@ -136,7 +136,7 @@ def read_own_json(path: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """Of JSON's numbers: we write no other ones, and could not write them again."""
+    """The value of a JSON number; we write finite ones alone, and could not write others again."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)

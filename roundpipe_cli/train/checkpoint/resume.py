@@ -79,7 +79,7 @@ NEEDED: Mapping[str, tuple[type, ...]] = {
 }
 """Values that a run cannot continue without, by dotted key, and their JSON types. Later additions have defaults."""
 MOST = 2**62
-"""Of a number among them; none is below 0. At a place below 0 the sampler of rows would look for rows for ever."""
+"""The largest number among them; none is below 0, where the sampler of rows would look for rows for ever."""
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
