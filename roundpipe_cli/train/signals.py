@@ -47,21 +47,22 @@ class StopSignals:
         self.paused = False
         """The user wants no further step to begin; may be set from any thread."""
         self._previous: dict[signal.Signals, Any] = {}
-        self._ignored = sys.unraisablehook
+        self._tell_ignored = sys.unraisablehook
+        """Python's way to tell of an error that it drops."""
 
     def __enter__(self) -> StopSignals:
         for number in EXIT_CODES:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._handle)
-        self._ignored, sys.unraisablehook = sys.unraisablehook, self._on_ignored
+        sys.unraisablehook = self._on_ignored
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
-        sys.unraisablehook = self._ignored
+        sys.unraisablehook = self._tell_ignored
         if not isinstance(error, (_StopNow, StoppedError)):
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
@@ -90,7 +91,7 @@ class StopSignals:
         """Python drops what is raised in a weak reference's callback or in `__del__`: stop a moment later instead."""
         stop = ignored.exc_value
         if not isinstance(stop, _StopNow):
-            self._ignored(ignored)
+            self._tell_ignored(ignored)
             return
 
         def stop_now(number: int, frame: FrameType | None) -> None:
