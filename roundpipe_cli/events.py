@@ -336,4 +336,6 @@ def _decode_span(item: Sequence[Any]) -> Span:
     worker, lane, kind, stage, microbatch, start_us, us = item
     if not all(isinstance(index, int) and -1 <= index < MAX_INDEX for index in (worker, stage, microbatch)):
         raise ValueError(f"a piece of work {item}")
+    if not isinstance(kind, str) or len(kind) != 1:  # lanes draw one letter for each slice of time
+        raise ValueError(f"a kind of work {kind!r}")
     return Span(worker, lane, kind, stage, microbatch, start_us / 1e6, (start_us + us) / 1e6)

@@ -383,7 +383,7 @@ class Trainer:
         self._guard.loss_scale.value = float(meta["loss_scale"])
         self._guard.loss_scale.num_updates = int(meta["steps_since_overflow"])
         self._log.earlier_s = float(meta["training_s"])
-        self._guard.num_skipped = int(meta.get("skipped_steps", 0))
+        self._guard.num_skipped = int(meta.get("skipped_steps") or 0)
         self._fit = resumed_fit(meta.get("fit"), self.recipe)
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()
@@ -391,7 +391,7 @@ class Trainer:
         self._position = self.sampler.position
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
         was = meta["recipe"]
-        epochs = int(was.get("num_train_epochs", 1))
+        epochs = int(was.get("num_train_epochs") or 1)
         old_steps = int(meta.get("num_steps") or was.get("max_steps") or self.sampler.num_steps(epochs))
         if old_steps != self.num_steps:
             old, new = schedule_of(self.recipe, old_steps), self._learning_rate

@@ -228,6 +228,8 @@ def test_pause_and_save_between_steps() -> None:
         (EVENTS[3], {"start_s": 10**400}),
         (EVENTS[3], {"spans": [[2**62, "compute", "F", 0, 0, 0, 1]]}),
         (EVENTS[3], {"spans": [["0", "compute", "F", 0, 0, 0, 1]]}),
+        (EVENTS[3], {"spans": [[0, "compute", "", 0, 0, 0, 1]]}),
+        (EVENTS[3], {"spans": [[0, "compute", "FB", 0, 0, 0, 1]]}),
         (EVENTS[4], {"loss": None}),
         (EVENTS[4], {"samples": [["p"]]}),
         (EVENTS[4], {"best": 1}),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.train.checkpoint.reading import FORMAT_VERSION, load_newest
+from roundpipe_cli.train.checkpoint.state_shape import wrong_values
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -68,6 +69,24 @@ def test_a_state_that_lacks_something(key: str, value: object, tmp_path: Path) -
     done = finetune(work, "--resume", *LIBRARIES).expect(6)
     assert f"no {key}" in done.err or f"{key}: {json.dumps(value)}" in done.err
     assert done.err.count("error: ") == 1 and "state.json" in done.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("recipe.datasets", 0.5), ("num_steps", [4]), ("recipe.max_steps", {}), ("recipe.num_train_epochs", "x")),
+        *(("skipped_steps", -1), ("fit", {"micro_batch_size": 0, "first_step": 1}), ("fit", [1])),
+    ],
+)
+def test_a_state_with_values_of_other_kinds(key: str, value: Any) -> None:
+    """Story: fuzzing found one such value after the other, each a bug of ours."""
+    golden = GOLDEN / f"checkpoint-v{FORMAT_VERSION}" / "out" / "step-00000004" / "state.json"
+    meta = json.loads(golden.read_text())["meta"]
+    assert wrong_values(meta) == []
+    part, _, name = key.rpartition(".")
+    (meta[part] if part else meta)[name] = value
+    (line,) = wrong_values(meta)
+    assert line.startswith(key)
 
 
 @pytest.mark.parametrize("offset", [-1, 2**63])

@@ -307,10 +307,17 @@ def test_a_newer_format_is_refused_with_both_versions(two: Path) -> None:
         load_newest(two)
 
 
-@pytest.mark.parametrize("evaluation", [3.0, [], "x", {"best_loss": "low"}, {"last_step": [1]}, {"num_worse": True}])
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        *(3.0, [], "x", {"best_loss": "low"}, {"last_step": [1]}, {"num_worse": True}),
+        *({"best_step": 1, "best_loss": 2**70, "num_worse": 0}, {"last_step": 1, "last_loss": None}),
+    ],
+    ids=str,
+)
 def test_an_evaluation_that_is_none_is_damage(tmp_path: Path, evaluation: Any) -> None:
     """Story: with a manifest made to fit it, the run called it a bug of ours."""
-    first = {"evaluation": {"best_step": 1, "best_loss": 0.5, "last_step": 1, "last_loss": None}}
+    first = {"evaluation": {"best_step": 1, "best_loss": 0.5, "last_step": None, "last_loss": None, "num_worse": 0}}
     for step, meta in ((1, first), (2, {"evaluation": evaluation})):
         save_checkpoint(tmp_path, step, {"masters": _group(step)}, meta, 3)
     assert load_newest(tmp_path).step == 1

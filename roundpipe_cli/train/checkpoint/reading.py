@@ -21,6 +21,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     read_records,
     verify_files,
 )
+from roundpipe_cli.train.checkpoint.state_shape import is_kind
 from roundpipe_cli.train.checkpoint.step_folders import STEP_FOLDER, list_checkpoints
 
 FORMAT_NAME = "roundpipe-checkpoint"
@@ -117,7 +118,7 @@ def peek(folder: Path) -> dict[str, Any] | None:
         meta = read_own_json(folder / STATE_NAME).get("meta")
     except DamagedError:
         return None
-    return meta if isinstance(meta, dict) else None
+    return meta if isinstance(meta, dict) and is_kind(meta, "evaluation") else None
 
 
 def _load(folder: Path, step: int) -> Checkpoint:
@@ -130,16 +131,9 @@ def _load(folder: Path, step: int) -> Checkpoint:
     state = read_own_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
-    if not _is_evaluation(state["meta"].get("evaluation")):
+    if not is_kind(state["meta"], "evaluation"):
         raise DamagedError(folder / STATE_NAME, "an evaluation that is none", "its steps and losses")
     return Checkpoint(folder, step, state["meta"], tuple(groups))
-
-
-def _is_evaluation(state: Any) -> bool:
-    """Whether it can be what `Evaluator.state` gives; None in a run without evaluation."""
-    if not isinstance(state, dict):
-        return state is None
-    return all(value is None or type(value) in (int, float) for value in state.values())
 
 
 def verify_checkpoint(folder: Path, step: int) -> list[FileRecord]:

@@ -21,6 +21,7 @@ from roundpipe_cli.recipe.sections import DatasetConfig
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
+from roundpipe_cli.train.checkpoint.state_shape import short_json, wrong_values
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.setup import Setup
 
@@ -63,23 +64,6 @@ BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
 """Key -> value that releases without the key used, where it is not the default."""
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
 """Keys that decide how a step's rows are grouped."""
-WHOLE, NUMBER = (int,), (int, float)
-NEEDED: Mapping[str, tuple[type, ...]] = {
-    "recipe": (dict,),
-    "recipe.micro_batch_size": WHOLE,
-    "recipe.gradient_accumulation_steps": WHOLE,
-    "num_updates": WHOLE,
-    "loss_scale": NUMBER,
-    "steps_since_overflow": WHOLE,
-    "training_s": NUMBER,
-    "data_position": (dict,),
-    "data_position.epoch": WHOLE,
-    "data_position.window": WHOLE,
-    "data_position.offset": WHOLE,
-}
-"""Values that a run cannot continue without, by dotted key, and their JSON types. Later additions have defaults."""
-MOST = 2**62
-"""The largest number among them; none is below 0, where the sampler of rows would look for rows for ever."""
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
@@ -123,7 +107,7 @@ def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
     pairs = [(old[key], new[key]) for key in GROWING_KEYS if key in old]
     longer = any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
     before, now = old.get("early_stopping_patience"), new["early_stopping_patience"]
-    return longer or (None not in (before, now) and now > before)  # null: the command has no such key
+    return longer or (type(before) is int and now is not None and now > before)  # null: the command has no such key
 
 
 def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str | None:
@@ -131,7 +115,7 @@ def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str |
     if checkpoint.step >= num_steps:
         return f"all {num_steps} steps are done"
     patience = recipe.early_stopping_patience
-    num_worse = (checkpoint.meta.get("evaluation") or {}).get("num_worse", 0)
+    num_worse = (checkpoint.meta.get("evaluation") or {}).get("num_worse") or 0
     if patience is not None and num_worse >= patience:
         return "it stopped early; a larger early_stopping_patience continues it"
     return None
@@ -158,14 +142,7 @@ def check_state(checkpoint: Checkpoint) -> None:
     Raises:
         NoCheckpointError: every key that is missing or of another type.
     """
-    wrong = []
-    for key, types in NEEDED.items():
-        value: Any = checkpoint.meta
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        is_beyond = isinstance(value, (int, float)) and not 0 <= value <= MOST
-        if not isinstance(value, types) or isinstance(value, bool) or is_beyond:
-            wrong.append(f"{key}: {_short(value)}" if value is not None else f"no {key}")
+    wrong = wrong_values(checkpoint.meta)
     if wrong:
         raise _not_ours(checkpoint, STATE_NAME, ", ".join(wrong), "the state that this release saves")
 
@@ -239,8 +216,8 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
                 Problem(
                     "changed since the checkpoint was written",
                     where=key,
-                    found=_short(new),
-                    expected=_short(old),
+                    found=short_json(new),
+                    expected=short_json(old),
                     hint=f"put the old value back, or add --allow-changed {key.split(' ')[0]}",
                 )
             )
@@ -250,7 +227,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
 
 def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
     """Whether a number of epochs was replaced by a number of steps that is not smaller."""
-    return key == "max_steps" and old is None and new >= saved.get("num_steps", math.inf)
+    return key == "max_steps" and old is None and new >= (saved.get("num_steps") or math.inf)
 
 
 def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
@@ -291,8 +268,3 @@ def _changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any
 
 def _grew(old: Any, new: Any) -> bool:
     return new is None or (isinstance(old, (int, float)) and new > old)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
