@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -28,7 +27,6 @@ from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.units import format_bytes
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
-BLOCK_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024**2
 """Largest line: a row's text may have 16 Mi characters of up to 4 bytes."""
 MAX_UNPACKED_BYTES = 1024**3
@@ -53,19 +51,6 @@ class ReadProgress:
         if self.known_share is not None or self.raw is None or self.raw.closed or not self.num_bytes:
             return self.known_share
         return min(1.0, self.raw.tell() / self.num_bytes)
-
-
-def digest_file(path: Path) -> str:
-    """SHA-256 of a file's bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def known_suffix(path: Path) -> str | None:
@@ -218,16 +203,7 @@ def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
 
 def _read_whole(file: IO[bytes], path: Path) -> bytes:
     if path.suffix.lower() != ".gz":
-        # Its bytes and its text are in memory at once, and rows beside them.
-        limit, size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, path.stat().st_size
-        if size > limit:
-            raise RefusedError(
-                "the file is too large to be read whole, as a list of rows is",
-                where=str(path),
-                found=format_bytes(size),
-                expected=f"at most {format_bytes(limit)}, a quarter of this machine's memory",
-                hint="write one object a line (.jsonl): such files may have any size",
-            )
+        check_list_size(path)
         return file.read()
     content = file.read(MAX_UNPACKED_BYTES + 1)
     if len(content) > MAX_UNPACKED_BYTES:
@@ -238,6 +214,21 @@ def _read_whole(file: IO[bytes], path: Path) -> bytes:
             hint="write one object a line (.jsonl.gz), or unpack it if its size is right",
         )
     return content
+
+
+def check_list_size(path: Path) -> None:
+    """Refuse a list of rows that is too large; its bytes and its text are in memory at once, and rows beside them."""
+    if path.suffix.lower() == ".gz":
+        return
+    limit, size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, path.stat().st_size
+    if size > limit:
+        raise RefusedError(
+            "the file is too large to be read whole, as a list of rows is",
+            where=str(path),
+            found=format_bytes(size),
+            expected=f"at most {format_bytes(limit)}, a quarter of this machine's memory",
+            hint="write one object a line (.jsonl): such files may have any size",
+        )
 
 
 def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -> Iterator[RawRow]:

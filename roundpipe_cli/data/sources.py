@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.data.files import SUFFIXES, ReadProgress, digest_file, known_suffix, read_file
+from roundpipe_cli.data.digests import digest_file
+from roundpipe_cli.data.files import SUFFIXES, ReadProgress, known_suffix, read_file
 from roundpipe_cli.data.folders import folder_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
@@ -111,7 +112,7 @@ class Source:
             text = getattr(self._loaded_table(), "_fingerprint", None)  # as the `datasets` library's own caches
             return f"table {text}" if isinstance(text, str) else None
         try:
-            return f"{known_suffix(self.file)} {self.file.suffix} {digest_file(self.file)}"
+            return f"{known_suffix(self.file)} {self.file.suffix} {digest_file(self.file, self.spec.txt_rows)}"
         except OSError as error:
             raise RefusedError(f"cannot read the dataset: {error.strerror}", where=self.name) from error
 

@@ -14,6 +14,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from roundpipe_cli.data import files
+from roundpipe_cli.data.digests import digest_file
 from roundpipe_cli.data.hub import check_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
@@ -381,6 +382,16 @@ def test_a_list_of_rows_larger_than_memory_is_refused_unread(tmp_path: Path) -> 
     with pytest.raises(RefusedError, match="too large to be read whole") as caught:
         read(path)
     assert ".jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.jsonl.gz"])
+def test_a_terabyte_that_its_first_row_makes_useless_is_not_hashed(name: str, tmp_path: Path) -> None:
+    """Story: a file of nothing, such as an interrupted download leaves, was read to its end for a key of the cache."""
+    path = tmp_path / name
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(RefusedError, match=r"too long|too large|cannot read|not a"):
+        digest_file(path)
 
 
 @pytest.mark.parametrize("seed", range(20))
