@@ -1,8 +1,9 @@
 """Needs of a run in each memory: device, host, disk. Every figure is split into parts that add up to it.
 
 device   slots x (weights and gradient accumulators of the largest stage), activations of one microbatch of one
-         stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the context; with
-         packed weights those of one block, unpacked for its call, or those of a stage for its visit
+         stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the gradient of
+         the largest weight, the context; with packed weights those of one block, unpacked for its call, or those of a
+         stage for its visit
 host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 24 at staleness 1
          (two weights, two gradients), 16 and 24 in float32; frozen weights; boundary activations; page-locked rings
 disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
@@ -22,6 +23,7 @@ from roundpipe_cli.costs.analytic import trainable_params
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.single_weights import block_gradient_bytes, converted_bytes
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
@@ -37,6 +39,8 @@ PINNED_RING_BYTES = 8 * CHUNK_BYTES
 """Page-locked staging chunks per device and direction."""
 INTERPRETER_BYTES = 460 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
+TOKEN_BYTES = 700
+"""A token of a tokenizer takes so many: 35 MB measured with 49,152 of them."""
 TRITON_BYTES = 72 * MIB
 """More where triton is installed, which torch's compiler imports: measured. Beside GPUs part of their contexts."""
 CUDA_LIBRARIES_BYTES = 440 * MIB
@@ -48,6 +52,9 @@ DEVICE_ALIGNMENT_BYTES = 256
 HOST_MARGIN_BYTES = 2 * GIB
 HOST_MARGIN = 0.05
 """Share of host memory that is left to the operating system, at most `HOST_MARGIN_BYTES`."""
+
+HEAD_CHUNK, LARGEST_GRADIENT = "head chunk", "gradient of the largest weight"
+"""Parts that stages without the head do not need, or need less of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +89,11 @@ def device_need(
     forward_stages: Sequence[StageRange],
     backward_stages: Sequence[StageRange],
 ) -> Need:
-    """Bytes that one worker needs at its peak. On the CPU the weights are the host's own: their slots take nothing."""
+    """Bytes that one worker needs at its peak. On the CPU weights and gradient sums are the host's own: no slots."""
     layers = costs.layers
     slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages)
+    if all(device.is_cpu for device in hardware.devices):
+        slot_bytes = 0
     fixed = fixed_device_need(costs, architecture, settings, hardware)
     activations = _activations(layers, settings, hardware, backward_stages)
     without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
@@ -95,6 +104,7 @@ def device_need(
             NeedPart("activations", activations),
             *([NeedPart("weights of a stage, unpacked", whole_bytes)] if settings.unpacks_once else []),
             NeedPart("kept activations", _kept_activations(layers, settings)),
+            NeedPart(LARGEST_GRADIENT, _gradient_bytes(costs, architecture, settings, hardware, backward_stages)),
             *fixed.parts,
         )
     )
@@ -174,6 +184,27 @@ def _activations(
     return max(sums, default=0)
 
 
+def _gradient_bytes(
+    costs: CostModel,
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    backward_stages: Sequence[StageRange],
+) -> int:
+    """Gradient of the largest weight, which exists whole before it is added to its sum, as far as it needs more than
+    the largest activations and the head's chunk, which are counted together: of the head's matrix beside its chunk and
+    the activations of the head's stage, of a block's beside those of another."""
+    head, chunk = len(costs.layers) - 1, costs.layers[-1].activation_bytes
+    counted = _activations(costs.layers, settings, hardware, backward_stages) + chunk
+    needed = 0
+    for stage in backward_stages:
+        activations = _activations(costs.layers, settings, hardware, [stage])
+        of_block = activations + block_gradient_bytes(architecture, settings)
+        of_head = activations + chunk + costs.layers[-1].grad_bytes // 4 * settings.dtype_bytes
+        needed = max(needed, of_block, of_head if stage[1] == head else 0)
+    return max(0, needed - counted)
+
+
 def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:
     """Activations of the last `keep_blocks` blocks for all microbatches of a step: no worker ever holds more."""
     kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
@@ -193,7 +224,7 @@ def fixed_device_need(
     if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
         workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
     parts = [
-        NeedPart("head chunk", costs.layers[-1].activation_bytes),
+        NeedPart(HEAD_CHUNK, costs.layers[-1].activation_bytes),
         NeedPart("boundary tensors", 4 * boundary),
         NeedPart("workspace of backward", workspace),
     ]
@@ -296,6 +327,7 @@ def host_need(
             *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
             NeedPart("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
             NeedPart("interpreter and contexts", interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus),
+            NeedPart("tokenizer", TOKEN_BYTES * architecture.vocab_size),
         )
     )
 
@@ -322,16 +354,9 @@ def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need
             NeedPart("float32 masters", trainable * 4),
             NeedPart("a weight while it is converted", converted_bytes(architecture, settings)),
             NeedPart("interpreter", INTERPRETER_BYTES),
+            NeedPart("tokenizer", TOKEN_BYTES * architecture.vocab_size),
         )
     )
-
-
-def converted_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """Size of the largest weight that is made of several tensors of the files: the experts' gates and what they
-    multiply, fused."""
-    experts = max((block.mlp_params for block in architecture.blocks if block.num_experts), default=0)
-    share = 2 / 3 if architecture.gated_mlp else 1 / 2
-    return int(experts * share) * settings.dtype_bytes
 
 
 def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> float:

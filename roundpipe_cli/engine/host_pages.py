@@ -11,6 +11,8 @@ import functools
 import mmap
 import os
 import platform
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -25,6 +27,8 @@ INTERLEAVE = 3
 """MPOL_INTERLEAVE: pages on all nodes in turn."""
 M_ARENA_MAX = -8
 """The setting in glibc's malloc.h."""
+TIME_SHARE = 0.01
+"""Largest share of a run's time for giving memory back."""
 
 
 @functools.cache
@@ -77,3 +81,26 @@ def share_one_heap() -> None:
         return
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(ctypes.c_int(M_ARENA_MAX), ctypes.c_int(1))
+
+
+class UnusedHeap:
+    """Memory of the heap that nothing uses, between steps.
+
+    glibc keeps what a step freed wherever something else lies above it. Where workers compute on the processor this
+    grew from step to step; given back after each, it is as large as one step needs (scripts/README.md has figures).
+    """
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._trim: Callable[[ctypes.c_size_t], int] | None = None
+        with suppress(AttributeError, OSError):  # another C library
+            self._trim = ctypes.CDLL(None).malloc_trim
+
+    def give_back(self) -> None:
+        """Return whole unused pages to the system, unless that was done a moment ago."""
+        started_s = time.monotonic()
+        if self._trim is None or started_s < self._next_s:
+            return
+        self._trim(ctypes.c_size_t(0))
+        now_s = time.monotonic()
+        self._next_s = now_s + (now_s - started_s) / TIME_SHARE

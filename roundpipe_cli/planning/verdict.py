@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.costs.cpu_memory import cpu_workers_need
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     Need,
-    NeedPart,
     device_need,
     disk_need,
     fixed_device_need,
@@ -63,9 +63,10 @@ def judge(
     device = device_need(costs, architecture, settings, hardware, cut.forward_stages, cut.backward_stages)
     stages = len(cut.forward_stages), len(cut.backward_stages)
     host = host_need(costs, architecture, settings, hardware, stages, cut.microbatches_per_round)
-    cpu_workers = sum(one.is_cpu for one in hardware.devices)
-    if cpu_workers:
-        host = Need((*host.parts, NeedPart(f"{cpu_workers} CPU workers", cpu_workers * device.total_bytes)))
+    if any(one.is_cpu for one in hardware.devices):
+        of_stages = cut.forward_stages, cut.backward_stages
+        needs = (costs, architecture, settings, hardware, of_stages, cut.microbatches_per_round)
+        host = Need((*host.parts, *cpu_workers_need(*needs)))
     loading, disk = loading_need(architecture, settings), disk_need(architecture, settings)
     reasons = [_device_reason(device, one) for one in _smallest_device(hardware)]
     most = max(host, loading, key=lambda need: need.total_bytes)

@@ -6,6 +6,7 @@ import signal as signals
 import time
 from collections.abc import Callable
 
+from roundpipe_cli.engine.host_pages import UnusedHeap
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Paused, Tell
 from roundpipe_cli.train.checkpoint.saver import Saver
@@ -29,9 +30,10 @@ class Border:
         """
         self._stop, self._machines, self._saver, self._save, self._tell = stop, machines, saver, save, tell
         self._saved_step = 0
+        self._heap = UnusedHeap()
 
     def at(self, done: int, num_steps: int, *, due: bool, last: bool, may_stop: bool) -> None:
-        """Save where it is due or asked for, wait while the run is paused, stop if asked.
+        """Give unused memory back, save where it is due or asked for, wait while the run is paused, stop if asked.
 
         Args:
             done: steps that are done.
@@ -43,6 +45,7 @@ class Border:
             StoppedError: a signal asked for it; a checkpoint is written.
         """
         held = False
+        self._heap.give_back()
         self._saver.poll()
         while True:
             signal, paused, asked = self._asked(may_stop)

@@ -112,3 +112,34 @@ def test_threads_share_one_heap_unless_the_user_says_otherwise(name: str, value:
         environment[name] = value
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert (done.stderr.count("Arena ") == 1) is not bool(name)
+
+
+def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving back takes at most a hundredth of the time."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("another C library")
+    code = (
+        "import ctypes; from roundpipe_cli.engine.host_pages import UnusedHeap\n"
+        "def kib(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'RssAnon' in line)\n"
+        "libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p; libc.free.argtypes = [ctypes.c_void_p]\n"
+        "held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]\n"
+        "for place in held: ctypes.memset(place, 1, 50_000)\n"
+        "for place in held[:-1]: libc.free(place)\n"
+        "before = kib(); UnusedHeap().give_back(); print(before - kib())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 80_000
+    now, trims = [0.0], []
+    monkeypatch.setattr(host_pages.time, "monotonic", lambda: now[0])
+    heap = host_pages.UnusedHeap()
+
+    def trim(pad: object) -> int:
+        trims.append(now[0])
+        now[0] += 0.01
+        return 1
+
+    monkeypatch.setattr(heap, "_trim", trim)
+    while now[0] < 5:
+        heap.give_back()
+        now[0] += 0.1
+    assert 4 <= len(trims) <= 6
