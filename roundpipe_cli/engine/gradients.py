@@ -22,7 +22,8 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.embedding import EmbedGradient
 from roundpipe_cli.model.layout import LayerLayout
 
-SQUARED_ELEMENTS = 1 << 24
+SQUARED_ELEMENTS = 1 << 22
+"""Elements whose squares are summed at a time: torch first makes a float64 copy of them, twice as large."""
 
 GradientParts = list[tuple[int, torch.Tensor]]
 """(index of the parameter, its gradient), in the order of addition."""
@@ -200,8 +201,7 @@ class Leaving:
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares in float64, a 0-dim tensor on `flat`'s device."""
-    if flat.device.type == "cpu" or flat.numel() <= SQUARED_ELEMENTS:
+    if flat.numel() <= SQUARED_ELEMENTS:
         norm: torch.Tensor = torch.linalg.vector_norm(flat, 2, dtype=torch.float64)
         return norm.square()
-    # a GPU first makes a float64 copy, twice as large as the sums
     return torch.stack([square_sum(piece) for piece in flat.split(SQUARED_ELEMENTS)]).sum()

@@ -25,8 +25,10 @@ MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call by machine."""
 INTERLEAVE = 3
 """MPOL_INTERLEAVE: pages on all nodes in turn."""
-M_ARENA_MAX = -8
-"""The setting in glibc's malloc.h."""
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+"""Settings in glibc's malloc.h."""
+OUTSIDE_HEAP_BYTES = 4 * 1024**2
+"""Tensors from here on, such as logits, have pages of their own."""
 TIME_SHARE = 0.01
 """Largest share of a run's time for giving memory back."""
 
@@ -71,16 +73,22 @@ def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
     return bool(call(ctypes.c_long(number), *arguments, most, ctypes.c_uint(0)) == 0)
 
 
-def share_one_heap() -> None:
-    """Let all threads that start from here on allocate from one heap, unless the user set their number.
+def settle_heap() -> None:
+    """Let all threads that start from here on allocate from one heap, and large tensors outside it, unless the user
+    set how.
 
     By default glibc gives each new thread a heap of its own and keeps there what the thread frees, so a run on the
-    processor grew to a seventh more than `plan` counts, and went on growing (scripts/README.md has figures).
+    processor grew to a seventh more than `plan` counts, and went on growing. Tensors of up to 32 MB come to lie between
+    small ones, where they leave holes (scripts/README.md has figures).
     """
-    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    with suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(ctypes.c_int(M_ARENA_MAX), ctypes.c_int(1))
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    for setting, value, variable, name in (
+        (M_ARENA_MAX, 1, "MALLOC_ARENA_MAX", "arena_max"),
+        (M_MMAP_THRESHOLD, OUTSIDE_HEAP_BYTES, "MALLOC_MMAP_THRESHOLD_", "mmap_threshold"),
+    ):
+        if variable not in os.environ and name not in tunables:
+            with suppress(AttributeError, OSError):  # another C library
+                ctypes.CDLL(None).mallopt(ctypes.c_int(setting), ctypes.c_int(value))
 
 
 class UnusedHeap:

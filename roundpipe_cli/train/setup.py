@@ -16,7 +16,7 @@ from torch import nn
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.durable import disk_error, require_free_bytes
-from roundpipe_cli.engine.host_pages import share_one_heap
+from roundpipe_cli.engine.host_pages import settle_heap
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
@@ -133,7 +133,7 @@ def prepare(
         RefusedError: recipe, data or model refused (exit code 2).
         ResourceError: not enough host memory (exit code 5).
     """
-    share_one_heap()
+    settle_heap()
     loaded = with_token_budget(loaded, tell)
     base = base or find_base(loaded, loaded.recipe.revision, offline=offline, tell=tell)
     fingerprint = Fingerprint(base.source)

@@ -95,12 +95,12 @@ def test_doctor_says_what_it_found(
 @pytest.mark.parametrize(
     ("name", "value"), [("MALLOC_ARENA_MAX", "8"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=8"), ("", "")]
 )
-def test_threads_share_one_heap_unless_the_user_says_otherwise(name: str, value: str) -> None:
+def test_threads_settle_heap_unless_the_user_says_otherwise(name: str, value: str) -> None:
     """Counted by the C library itself, with four threads that all hold memory."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("another C library")
     code = (
-        "import ctypes, threading; from roundpipe_cli.engine.host_pages import share_one_heap; share_one_heap()\n"
+        "import ctypes, threading; from roundpipe_cli.engine.host_pages import settle_heap; settle_heap()\n"
         "libc, gate = ctypes.CDLL(None), threading.Barrier(5)\n"
         "libc.malloc.restype = ctypes.c_void_p\n"
         "def work(): libc.malloc(ctypes.c_size_t(50_000)); gate.wait()\n"
@@ -143,3 +143,21 @@ def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -
         heap.give_back()
         now[0] += 0.1
     assert 4 <= len(trims) <= 6
+
+
+@pytest.mark.parametrize(("name", "in_heap"), [("", False), ("MALLOC_MMAP_THRESHOLD_", True)])
+def test_large_tensors_lie_outside_the_heap(name: str, in_heap: bool) -> None:
+    """glibc itself raises the limit to 32 MB once such a tensor was freed."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("another C library")
+    code = (
+        "import torch; from roundpipe_cli.engine.host_pages import settle_heap; settle_heap()\n"
+        "for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)\n"
+        "heaps = [line.split()[0].split('-') for line in open('/proc/self/maps') if '[heap]' in line]\n"
+        "print(any(int(low, 16) <= place.data_ptr() < int(high, 16) for low, high in heaps))"
+    )
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    if name:
+        environment[name] = "33554432"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(in_heap)
