@@ -21,6 +21,7 @@ def run_for_real(
     from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
     from roundpipe_cli.cli.bench_results import entry
     from roundpipe_cli.cli.display import Display
+    from roundpipe_cli.cli.finetune import on_cards_worth_using
     from roundpipe_cli.cli.libraries import quiet_libraries
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.output import say
@@ -41,6 +42,7 @@ def run_for_real(
     check_sources(loaded, Start(), printer)
     fetch_model(loaded, Start(), printer)
     quiet_libraries()
+    loaded = on_cards_worth_using(loaded, printer)
 
     def show(event: Event) -> None:
         if not isinstance(event, StepFinished):  # stdout is for the comparison

@@ -8,6 +8,7 @@ from roundpipe_cli.cli.output import say
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.contenders import contenders
+from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import schedule_name
@@ -15,14 +16,18 @@ from roundpipe_cli.watchdog import watching
 
 
 def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanRequest:
-    """The question that `plan` answers for this recipe.
+    """The question that `plan` answers for this recipe, for the devices that it uses.
 
     Raises:
         RefusedError: the recipe, its model or the hardware.
     """
     loaded = load_recipe(recipe, overrides)
     with watching(loaded.recipe.watchdog_s):
-        return ask(loaded, hardware, build=build_counts)
+        question = ask(loaded, hardware, build=build_counts)
+        used = cards_worth_using(question, Answers())
+    if used.num_workers < question.num_workers:
+        say(f"note: as in `plan`, on {used.num_workers} of {question.num_workers} GPUs")
+    return used
 
 
 def as_planned(

@@ -15,7 +15,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
-    from roundpipe_cli.events import Event
+    from roundpipe_cli.events import Event, Tell
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 
@@ -71,6 +71,7 @@ def finetune(
         start = Start(resume, offline, allow_changed or ())
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
         check_names(loaded, start, plain)
+        loaded = on_cards_worth_using(loaded, plain)
         refuse_too_large(loaded)
         if is_first and loaded.recipe.hub_model_id is not None:
             make_repository(loaded.recipe.hub_model_id, offline=offline)
@@ -95,6 +96,19 @@ def finetune(
 
 def _silent(event: Event) -> None:
     return None
+
+
+def on_cards_worth_using(loaded: LoadedRecipe, tell: Tell) -> LoadedRecipe:
+    """The recipe on the GPUs that `plan` uses, with a notice of those left out; on all GPUs where `plan` has no figures
+    for the model."""
+    from roundpipe_cli.events import Notice
+    from roundpipe_cli.planning.fit_check import leave_small_cards
+
+    with contextlib.suppress(RefusedError):
+        loaded, text = leave_small_cards(loaded)
+        if text is not None:
+            tell(Notice(text))
+    return loaded
 
 
 def refuse_too_large(loaded: LoadedRecipe) -> None:

@@ -13,7 +13,9 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.counting import Build
 from roundpipe_cli.planning.predict import decide, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.planning.unequal import with_cards_of
 from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,14 @@ def contenders(
     """A contender for each schedule, all with the same microbatches; errors as of `make_plan`.
 
     Args:
-        own: the recipe as it stands.
+        own: the recipe as it stands, on the devices to use.
         hardware, build, answers: as of `make_plan`.
     """
-    recipes = [_with_schedule(own.loaded, name) for name in names]
-    questions = [own if one is own.loaded else ask(one, hardware, build=build) for one in recipes]
+    recipes = [_loaded_with(own.loaded, name) for name in names]
+    least_bytes = min(device.memory_bytes for device in own.hardware.devices)
+    questions = [
+        own if one is own.loaded else with_cards_of(ask(one, hardware, build=build), least_bytes) for one in recipes
+    ]
     return [_contender(question, name, answers) for question, name in zip(questions, names, strict=True)]
 
 
@@ -55,12 +60,20 @@ def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | Non
     return Contender(name, cut, case, verdict.short_reasons)
 
 
-def _with_schedule(loaded: LoadedRecipe, name: ScheduleName) -> LoadedRecipe:
+def _loaded_with(loaded: LoadedRecipe, name: ScheduleName) -> LoadedRecipe:
+    return (
+        loaded
+        if name == loaded.recipe.pipeline.schedule
+        else replace(loaded, recipe=with_schedule(loaded.recipe, name))
+    )
+
+
+def with_schedule(recipe: Recipe, name: ScheduleName) -> Recipe:
     """The recipe with another schedule; stages that it gives, and dealings that the schedule lacks, are left out."""
-    pipeline = loaded.recipe.pipeline
+    pipeline = recipe.pipeline
     if name == pipeline.schedule:
-        return loaded
+        return recipe
     pipeline = replace(pipeline, schedule=name, forward_stages="auto", backward_stages="auto")
     if SCHEDULE_KINDS[name].binds_stages:
         pipeline = replace(pipeline, head_workers="auto", dispatch="auto")
-    return replace(loaded, recipe=replace(loaded.recipe, pipeline=pipeline))
+    return replace(recipe, pipeline=pipeline)

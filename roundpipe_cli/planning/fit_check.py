@@ -6,11 +6,37 @@ from dataclasses import replace
 
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
 from roundpipe_cli.errors import Problem, ResourceError
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import ask, choose_tier
-from roundpipe_cli.planning.unequal import describe_idle_gpus, without_small_cards
+from roundpipe_cli.planning.unequal import describe_idle_gpus, names_of_cards, without_small_cards
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.units import format_bytes
+
+
+def leave_small_cards(loaded: LoadedRecipe) -> tuple[LoadedRecipe, str | None]:
+    """The recipe with the GPUs that `plan` uses, where some have too little memory to help, and a notice of that.
+
+    Only where the recipe leaves the devices open; several machines use all of theirs.
+
+    Raises:
+        RefusedError: the model or the hardware.
+    """
+    if loaded.recipe.pipeline.devices != "auto" or num_machines() > 1:
+        return loaded, None
+    question = ask(loaded, here=True)
+    if question.architecture.is_guess or not question.hardware.is_here:
+        return loaded, None
+    used = cards_worth_using(question, Answers())
+    if used.num_workers == question.num_workers:
+        return loaded, None
+    names = names_of_cards(question, used)
+    every = ",".join(f"cuda:{index}" for index in range(question.num_workers))
+    text = f"devices: {', '.join(names)}: faster, or only so within memory, than with GPUs of less memory"
+    pipeline = replace(loaded.recipe.pipeline, devices=names)
+    text += f"; pipeline.devices=[{every}] takes all"
+    return replace(loaded, recipe=replace(loaded.recipe, pipeline=pipeline)), text
 
 
 def check_fits(loaded: LoadedRecipe) -> None:

@@ -108,16 +108,29 @@ def make_plan(
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
-    question = ask(loaded, hardware, build=build)
+    return _best_plan(ask(loaded, hardware, build=build), answers)[1]
+
+
+def cards_worth_using(question: PlanRequest, answers: Answers | None) -> PlanRequest:
+    """The question for the devices that its plan uses: all, or the GPUs of more memory."""
+    return _best_plan(question, answers)[0] if any(without_small_cards(question)) else question
+
+
+def _best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanRequest, Plan]:
+    """The plan, and the question for the devices that it uses. Those that the recipe lists are all used."""
     best = _plan(question, answers)
+    asked, advice = question, []
     for fewer in without_small_cards(question):
         if best.verdict.fits and fewer.least_step_s >= best.step_s:
             continue
         other = _plan(fewer, answers)
         if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
             why = describe_idle_gpus(question, fewer, fits=best.verdict.fits)
-            best = replace(other, explanation=(why, *other.explanation))
-    return best
+            if question.lists_devices:
+                advice = [why]
+            else:
+                asked, best = fewer, replace(other, explanation=(why, *other.explanation))
+    return asked, replace(best, explanation=(*advice, *best.explanation))
 
 
 def _plan(question: PlanRequest, answers: Answers | None) -> Plan:

@@ -53,6 +53,11 @@ class PlanRequest:
         return self.machine_source == THIS_MACHINE and on_cpu and self.loaded.recipe.pipeline.devices == "auto"
 
     @property
+    def lists_devices(self) -> bool:
+        """Whether the devices are those that the recipe lists, so that a run uses all of them."""
+        return self.machine_source == THIS_MACHINE and not isinstance(self.loaded.recipe.pipeline.devices, str)
+
+    @property
     def num_workers(self) -> int:
         return len(self.hardware.devices)
 

@@ -23,28 +23,48 @@ def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
     devices = question.hardware.devices
     sizes = sorted({device.memory_bytes for device in devices if not device.is_cpu})
     for least in sizes[1:]:
-        kept = tuple(device for device in devices if device.memory_bytes >= least)
-        hardware = replace(question.hardware, devices=kept)
-        analytic = analytic_costs(question.architecture, question.settings, hardware)
-        if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'
-            link = question.analytic.costs.link_bytes_per_s
-            analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
-        yield replace(question, hardware=hardware, analytic=analytic)
+        yield with_cards_of(question, least)
+
+
+def with_cards_of(question: PlanRequest, least_bytes: int) -> PlanRequest:
+    """The question for the devices of at least so much memory."""
+    kept = tuple(device for device in question.hardware.devices if device.memory_bytes >= least_bytes)
+    if len(kept) == question.num_workers:
+        return question
+    hardware = replace(question.hardware, devices=kept)
+    analytic = analytic_costs(question.architecture, question.settings, hardware)
+    if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'
+        link = question.analytic.costs.link_bytes_per_s
+        analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
+    return replace(question, hardware=hardware, analytic=analytic)
 
 
 def describe_idle_gpus(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:
-    """A line that says which devices stay idle, and why.
+    """A line that says which devices stay idle, and why; of devices that the recipe lists, that they should.
 
     Args:
         fits: whether it would fit with them.
     """
     least = min(device.memory_bytes for device in fewer.hardware.devices)
-    places = [index for index, device in enumerate(question.hardware.devices) if device.memory_bytes >= least]
     out = Counter(device.name for device in question.hardware.devices if device.memory_bytes < least)
     names = " and ".join(f"{count} x {name}" for name, count in out.items())
     why = "stages sized for its memory would be slower" if fits else "no stage fits its memory"
-    listed = ", ".join(f"cuda:{place}" for place in places)
-    return f"{names} left out: {why}; write pipeline.devices: [{listed}]"
+    listed = ", ".join(names_of_cards(question, fewer))
+    if question.lists_devices:
+        why = "stages sized for its memory are slower" if fits else why
+        return f"better without {names}: {why}; write pipeline.devices: [{listed}]"
+    return f"{names} left out: {why} (pipeline.devices: [{listed}])"
+
+
+def names_of_cards(question: PlanRequest, fewer: PlanRequest) -> tuple[str, ...]:
+    """The devices of `question` that are in `fewer` too, as a recipe names them."""
+    least, devices = min(device.memory_bytes for device in fewer.hardware.devices), question.hardware.devices
+    names = question.loaded.recipe.pipeline.devices if question.lists_devices else ()
+    return tuple(
+        names[place] if names else f"cuda:{place}"
+        for place, device in enumerate(devices)
+        if device.memory_bytes >= least
+    )
 
 
 def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) -> list[str]:

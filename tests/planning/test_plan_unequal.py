@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.choices import SCHEDULES
+from roundpipe_cli.cli.bench_recipe import as_planned, request_of
+from roundpipe_cli.cli.finetune import on_cards_worth_using
 from roundpipe_cli.cli.plan import plan_text
+from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, usable_device_bytes
 from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.events import Event, Notice
+from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fit_check import check_fits
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.unequal import without_small_cards
@@ -73,22 +78,59 @@ def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
     assert [device.name for device in answer.question.hardware.devices] == ["rtx-3090"] * 2
     text = "\n".join(plan_text(answer, None))
     assert text.startswith("FITS")
-    assert "2 x custom left out: no stage fits its memory; write pipeline.devices: [cuda:0, cuda:3]" in text
+    assert "2 x custom left out: no stage fits its memory (pipeline.devices: [cuda:0, cuda:3])" in text
     assert answer.step_s == pytest.approx(make_plan(loaded, "2x3090").step_s)
 
 
-def test_a_run_that_only_the_larger_cards_hold_says_so(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundpipe_cli.planning import fit_check
-    from roundpipe_cli.planning.question import PlanRequest, ask
+SMALL_CARD = "3090+2xcustom:memory_gib=2:acc32_tflops=70+3090"
 
-    def here(loaded: LoadedRecipe, hardware: str | None = None, *, here: bool = False) -> PlanRequest:
-        question = ask(loaded, "3090+custom:memory_gib=2:acc32_tflops=70")
-        return replace(question, hardware=replace(question.hardware, is_here=True))
 
-    monkeypatch.setattr(fit_check, "ask", here)  # this machine has no such GPUs
+@pytest.fixture
+def with_small_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has two GPUs that hold no stage, between two that do."""
+    devices = parse_hardware(SMALL_CARD).devices
+    monkeypatch.setattr("roundpipe_cli.planning.question.visible_gpus", lambda: (devices, ()))
+
+
+def test_a_run_and_bench_leave_out_what_plan_leaves_out(
+    loaded: LoadedRecipe, with_small_cards: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run was refused where plan said that it fits, and bench compared schedules on all four cards."""
+    told: list[Event] = []
+    alone = on_cards_worth_using(loaded, told.append)
+    assert alone.recipe.pipeline.devices == ("cuda:0", "cuda:3")
+    check_fits(alone)
+    assert [event.text for event in told if isinstance(event, Notice)] == [
+        "devices: cuda:0, cuda:3: faster, or only so within memory, than with GPUs of less memory; "
+        "pipeline.devices=[cuda:0,cuda:1,cuda:2,cuda:3] takes all"
+    ]
+    planned, again = make_plan(loaded), make_plan(alone)
+    assert planned.cut == again.cut and planned.step_s == pytest.approx(again.step_s)
+    asked = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARD)
+    assert "note: as in `plan`, on 2 of 4 GPUs" in capsys.readouterr().err
+    found = as_planned(asked, SMALL_CARD, None, Answers())
+    assert {case.num_workers for _, _, case in found} == {2} and len(found) == len(SCHEDULES)
+
+
+def test_cards_that_are_listed_are_all_used(loaded: LoadedRecipe, with_small_cards: None) -> None:
+    loaded = with_keys(loaded, "pipeline.devices=[cuda:3,cuda:1]")
+    told: list[Event] = []
+    assert on_cards_worth_using(loaded, told.append) is loaded and not told
     with pytest.raises(ResourceError) as caught:
         check_fits(loaded)
-    assert "1 x custom left out" in str(caught.value) and "pipeline.devices: [cuda:0]" in str(caught.value)
+    better = "better without 1 x custom: no stage fits its memory; write pipeline.devices: [cuda:3]"
+    assert better in str(caught.value)
+    answer = make_plan(loaded)
+    assert not answer.verdict.fits and better in "\n".join(plan_text(answer, None))
+
+
+def test_machines_of_equal_memory_are_not_planned_before_a_run(
+    loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = parse_hardware("2x3090+2x4090").devices
+    monkeypatch.setattr("roundpipe_cli.planning.question.visible_gpus", lambda: (devices, ()))
+    monkeypatch.setattr("roundpipe_cli.planning.predict._plan", pytest.fail)
+    assert on_cards_worth_using(loaded, pytest.fail) is loaded
 
 
 def test_only_memory_that_differs_makes_smaller_machines(loaded: LoadedRecipe) -> None:
