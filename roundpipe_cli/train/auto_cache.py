@@ -10,6 +10,7 @@ the cache is given up first, and such stages with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel, StageRange, without_unpacked
 from roundpipe_cli.costs.machine import num_machines
@@ -34,6 +35,91 @@ from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.units import format_bytes
 
 
+@dataclass(frozen=True)
+class KeptWeights:
+    """Weights that devices keep from step to step."""
+
+    num_bytes: int
+    """Size of each worker's cache."""
+    schedule: Schedule
+    """With the stages that the memory was counted for."""
+    costs: CostModel
+    """Where all weights are kept, those of devices that hold them; otherwise the usual ones."""
+    cut: StageCut | None = None
+    """Stages for devices that hold all weights; None: the usual ones."""
+    was_unpacked: bool = False
+    """Whether packed weights would stay unpacked for a visit with the usual stages."""
+
+    @property
+    def words(self) -> str:
+        """For a notice."""
+        whole = format_bytes(sum(layer.param_bytes for layer in self.costs.layers))
+        if self.cut is not None:
+            text = f"weight cache (auto): all {format_bytes(self.num_bytes)} of weights stay on each GPU"
+            if self.was_unpacked:
+                text += " (unpacked for each microbatch and pass)"
+            return f"{text}, and each microbatch on one"
+        is_all = self.num_bytes >= sum(layer.param_bytes for layer in self.costs.layers)
+        kept = "all" if is_all else format_bytes(self.num_bytes)
+        return f"weight cache (auto): {kept} of {whole} of weights stay on each GPU"
+
+
+def weights_to_keep(
+    usual: CostModel,
+    schedule: Schedule,
+    reserved_bytes: Sequence[int],
+    devices: Sequence[str],
+    trained_bytes: int | None,
+) -> KeptWeights | None:
+    """Weights that may stay on the devices beside a step; None where nothing may.
+
+    Args:
+        usual: costs of devices that keep nothing.
+        schedule: of the step, with the stages of such devices.
+        reserved_bytes: memory that the step took on each worker's device.
+        devices: of each worker; one that is listed twice counts the memory of both.
+        trained_bytes: see `AutoCache`.
+    """
+    if usual.device_memory_bytes is None:
+        return None
+    shares = [devices.count(name) for name in devices]
+    taken = max(peak // share for peak, share in zip(reserved_bytes, shares, strict=True))
+    modelled = modelled_bytes(usual, schedule.forward_stages, schedule.backward_stages)
+    if trained_bytes is not None:
+        whole = _all_weights(usual, schedule, max(0, taken - modelled), trained_bytes)
+        if whole is not None:
+            return whole
+    spare = spare_for_cache(usual.device_memory_bytes, max(taken, modelled), usual.layers, share=DEVICE_SHARE)
+    return KeptWeights(spare, schedule, usual) if spare else None
+
+
+def _all_weights(
+    usual: CostModel, streamed: Schedule, unexplained_bytes: int, trained_bytes: int
+) -> KeptWeights | None:
+    """Stages for devices that hold all weights, if they have room for those and a step is faster so.
+
+    Args:
+        streamed: with the stages of devices that do not.
+        unexplained_bytes: what a step with those took beyond the memory model.
+    """
+    if usual.layers[0].name != "embed":
+        return None
+    cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
+    costs = with_cached_weights(without_unpacked(usual), cache_bytes, trained_bytes)
+    room = int(DEVICE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - unexplained_bytes
+
+    def keeps(cut: StageCut) -> bool:
+        return modelled_bytes(costs, cut.forward_stages, cut.backward_stages) <= room
+
+    cut = resident_cut(costs, num_workers, keeps)
+    if cut is None:
+        return None
+    schedule = make_schedule("roundpipe", cut, SimulationCase(costs, num_workers, streamed.num_microbatches))
+    if makespan_s(simulate(schedule, costs)) >= (1 - MIN_GAIN) * makespan_s(simulate(streamed, usual)):
+        return None
+    return KeptWeights(cache_bytes, schedule, costs, cut, any(layer.whole_bytes for layer in usual.layers))
+
+
 class AutoCache:
     """Decides once how large the cache is."""
 
@@ -53,7 +139,7 @@ class AutoCache:
             trained_bytes: of a trained weight; None: stages stay as they are, even if all weights fit.
         """
         self._planner, self._tell, self._trained_bytes = planner, tell, trained_bytes
-        self._shares = [devices.count(name) for name in devices]
+        self._devices = tuple(devices)
         self._is_open = is_open
         self._most = 0
         """Microbatches of the longest step so far."""
@@ -78,62 +164,26 @@ class AutoCache:
 
     def observe(self, engine: Engine, result: StepResult) -> None:
         """Learn from a finished step, before the planner does. A short step at an epoch's end has other stages."""
-        memory_bytes = self._planner.costs.device_memory_bytes
-        if not self._is_open or memory_bytes is None:
+        if not self._is_open or self._planner.costs.device_memory_bytes is None:
             return
         count = 1 + max(item.action.microbatch for item in result.actions)
         self._most = max(self._most, count)
         if count < self._most or not self._planner.is_settled:
             return
         self._is_open = False
-        schedule = self._planner.schedule(count)
-        taken = max(peak // share for peak, share in zip(result.device_reserved_bytes, self._shares, strict=True))
-        costs = self._planner.costs
-        modelled = modelled_bytes(costs, schedule.forward_stages, schedule.backward_stages)
-        if self._hold_all(engine, schedule, max(0, taken - modelled)):
+        schedule, costs = self._planner.schedule(count), self._planner.costs
+        kept = weights_to_keep(costs, schedule, result.device_reserved_bytes, self._devices, self._trained_bytes)
+        if kept is None:
             return
-        layers, needed = costs.layers, max(taken, modelled)
-        self.num_bytes = spare_for_cache(memory_bytes, needed, layers, share=DEVICE_SHARE)
-        if self.num_bytes:
-            self._planner.keep_stages(schedule)
-            engine.grant_weight_cache(self.num_bytes)
-            whole = sum(layer.param_bytes for layer in layers)
-            kept = "all" if self.num_bytes >= whole else format_bytes(self.num_bytes)
-            text = f"weight cache (auto): {kept} of {format_bytes(whole)} of weights stay on each GPU"
-            self._tell(Notice(f"{text}; pipeline.weight_cache=0 uploads them every time"))
-
-    def _hold_all(self, engine: Engine, streamed: Schedule, unexplained_bytes: int) -> bool:
-        """Change to stages for devices that hold all weights, if they have room for those and a step is faster so.
-
-        Args:
-            streamed: with the stages of devices that do not.
-            unexplained_bytes: what a step with those took beyond the memory model.
-        """
-        usual = self._planner.costs
-        if self._trained_bytes is None or usual.layers[0].name != "embed":
-            return False
-        cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
-        costs = with_cached_weights(without_unpacked(usual), cache_bytes, self._trained_bytes)
-        room = int(DEVICE_SHARE * (usual.device_memory_bytes or 0)) - cache_bytes - unexplained_bytes
-
-        def keeps(partition: StageCut) -> bool:
-            return modelled_bytes(costs, partition.forward_stages, partition.backward_stages) <= room
-
-        partition = resident_cut(costs, num_workers, keeps)
-        if partition is None:
-            return False
-        schedule = make_schedule("roundpipe", partition, SimulationCase(costs, num_workers, streamed.num_microbatches))
-        if makespan_s(simulate(schedule, costs)) >= (1 - MIN_GAIN) * makespan_s(simulate(streamed, usual)):
-            return False
-        self.num_bytes, self.holds_all = cache_bytes, True
-        self._planner.keep_stages(schedule, costs, DEALING)
-        engine.grant_weight_cache(cache_bytes)
-        engine.unpack_per_visit(False)
-        text = f"weight cache (auto): all {format_bytes(cache_bytes)} of weights stay on each GPU"
-        if self._unpacks_once:
-            text += " (unpacked for each microbatch and pass)"
-        self._tell(Notice(f"{text}, and each microbatch on one; pipeline.weight_cache=0 uploads them every time"))
-        return True
+        self.num_bytes, self.holds_all = kept.num_bytes, kept.cut is not None
+        if self.holds_all:
+            self._planner.keep_stages(kept.schedule, kept.costs, DEALING)
+        else:
+            self._planner.keep_stages(kept.schedule)
+        engine.grant_weight_cache(self.num_bytes)
+        if self.holds_all:
+            engine.unpack_per_visit(False)
+        self._tell(Notice(f"{kept.words}; pipeline.weight_cache=0 uploads them every time"))
 
     def give_up(self, engine: Engine) -> None:
         """Drop the cache: a device ran out of memory. If stages relied on it, go back to streamed stages."""
@@ -166,11 +216,19 @@ def modelled_bytes(
 
 
 def make_auto_cache(setup: Setup, planner: AdaptivePlanner, tell: Tell) -> AutoCache:
-    """The cache of a run: open where the recipe leaves it to us, weights are frozen and devices have their own memory;
+    """The cache of a run."""
+    trained_bytes = trained_weight_bytes(setup) if num_machines() == 1 else None  # several cannot repeat a step
+    return AutoCache(planner, setup.devices, tell, is_open=is_cache_open(setup), trained_bytes=trained_bytes)
+
+
+def is_cache_open(setup: Setup) -> bool:
+    """Whether a cache may be taken: the recipe leaves it to us, weights are frozen and devices have their own memory;
     not with sequences in chunks, whose keys and values the memory model does not count."""
     pipeline = setup.recipe.pipeline
-    is_open = pipeline.weight_cache == "auto" and setup.recipe.method == "lora" and setup.devices[0] != "cpu"
-    is_open = is_open and pipeline.num_chunks == 1
-    may_hold_all = setup.recipe.may_hold_all_weights and num_machines() == 1  # several cannot repeat a step
-    item_bytes = setup.store.layouts[0].trainable_dtype.itemsize if may_hold_all else None
-    return AutoCache(planner, setup.devices, tell, is_open=is_open, trained_bytes=item_bytes)
+    is_auto = pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
+    return is_auto and setup.recipe.method == "lora" and setup.devices[0] != "cpu"
+
+
+def trained_weight_bytes(setup: Setup) -> int | None:
+    """Bytes of a trained weight; None where stages may not be cut for devices that hold all weights."""
+    return setup.store.layouts[0].trainable_dtype.itemsize if setup.recipe.may_hold_all_weights else None

@@ -6,20 +6,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
+from roundpipe_cli.choices import ScheduleName
 from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
-from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import Result, run
+from roundpipe_cli.planning.choose import choose, given_cut
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
+from roundpipe_cli.planning.contenders import with_schedule
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
-from roundpipe_cli.train.build import make_engine, make_planner, page_locked
+from roundpipe_cli.train.build import make_engine, make_planner, page_locked, weight_cache_bytes
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_timeline
 from roundpipe_cli.train.setup import Setup, prepare
 
@@ -31,11 +33,20 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 class Measured:
     """One schedule, predicted and measured."""
 
+    asked: ScheduleName
     predicted: Result
+    cut: StageCut
+    """The stages of devices that keep no weights."""
+    case: SimulationCase
+    """The case of the prediction."""
     steps: list[StepResult] = field(default_factory=list)
     num_tokens: int = 0
     device_peak_bytes: int = 0
     """Highest peak of a worker; on the processor, live tensors of a separate step."""
+    cache_bytes: int = 0
+    """Memory of each GPU for weights that stay there from step to step."""
+    holds_all: bool = False
+    """Whether its stages are cut for GPUs that hold all weights."""
 
     @property
     def name(self) -> str:
@@ -103,19 +114,22 @@ def compare_for_real(
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         costs = profile(engine, setup, microbatches, teller)
-        case = make_planner(setup).case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
-        bound = replace(case, options=Options())
-        measured = []
-        for name in names:
-            asked = bound if name in BOUND_SCHEDULES else case
-            found = run(name, choose(name, asked, effort="quick"), asked)
-            measured.append(Measured(found, num_tokens=num_tokens))
+        measured = [_planned(setup, name, costs, len(microbatches)) for name in names]
+        for entry in measured:
+            entry.num_tokens = num_tokens
+        keeper = _Keeper(setup, engine)
         for repetition in range(repetitions + 1):
             for entry in measured:
+                if repetition and keeper.prepare(entry):  # the weights come with a step before
+                    engine.run_step(microbatches, entry.predicted.schedule, step=0)
                 result = engine.run_step(microbatches, entry.predicted.schedule, step=0)
                 teller.ran(result)
-                if repetition:  # the first round warms up
+                if repetition:
                     entry.steps.append(result)
+                    continue
+                words = keeper.settle(entry, result)  # after the first round, which warms up
+                if words is not None:
+                    say(f"{entry.name}: {words}")
             say(f"round {repetition} of {repetitions}{'' if repetition else ' (warm-up)'}")
         for entry in measured:
             entry.device_peak_bytes = max(max(step.device_peak_bytes) for step in entry.steps)
@@ -127,6 +141,52 @@ def compare_for_real(
                 entry.device_peak_bytes = max(peaks)
     check_losses(measured, TOLERANCE[setup.recipe.dtype])
     return Comparison(costs, setup.devices, len(microbatches), tuple(measured))
+
+
+def _planned(setup: Setup, name: ScheduleName, costs: CostModel, num_microbatches: int) -> Measured:
+    """A schedule with the stages that a run of the recipe with it would have, simulated."""
+    recipe = with_schedule(setup.recipe, name)
+    planner = make_planner(replace(setup, recipe=recipe))
+    case = planner.case(num_microbatches * recipe.pipeline.num_chunks, costs=costs)
+    cut = given_cut(recipe.pipeline, case.num_workers) or choose(name, case, effort="quick")
+    return Measured(name, run(name, cut, case), cut, case)
+
+
+class _Keeper:
+    """Lets weights stay on GPUs between the steps of each schedule, as a run with it would."""
+
+    def __init__(self, setup: Setup, engine: Engine) -> None:
+        self._setup, self._engine = setup, engine
+
+    def settle(self, entry: Measured, result: StepResult) -> str | None:
+        """Decide what stays, by a step without; stages that suit it and the prediction change with it.
+
+        Returns:
+            what was chosen to stay, in words; None: nothing was.
+        """
+        setup, schedule = self._setup, entry.predicted.schedule
+        is_open, fixed_bytes = is_cache_open(setup), weight_cache_bytes(setup.recipe.pipeline)
+        kept = None
+        if is_open:
+            trained_bytes = trained_weight_bytes(replace(setup, recipe=with_schedule(setup.recipe, entry.asked)))
+            reserved_bytes = result.device_reserved_bytes
+            kept = weights_to_keep(entry.case.costs, schedule, reserved_bytes, setup.devices, trained_bytes)
+        elif fixed_bytes and setup.devices[0] != "cpu":
+            kept = KeptWeights(fixed_bytes, schedule, entry.case.costs)
+        if kept is None:
+            return None
+        entry.cache_bytes, entry.holds_all = kept.num_bytes, kept.cut is not None
+        item_bytes = setup.store.layouts[0].trainable_dtype.itemsize
+        costs = kept.costs if entry.holds_all else with_cached_weights(kept.costs, kept.num_bytes, item_bytes)
+        entry.case = replace(entry.case, costs=costs)
+        entry.predicted = run(schedule.name, kept.cut or entry.cut, entry.case)
+        return kept.words if is_open else None
+
+    def prepare(self, entry: Measured) -> bool:
+        """Let the engine keep what this schedule keeps. Returns whether its next step uploads weights that stay."""
+        self._engine.grant_weight_cache(entry.cache_bytes)
+        self._engine.unpack_per_visit(self._setup.unpacks_once and not entry.holds_all)
+        return entry.cache_bytes > 0
 
 
 class _Teller:

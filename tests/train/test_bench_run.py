@@ -61,7 +61,10 @@ def test_different_losses_are_an_error() -> None:
         def name(self) -> str:
             return "schedule"
 
-    first, near, far = (Fixed(None, num_tokens=count) for count in (1_000_000, 1_000_001, 1_000_010))  # type: ignore[arg-type]
+    first, near, far = (
+        Fixed("roundpipe", None, None, None, num_tokens=count)  # type: ignore[arg-type]
+        for count in (1_000_000, 1_000_001, 1_000_010)
+    )
     check_losses([first, near], 1.1e-6)
     with pytest.raises(Exception, match="different losses"):
         check_losses([first, near, far], 1.1e-6)

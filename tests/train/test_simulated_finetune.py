@@ -193,15 +193,34 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
     assert losses(short) == losses(once) == losses(on_cpu) and len(losses(short)) == 3
 
 
-def test_bench_compares_schedules(folder: Path) -> None:
-    """The same step by two schedules on both cards, with measured costs; the losses are compared there."""
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [((), "each microbatch on one"), (("pipeline.weight_cache=1000000",), ""), (("method=full",), "")],
+    ids=["auto", "fixed", "none"],
+)
+def test_bench_compares_schedules(folder: Path, words: tuple[str, ...], kept: str) -> None:
+    """The same step by two schedules on both cards, with measured costs and the weights that a run would keep on them;
+    the losses are compared there."""
     said: list[str] = []
-    loaded = load_recipe("recipe.yaml", (ON_CARDS,))
+    loaded = load_recipe("recipe.yaml", (ON_CARDS, *words))
     with simulated():
-        found = compare_for_real(loaded, ("roundpipe", "1f1b"), repetitions=1, tell=lambda event: None, say=said.append)
-    assert found.devices == ("cuda:0", "cuda:1") and [len(one.steps) for one in found.schedules] == [1, 1]
+        found = compare_for_real(loaded, ("roundpipe", "1f1b"), repetitions=2, tell=lambda event: None, say=said.append)
+    assert found.devices == ("cuda:0", "cuda:1") and [len(one.steps) for one in found.schedules] == [2, 2]
     assert all(one.device_peak_bytes > 0 for one in found.schedules)
     assert not any("counting memory" in text for text in said), "cards count it themselves"
+    stays = [text for text in said if "weight cache" in text]
+    if "method=full" in words:
+        assert not stays and not any(one.cache_bytes for one in found.schedules)
+        return
+    whole = sum(layer.param_bytes for layer in found.costs.layers)
+    for one in found.schedules:
+        assert one.cache_bytes > 0
+        assert all(step.upload_bytes < whole / 2 for step in one.steps), "frozen weights are on the cards"
+    if kept:
+        assert stays[0].startswith("roundpipe: ") and kept in stays[0] and found.schedules[0].holds_all
+        assert stays[1].startswith("1f1b: weight cache (auto): all of ") and not found.schedules[1].holds_all
+    else:
+        assert not stays, "the recipe says what stays"
 
 
 @pytest.mark.parametrize("tokens", ["128", "auto"])
