@@ -62,7 +62,7 @@ install_torch_for_processor() {
     [ "$(uname -sm)" = "Linux x86_64" ] || return 0
     ! command -v nvidia-smi >/dev/null || return 0
     "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is not None)' || return 0
-    ! "$python" -m pip config list | grep -qE '(index-url|find-links)=' || return 0
+    ! "$python" -m pip config list 2>/dev/null | grep -qE '(index-url|find-links)=' || return 0
     echo "no GPU found: installing torch for the processor alone, about 200 MB (with a GPU later, remove .venv first)" >&2
     pip_install --no-deps --retries 1 --timeout 20 --index-url "$processor_torch" torch ||
         echo "$processor_torch cannot be reached: installing the usual build of torch, some gigabytes" >&2
