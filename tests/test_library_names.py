@@ -13,6 +13,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ import torch
 from roundpipe_cli import library_names
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import LIBRARY_NAMES, LibraryName, library_name
+from tests.support.e2e import child_environment
 
 PACKAGE = Path(__file__).resolve().parents[1] / "roundpipe_cli"
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gguf", "safetensors", "tokenizers")
@@ -83,3 +86,16 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         path = f"{bound.get(first, first)}.{rest}"
         if path.split(".")[0] in LIBRARIES and re.fullmatch(r"[\w.]+", path) and re.search(r"\._(?!_)", path):
             yield path
+
+
+def test_bitsandbytes_comes_without_a_compiler(tmp_path: Path) -> None:
+    """Its import handed four functions to torch.compile, and so loaded the compiler: a sixth of a run's start."""
+    pytest.importorskip("bitsandbytes")
+    program = (
+        "import sys, torch\nfrom roundpipe_cli.model.packed_weights import import_bitsandbytes\n"
+        "before = torch.compile\nfound = import_bitsandbytes()\nprint(found.__name__, torch.compile is before, "
+        "'torch._inductor.compile_fx' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
+    assert done.stdout.split() == ["bitsandbytes", "True", "False"], done.stderr

@@ -63,8 +63,9 @@ def import_bitsandbytes() -> Any:
     """The library, or None where it is not installed.
 
     On processors with bfloat16 its import fetches a kernel from the hub and runs it, if the package `kernels` is there.
-    Nothing is downloaded to be run here, so that package is out of its sight meanwhile. PEFT imports the library too,
-    whenever it is installed, so this comes first.
+    Nothing is downloaded to be run here, so that package is out of its sight meanwhile. Four functions for devices that
+    it has no kernels for it hands to torch.compile, which takes a second: they stay as they are. PEFT imports the
+    library too, whenever it is installed, so this comes first.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         return None
@@ -73,13 +74,20 @@ def import_bitsandbytes() -> Any:
         logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the package is missing
         level, sys.modules["kernels"] = logger.level, None  # type: ignore[assignment]  # an import of it fails
         logger.setLevel(logging.ERROR)
+        compiled, torch.compile = torch.compile, _not_compiled  # type: ignore[assignment]
         try:
             importlib.import_module("bitsandbytes")
         finally:
+            torch.compile = compiled
             logger.setLevel(level)
             del sys.modules["kernels"]
             sys.modules.update(hidden)
     return sys.modules["bitsandbytes"]
+
+
+def _not_compiled(function: Any = None, **options: Any) -> Any:
+    """In place of torch.compile: the function, or a decorator that returns it."""
+    return function if function is not None else lambda decorated: decorated
 
 
 def require_bitsandbytes(where: str = "load_in_4bit: true") -> None:
