@@ -17,13 +17,16 @@ from tests.torture.arena import Arena, Seen, resume_words, saved, start
 NUM_ROWS = 60
 NUM_EPOCHS = 3
 NUM_STOPS = 10
+FEW_STOPS = 4
+"""In the test suite, which tries one chain."""
 LOG_NAME = "rows.log"
 SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
 """So that a stop is not far from where it was meant to be."""
 
 
 def resume_chains(arena: Arena, count: int) -> Seen:
-    """Stop a run ten times after a random number of steps, half of the times by SIGKILL, and let it go on."""
+    """Stop a run ten times (four where one chain is tried) after a random number of steps, half of the times by SIGKILL, and let it go on."""
+    stops = NUM_STOPS if count > 1 else FEW_STOPS
     with arena.lock:
         write_rows(arena.folder / "many.jsonl", NUM_ROWS)
     whole = {packing: _uninterrupted(arena, packing) for packing in (True, False)[:count]}
@@ -35,16 +38,16 @@ def resume_chains(arena: Arena, count: int) -> Seen:
         packing = index % 2 == 0
         expected, metrics = whole[packing]
         work = _workspace(arena, packing)
-        for place in range(NUM_STOPS):
+        for place in range(stops):
             number = draw.choice((signal.SIGTERM, signal.SIGKILL))
             # Evenly over all the steps that there are, so that the last stop is near the end.
-            _stop_after(work, min(len(expected) * (place + 1) // (NUM_STOPS + 1), len(expected) - 2), number, draw)
+            _stop_after(work, min(len(expected) * (place + 1) // (stops + 1), len(expected) - 2), number, draw)
         start(work, *resume_words(work), environment={ROW_LOG_VARIABLE: LOG_NAME}).finish().expect(0)
         assert _row_log(work) == expected, "other rows than those of an uninterrupted run"
         assert numbers(work / "out") == metrics, "metrics.jsonl differs"
         shutil.rmtree(work)
 
-    return Seen(count, arena.each(count, attempt), f"{NUM_STOPS} stops each, {NUM_EPOCHS} epochs of {NUM_ROWS} rows")
+    return Seen(count, arena.each(count, attempt), f"{stops} stops each, {NUM_EPOCHS} epochs of {NUM_ROWS} rows")
 
 
 def _workspace(arena: Arena, packing: bool) -> Path:

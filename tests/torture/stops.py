@@ -14,7 +14,7 @@ from threading import Lock
 
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome
-from tests.torture.arena import Arena, Seen, assert_identical, at_a_moment, go_on, inside_a_save, saved, start
+from tests.torture.arena import Arena, Seen, assert_identical, at_a_moment, go_on, inside_a_save, saved, spread, start
 from tests.torture.terminal import in_terminal
 
 VARIANT = "accumulate"
@@ -159,6 +159,8 @@ def every_phase(arena: Arena, count: int) -> Seen:
     reference = arena.reference(VARIANT)
     numbers = list(EXIT_CODES)
     cases = [(phase, numbers[(i + shift) % 3]) for shift in range(3) for i, phase in enumerate(PHASES)]
+    if count < len(PHASES):
+        cases = spread(cases[: len(PHASES)], count)
 
     def attempt(index: int, draw: random.Random) -> None:
         phase, number = cases[index % len(cases)]
