@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,15 +80,22 @@ SCREENS |= {
 LOADING = "loading weights: 3.1 GiB of 15.3 GiB, 420 MiB/s, 30 s left"
 
 
-def run_in(state: str, num_workers: int, *, gpu: bool = True) -> list[tuple[float, Event]]:
+@cache
+def run_in(state: str, num_workers: int, *, gpu: bool = True) -> tuple[tuple[float, Event], ...]:
     """A recorded run that is training, `loading`, or at one of ENDS."""
     if state == "loading":
-        return [(START_S, Notice("data: 233 rows")), (START_S + 0.5, Phase(LOADING))]
+        return (START_S, Notice("data: 233 rows")), (START_S + 0.5, Phase(LOADING))
     if state == "simulated":
-        events = [*demo_events(simulated_run(num_workers), 3, START_S)]
+        events = tuple(demo_events(simulated_run(num_workers), 3, START_S))
         return events[: 2 * len(events) // 3]
-    events = recorded_run(num_workers, gpu=gpu)
-    return [*events, (events[-1][0], ENDS[state])] if state in ENDS else events
+    events = tuple(recorded_run(num_workers, gpu=gpu))
+    return (*events, (events[-1][0], ENDS[state])) if state in ENDS else events
+
+
+@cache
+def state_in(state: str, num_workers: int, *, gpu: bool = True) -> DashboardState:
+    """The dashboard's state after `run_in`; nothing that draws it changes it."""
+    return fold_all(run_in(state, num_workers, gpu=gpu))
 
 
 def lines_of(name: str) -> list[str]:
@@ -95,7 +103,7 @@ def lines_of(name: str) -> list[str]:
     state = name.split("_")[-1]
     events = run_in(state, num_workers, gpu=gpu)
     keys = () if state in ("finished", "failed") else KEYS  # the frame that stays has none
-    lines = screen(fold_all(events), events[-1][0] + 0.1, width, height, theme, keys)
+    lines = screen(state_in(state, num_workers, gpu=gpu), events[-1][0] + 0.1, width, height, theme, keys)
     return [line.plain for line in lines]
 
 
@@ -139,7 +147,7 @@ def test_a_state_shows_at_every_size(state: str) -> None:
     for num_workers in (1, 2, 8, 16):
         events = run_in(state, num_workers)
         for width, height in SIZES:
-            lines = screen(fold_all(events), events[-1][0], width, height, COLOUR, KEYS)
+            lines = screen(state_in(state, num_workers), events[-1][0], width, height, COLOUR, KEYS)
             assert [line.cell_len for line in lines] == [width] * height
             assert f"● {state}" in lines[0].plain
             assert state != "loading" or LOADING in lines[1].plain
@@ -152,7 +160,7 @@ def test_a_simulated_run_says_so_and_has_no_loss(num_workers: int) -> None:
     events = run_in("simulated", num_workers)
     for width, height in SIZES:
         for theme in (COLOUR, LETTERS):
-            lines = screen(fold_all(events), events[-1][0], width, height, theme, KEYS)
+            lines = screen(state_in("simulated", num_workers), events[-1][0], width, height, theme, KEYS)
             assert [line.cell_len for line in lines] == [width] * height
             text = "\n".join(line.plain for line in lines)
             assert "simulated" in lines[0].plain and "loss" not in text and "learning rate" not in text, text

@@ -25,7 +25,8 @@ SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
 
 
 def resume_chains(arena: Arena, count: int) -> Seen:
-    """Stop a run ten times (four where one chain is tried) after a random number of steps, half of the times by SIGKILL, and let it go on."""
+    """Stop a run after a random number of steps, half of the times by SIGKILL, and let it go on: ten times, four where
+    one chain is tried."""
     stops = NUM_STOPS if count > 1 else FEW_STOPS
     with arena.lock:
         write_rows(arena.folder / "many.jsonl", NUM_ROWS)
