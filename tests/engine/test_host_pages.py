@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -92,43 +93,56 @@ def test_doctor_says_what_it_found(
     assert all(check.fix and "echo advise" in check.fix for check in found if check.state == "note")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("MALLOC_ARENA_MAX", "8"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=8"), ("", "")]
-)
-def test_threads_settle_heap_unless_the_user_says_otherwise(name: str, value: str) -> None:
-    """Counted by the C library itself, with four threads that all hold memory."""
+HEAP_PROGRAM = """
+import ctypes, threading, torch
+from roundpipe_cli.engine.host_pages import UnusedHeap, settle_heap
+
+settle_heap()
+for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)
+heaps = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
+print(any(int(low, 16) <= place.data_ptr() < int(high, 16) for low, high in heaps))
+
+libc, gate = ctypes.CDLL(None), threading.Barrier(5)
+libc.malloc.restype = ctypes.c_void_p; libc.free.argtypes = [ctypes.c_void_p]
+def work(): libc.malloc(ctypes.c_size_t(50_000)); gate.wait()
+for _ in range(4): threading.Thread(target=work).start()
+gate.wait(); libc.malloc_stats()
+
+def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if "RssAnon" in line)
+held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]
+for place in held: ctypes.memset(place, 1, 50_000)
+for place in held[:-1]: libc.free(place)
+before = kib(); UnusedHeap().give_back(); print(before - kib())
+"""
+"""Prints whether a large tensor lies in the heap, and how much was given back of a heap that is not used. The C library
+itself counts the heaps of four threads that all hold memory."""
+
+
+@functools.cache
+def heap_of(**changes: str) -> tuple[int, bool, bool]:
+    """KiB given back, whether large tensors are in the heap, whether threads share one, as the user has set things."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("another C library")
-    code = (
-        "import ctypes, threading; from roundpipe_cli.engine.host_pages import settle_heap; settle_heap()\n"
-        "libc, gate = ctypes.CDLL(None), threading.Barrier(5)\n"
-        "libc.malloc.restype = ctypes.c_void_p\n"
-        "def work(): libc.malloc(ctypes.c_size_t(50_000)); gate.wait()\n"
-        "for _ in range(4): threading.Thread(target=work).start()\n"
-        "gate.wait(); libc.malloc_stats()"
-    )
-    environment = {key: text for key, text in os.environ.items() if key not in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")}
-    if name:
-        environment[name] = value
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stderr.count("Arena ") == 1) is not bool(name)
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    environment |= changes
+    words = [sys.executable, "-c", HEAP_PROGRAM]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    in_heap, given_back = done.stdout.split()
+    return int(given_back), in_heap == "True", done.stderr.count("Arena ") == 1
+
+
+SET_BY_THE_USER = {"MALLOC_ARENA_MAX": "8", "MALLOC_MMAP_THRESHOLD_": "33554432"}
+
+
+def test_threads_share_one_heap_unless_the_user_says_otherwise() -> None:
+    assert heap_of()[2]
+    assert not heap_of(**SET_BY_THE_USER)[2]
+    assert not heap_of(GLIBC_TUNABLES="glibc.malloc.arena_max=8")[2]
 
 
 def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Giving back takes at most a hundredth of the time."""
-    if platform.libc_ver()[0] != "glibc":
-        pytest.skip("another C library")
-    code = (
-        "import ctypes; from roundpipe_cli.engine.host_pages import UnusedHeap\n"
-        "def kib(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'RssAnon' in line)\n"
-        "libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p; libc.free.argtypes = [ctypes.c_void_p]\n"
-        "held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]\n"
-        "for place in held: ctypes.memset(place, 1, 50_000)\n"
-        "for place in held[:-1]: libc.free(place)\n"
-        "before = kib(); UnusedHeap().give_back(); print(before - kib())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 80_000
+    assert heap_of()[0] > 80_000
     now, trims = [0.0], []
     monkeypatch.setattr(host_pages.time, "monotonic", lambda: now[0])
     heap = host_pages.UnusedHeap()
@@ -145,19 +159,7 @@ def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -
     assert 4 <= len(trims) <= 6
 
 
-@pytest.mark.parametrize(("name", "in_heap"), [("", False), ("MALLOC_MMAP_THRESHOLD_", True)])
-def test_large_tensors_lie_outside_the_heap(name: str, in_heap: bool) -> None:
+def test_large_tensors_lie_outside_the_heap_unless_the_user_says_otherwise() -> None:
     """glibc itself raises the limit to 32 MB once such a tensor was freed."""
-    if platform.libc_ver()[0] != "glibc":
-        pytest.skip("another C library")
-    code = (
-        "import torch; from roundpipe_cli.engine.host_pages import settle_heap; settle_heap()\n"
-        "for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)\n"
-        "heaps = [line.split()[0].split('-') for line in open('/proc/self/maps') if '[heap]' in line]\n"
-        "print(any(int(low, 16) <= place.data_ptr() < int(high, 16) for low, high in heaps))"
-    )
-    environment = {key: text for key, text in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    if name:
-        environment[name] = "33554432"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(in_heap)
+    assert not heap_of()[1] and not heap_of(GLIBC_TUNABLES="glibc.malloc.arena_max=8")[1]
+    assert heap_of(**SET_BY_THE_USER)[1]
