@@ -18,15 +18,15 @@ from roundpipe_cli.recipe.sections import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.dealing import Options
 
-WORKERS, MICROBATCHES = 8, 16
+WORKERS, MICROBATCHES = 4, 8
 SPREAD = Options(head_workers=WORKERS)
 
 
 def costs(*, head_s: float = 4.0, trained_head: bool = False, adapters: bool = True) -> CostModel:
-    """32 equal blocks, of adapters by default, and a head as long as several of them."""
+    """16 equal blocks, of adapters by default, and a head as long as several of them."""
     block = LayerCost("block", 1.0, 1.0, True, boundary_bytes=10**6, grad_bytes=10**6 if adapters else 0)
     head = LayerCost("head", head_s, head_s, False, grad_bytes=10**9 if trained_head else 0)
-    blocks = tuple(replace(block, name=f"block.{index}") for index in range(32))
+    blocks = tuple(replace(block, name=f"block.{index}") for index in range(16))
     return CostModel("blocks", (LayerCost("embed", 0.0, 0.0, False, boundary_bytes=10**6), *blocks, head))
 
 
