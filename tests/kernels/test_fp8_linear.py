@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,20 @@ from torch.nn import functional
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Event
 from roundpipe_cli.kernels.fp8_linear import Fp8Weight, fits_fp8, fp8_linear, scaled_product, takes_fp8
 from roundpipe_cli.model.fused import FusedLora
 from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.finetune import run_finetune
+from roundpipe_cli.train.reporting import Reporting, Start
+from roundpipe_cli.train.signals import StopSignals
 from tests.engine.test_parity import check_gradients
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import make_model, make_workspace, metrics, numbers
 from tests.support.simulated_cases import Case, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import Card
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
-from tests.train.test_simulated_finetune import ON_CARDS
+from tests.train.test_simulated_finetune import ON_CARDS, notices
 from tests.train.test_simulated_finetune import finetune as finetune_here
 
 BF16 = torch.bfloat16
@@ -188,28 +193,42 @@ def test_simulated_cards_give_the_processors_numbers() -> None:
     assert simulation.machine.launches, "nothing ran on the simulated cards"
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=2)
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
-    work = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), load_in_fp8=True, dtype="bfloat16")
+    work = make_workspace(tmp_path / "w", model, load_in_fp8=True, dtype="bfloat16")
     monkeypatch.chdir(work)
     return work
 
 
+def on_processor(*words: str, resume: bool = False) -> str:
+    """A run in this process; its notices."""
+    told: list[Event] = []
+    with warnings.catch_warnings(), StopSignals() as signals:
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        start = Start(resume=resume, offline=True)
+        run_finetune(load_recipe("recipe.yaml", words), start, Reporting(told.append), signals)
+    return notices(told)
+
+
 def test_a_recipe_with_products_in_fp8(folder: Path) -> None:
     """Losses near those without, evaluation included; a resumed run keeps to them."""
-    words = ("val_set_size=2", "eval_steps=2")
-    finetune(folder, *words, "output_dir=whole").expect(0)
-    done = finetune(folder, *words, "fp8_products=true").expect(0)
-    assert "21 fp8_linear" in done.err
+    words = ("val_set_size=2", "eval_steps=2", "max_steps=3")
+    on_processor(*words, "output_dir=whole")
+    assert "14 fp8_linear" in on_processor(*words, "fp8_products=true")
     losses, whole = ([row["loss"] for row in metrics(folder / name)] for name in ("out", "whole"))
     assert losses != whole and losses == pytest.approx(whole, rel=0.02)
-    finetune(folder, *words, "fp8_products=true", "max_steps=2", "output_dir=half").expect(0)
-    refused = finetune(folder, *words, "output_dir=half", "--resume").expect(2)
-    assert "fp8_products" in refused.err
-    finetune(
-        folder, *words, "fp8_products=true", "output_dir=half", "pipeline.devices=[cpu, cpu, cpu]", "--resume"
-    ).expect(0)
+    on_processor(*words, "fp8_products=true", "max_steps=2", "output_dir=half")
+    with pytest.raises(RefusedError, match="fp8_products") as refused:
+        on_processor(*words, "output_dir=half", resume=True)
+    assert refused.value.exit_code == 2
+    three = "pipeline.devices=[cpu, cpu, cpu]"
+    on_processor(*words, "fp8_products=true", "output_dir=half", three, resume=True)
     hexes = [[row["loss_hex"] for row in numbers(folder / name)] for name in ("half", "out")]
     assert hexes[0] == hexes[1]
 
@@ -235,8 +254,10 @@ def test_older_cards_are_refused_and_unpack(folder: Path) -> None:
     assert finetune_here("dtype=float32", ON_CARDS, "max_steps=1"), "unpacked on any card"
 
 
-def test_a_model_without_a_layer_that_fits_is_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", hidden_size=72, intermediate_size=40, num_attention_heads=3, head_dim=24)
-    folder = make_workspace(tmp_path / "w", model, load_in_fp8=True, dtype="bfloat16", fp8_products=True)
-    refused = finetune(folder).expect(2)
-    assert "no layer of this model can be multiplied in FP8" in refused.err and "multiples of 16" in refused.err
+def test_a_model_without_a_layer_that_fits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 72, "intermediate_size": 40, "num_attention_heads": 3, "head_dim": 24}
+    model = make_model(tmp_path / "model", num_hidden_layers=1, **sizes)
+    monkeypatch.chdir(make_workspace(tmp_path / "w", model, load_in_fp8=True, dtype="bfloat16", fp8_products=True))
+    with pytest.raises(RefusedError, match="no layer of this model can be multiplied in FP8") as refused:
+        on_processor()
+    assert refused.value.exit_code == 2 and "multiples of 16" in str(refused.value)
