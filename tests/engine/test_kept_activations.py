@@ -16,7 +16,7 @@ from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
-SIZES = [(2, 9), (1, 7), (2, 5), (1, 11)]
+SIZES = [(2, 9), (1, 7), (2, 5)]
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-lora-dropout": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
