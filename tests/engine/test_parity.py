@@ -115,14 +115,21 @@ def check_parity(
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
-def test_three_steps_agree_with_plain_pytorch(model_type: str, method: str, kernels: str) -> None:
-    """The third is the first that knows whether moments add up; none knows more than it."""
+def test_two_steps_agree_with_plain_pytorch(model_type: str, method: str, kernels: str) -> None:
+    """With an update between them; that moments add up, which no architecture knows of, is seen below."""
     # LoRA runs on copying workers and full on aliasing ones: test_engine_bits.py shows that the two are equal.
-    rig = make_rig(model_type, method, kernels=kernels)
     rate = LEARNING_RATES.get(model_type, 1e-3)
     tolerance = GRADIENT_TOLERANCES.get((model_type, method, kernels), 1e-5)
     options = {"copy": method == "lora", "head_chunk_tokens": 8}
-    check_parity(rig, None, learning_rate=rate, gradient_tolerance=tolerance, num_steps=3, **options)
+    rig = make_rig(model_type, method, kernels=kernels)
+    check_parity(rig, None, learning_rate=rate, gradient_tolerance=tolerance, num_steps=2, **options)
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "lora"), ("qwen3_moe", "full"), ("gemma3_text", "full")])
+def test_five_steps_agree_with_plain_pytorch(model_type: str, method: str) -> None:
+    """Adapters, experts that a step may leave without a token, a tied table."""
+    rig = make_rig(model_type, method, kernels="auto")
+    check_parity(rig, None, learning_rate=1e-3, num_steps=5, copy=method == "lora", head_chunk_tokens=8)
 
 
 @pytest.mark.parametrize(("model_type", "method", "lora_dropout", "changes"), DROPOUT)
