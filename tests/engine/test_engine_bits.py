@@ -19,7 +19,8 @@ from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.update_rules import AdamW
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
-SIZES = [(2, 12), (2, 12), (1, 7), (2, 9), (1, 5)]
+SIZES = [(2, 12), (1, 7), (2, 9)]
+"""Three: of two, either may be added to the other."""
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-lora-dropout-fused": (
         "llama",
@@ -101,7 +102,7 @@ def test_workers_partitions_and_copies(case: tuple[Rig, Bits], num_workers: int,
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
-@pytest.mark.parametrize("per_round", [1, 2, 4, 5])
+@pytest.mark.parametrize("per_round", [1, 2, 3])
 def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute: str) -> None:
     rig, expected = case
     schedule = roundpipe("uneven", 2, per_round)
@@ -109,13 +110,12 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
 
 
 @pytest.mark.covering(2)
+@pytest.mark.parametrize(("copy", "recompute"), [(True, "stage"), (False, "layer")], ids=["copy", "alias"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", BOUND_SCHEDULES)
-def test_bound_schedules(case: tuple[Rig, Bits], name: str, num_workers: int) -> None:
+def test_bound_schedules(case: tuple[Rig, Bits], name: str, num_workers: int, copy: bool, recompute: str) -> None:
     rig, expected = case
-    schedule = bound(name, num_workers)
-    assert run_step(rig, schedule, copy=True, recompute="stage") == expected
-    assert run_step(rig, schedule, copy=False, recompute="layer") == expected
+    assert run_step(rig, bound(name, num_workers), copy=copy, recompute=recompute) == expected
 
 
 def test_other_seeds_and_steps_do_change_the_bits(case: tuple[Rig, Bits]) -> None:
@@ -131,18 +131,19 @@ def test_masters_after_three_updates(name: str) -> None:
     assert {schedule.name for schedule in schedules} <= set(SCHEDULES)
     results = [_train(name, schedule, copy=index % 2 == 1) for index, schedule in enumerate(schedules)]
     assert all(result == results[0] for result in results)
-    assert results[0][1] != _train(name, schedules[0], copy=False, num_steps=2)[1]
+    assert results[0][1][1] != results[0][2][1]
 
 
-def _train(name: str, schedule: Schedule, *, copy: bool, num_steps: int = 3) -> tuple[list[str], list[bytes]]:
-    """Losses, then masters and weights, of a few steps with updates."""
+def _train(name: str, schedule: Schedule, *, copy: bool) -> list[tuple[str, list[bytes]]]:
+    """Three steps with updates: each one's loss, then masters and weights."""
     model_type, method, options = MODELS[name]
     rig = make_rig(model_type, method, **options)
     optimizer = HostOptimizer(rig.store, AdamW(weight_decay=0.01))
-    losses = []
+    found = []
     with rig.engine(schedule.num_workers, copy=copy, seed=3) as engine:
-        for step in range(num_steps):
+        for step in range(3):
             result = engine.run_step(random_microbatches(SIZES, seed=step), schedule, step=step)
             optimizer.step(1e-3, 0.05 / (result.gradient_norm + 1e-6))
-            losses.append(result.loss.hex())
-    return losses, [tensor.numpy().tobytes() for tensor in (*rig.store.masters, *rig.store.buffers)]
+            weights = [tensor.numpy().tobytes() for tensor in (*rig.store.masters, *rig.store.buffers)]
+            found.append((result.loss.hex(), weights))
+    return found
