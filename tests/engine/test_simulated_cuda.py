@@ -17,7 +17,8 @@ from tests.support.simulated_cases import CASES, Bits, gradient_bits, is_equal, 
 from tests.support.simulated_cuda import Card
 from tests.support.simulated_types import step_of
 
-NUM_SEEDS = 4
+SEEDS = [(0, 1), pytest.param((2, 3), marks=pytest.mark.sweep)]
+"""Copies are put off with the odd ones."""
 
 
 @functools.cache
@@ -25,8 +26,9 @@ def expected(name: str) -> Bits:
     return CASES[name].on_processor()
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_the_bits_are_those_of_the_processor(name: str) -> None:
+def test_the_bits_are_those_of_the_processor(name: str, seeds: tuple[int, int]) -> None:
     """Two unlike cards, whatever the host learns late of events; every other run with copies put off.
 
     Threads that issue never wait for a device, beyond a constant table uploaded once: copies from ordinary memory,
@@ -34,7 +36,7 @@ def test_the_bits_are_those_of_the_processor(name: str) -> None:
     for its losses, in the caller's thread.
     """
     case = CASES[name]
-    for seed, found, simulation in case.simulated_seeds(range(NUM_SEEDS)):
+    for seed, found, simulation in case.simulated_seeds(seeds):
         assert is_equal(found, expected(name), case.bound), f"seed {seed}"
         assert sum(simulation.machine.launches.values()) > 100, "nothing ran on the simulated cards"
         waits = {key: count for key, count in simulation.machine.host_waits.items() if key[0] != "MainThread"}
@@ -47,11 +49,12 @@ def test_weights_unpacked_once_in_a_visit_give_the_bits_of_each_pass(name: str) 
     assert is_equal(expected(f"{name}-once"), expected(name))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["axk1", "dbrx"])
-def test_attention_and_experts_of_other_kinds(model_type: str) -> None:
+def test_attention_and_experts_of_other_kinds(model_type: str, method: str) -> None:
     """Heads whose keys and values differ in width, and experts chosen by `one_hot`; all types by a script."""
-    for method in ("lora", "full"):
-        assert step_of(tiny_config_of(model_type), method).startswith("equal")
+    assert step_of(tiny_config_of(model_type), method).startswith("equal")
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -65,11 +68,12 @@ def test_experts_without_a_token_have_gradients_of_zero(method: str) -> None:
     assert is_equal(found, case.on_processor(), 0.05)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", ["lora", "full", "staleness-1", "cache-whole"])
-def test_one_card_listed_twice(name: str) -> None:
-    for seed in range(2):
-        found, _ = CASES[name].simulated(seed, devices=(0, 0), lazy=seed == 1)
-        assert is_equal(found, expected(name)), f"seed {seed}"
+def test_one_card_listed_twice(name: str, seed: int) -> None:
+    found, _ = CASES[name].simulated(seed, devices=(0, 0), lazy=seed == 1)
+    assert is_equal(found, expected(name))
 
 
 @pytest.fixture
@@ -85,17 +89,19 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     faults.load_faults()
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("nth", [4, 5])
 @pytest.mark.parametrize("name", ["lora", "full"])
-def test_a_failed_step_is_done_before_the_next_uses_its_memory(name: str, ask: Callable[[str], None]) -> None:
+def test_a_failed_step_is_done_before_the_next_uses_its_memory(name: str, nth: int, ask: Callable[[str], None]) -> None:
     """Slots were freed and gradient sums zeroed while what the failed step had issued still used them."""
     case = CASES[name]
     count = 2 + len(case.rig().store.layouts)  # of one step: the loss, the norm, and a gradient for each layer
     rig = case.rig()
     with simulated() as simulation, page_locked(rig), two_workers(rig) as engine:
         schedule = case.schedule(rig, len(case.microbatches))
-        for seed, point in enumerate(["compute", "upload", "download"] * 2):
+        for seed, point in enumerate(["compute", "upload", "download"]):
             simulation.draw_again(seed, lazy=False)
-            ask(f"{point}:raise:nth={4 + seed // 3}")
+            ask(f"{point}:raise:nth={nth}")
             with pytest.raises(InternalError):
                 engine.run_step(case.microbatches, schedule, step=0)
             ask("")
