@@ -30,7 +30,7 @@ from roundpipe_cli.planning.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import makespan_s
+from roundpipe_cli.schedule.timeline import COMPUTE
 
 FACTS = Path(__file__).resolve().parents[1] / "facts"
 TINY = {
@@ -249,19 +249,21 @@ def _published_tokens_per_s(
     analytic = analytic_costs(architecture, settings, hardware)
     costs = analytic.costs
     forward, backward = cut
-
-    def chained_s(num_steps: int) -> float:
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=forward,
-            backward_stages=backward,
-            num_workers=num_workers,
-            rounds=Rounds(20, per_round=10, num_steps=num_steps, staleness=1),
-            costs=costs,
-        )
-        return makespan_s(simulate(schedule, costs, staleness=1))
-
-    step_s = (chained_s(4) - chained_s(2)) / 2 + 20 * analytic.host_s_per_microbatch
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=forward,
+        backward_stages=backward,
+        num_workers=num_workers,
+        rounds=Rounds(20, per_round=10, num_steps=3, staleness=1),
+        costs=costs,
+    )
+    timeline = simulate(schedule, costs, staleness=1)
+    ends_s = [
+        max(one.end_s for one in timeline.intervals if one.lane == COMPUTE and one.microbatch // 20 == step)
+        for step in range(3)
+    ]
+    # two whole steps, after the one that fills the pipeline
+    step_s = (ends_s[2] - ends_s[0]) / 2 + 20 * analytic.host_s_per_microbatch
     return rows_per_step * 2048 / step_s
 
 
@@ -293,13 +295,17 @@ def test_published_throughput_is_met_within_5_percent() -> None:
 def test_a_rate_fitted_to_one_model_predicts_the_other(
     monkeypatch: pytest.MonkeyPatch, fitted: tuple[str, str, str, int], other: tuple[str, str, str, int]
 ) -> None:
-    """The one number that is fitted, fitted once more with each of the models left out."""
+    """The one number that is fitted, fitted once more with each of the models left out.
+
+    Throughput grows a little slower than the share, so each division by what is too much comes nearer."""
     shipped_share = rates.PRODUCTS_SHARE
-    least, most = 0.7, 1.0
-    for _ in range(7):
-        share = (least + most) / 2
-        monkeypatch.setattr(rates, "PRODUCTS_SHARE", share)
-        least, most = (share, most) if _published_errors(fitted, [1])[0] < 0 else (least, share)
+    tried = [0.85]
+    for _ in range(2):
+        monkeypatch.setattr(rates, "PRODUCTS_SHARE", tried[-1])
+        tried.append(tried[-1] / (1 + _published_errors(fitted, [1])[0]))
+    share = tried[-1]
+    assert share == pytest.approx(tried[-2], rel=0.01), "two tries are too few"
+    monkeypatch.setattr(rates, "PRODUCTS_SHARE", share)
     assert share == pytest.approx(shipped_share, rel=0.03)
     for num_workers, error in zip((1, 8), _published_errors(other, (1, 8)), strict=True):
         assert abs(error) <= 0.08, f"{num_workers} workers"
