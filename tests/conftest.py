@@ -1,8 +1,9 @@
 """Settings of the whole suite.
 
 Tests marked `sweep` run by `scripts/test -m sweep` only; so do those combinations of a test marked `covering(strength)`
-whose values others hold. Tests marked `gpu` are skipped, visibly, where there is no GPU. The files that take
-longest begin, so that no process is left with one when the others have run out of work.
+whose values others hold. Tests marked `gpu` are skipped, visibly, where there is no GPU. After a few that
+fork this process the files that take longest begin, so that no process is left with one when the others have run out of
+work.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ SMOKE = (
 """Files of the subset `smoke`."""
 
 
+FORKING = tuple(f"data/test_data_{name}.py" for name in ("columns", "dataset", "cache", "rules", "processes", "golden"))
+"""Files that begin first: they fork for each data set, three times as dear once a process has loaded many models."""
+
 LONGEST = (
     *("reliability/test_reliability.py", "train/test_finetune_resume.py", "train/test_finetune_refused.py"),
     *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_release.py"),
     *("train/test_chained_steps.py", "train/test_finetune_data.py", "train/test_export.py", "train/test_adapt.py"),
 )
-"""Files in the order in which they begin, before those with a test marked `slow`."""
+"""Files in the order in which they begin next, before those with a test marked `slow`."""
 
-SHARED_CACHES = ("proofs", "parameter_counts")
-"""Caches that all tests of a session share: a proof takes a second, a count loads torch in another process."""
+SHARED_CACHES = ("proofs", "parameter_counts", "converted")
+"""Caches that all tests of a session share: a proof takes a second, a count loads torch in another process, and
+SmolLM2's GGUF file takes seven seconds to convert."""
 
 
 # nohup and a shell's `&` leave them ignored, and started runs then ignore them too
@@ -63,7 +68,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    places = {Path(__file__).parent / name: place for place, name in enumerate((*FORKING, *LONGEST))}
     items.sort(key=lambda item: (places.get(item.path, len(places)), item.path not in slow))
     _mark_sweeps(items)
     smoke = {Path(__file__).parent / name for name in SMOKE}

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from tests.conftest import LONGEST, SMOKE
+from tests.conftest import FORKING, LONGEST, SMOKE
 from tests.test_architecture import PACKAGE, ROOT, place, sources, tree_of
 
 MAX_LINES = 400
@@ -99,4 +99,4 @@ def _is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> boo
 
 
 def test_files_that_the_suite_names_exist() -> None:
-    assert [name for name in (*LONGEST, *SMOKE) if not (ROOT / "tests" / name).is_file()] == []
+    assert [name for name in (*FORKING, *LONGEST, *SMOKE) if not (ROOT / "tests" / name).is_file()] == []

