@@ -107,8 +107,19 @@ def test_another_value_of_anything_is_another_key(
     assert build(path, tokenizer, **options).num_cached == 1
 
 
-@pytest.mark.parametrize("name", ["input_ids.bin", "trained.bin", "rows.bin", "lengths.bin", "shard.json"])
-@pytest.mark.parametrize("damage", ["gone", "short", "long", "empty"])
+EACH_WAY = ("input_ids.bin", "shard.json")
+"""Files that are damaged in each way; the other arrays are read as the ids are, and are damaged in one way each."""
+ONE_WAY = (("trained.bin", "short"), ("rows.bin", "gone"), ("lengths.bin", "long"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=[] if name in EACH_WAY or (name, damage) in ONE_WAY else [pytest.mark.sweep])
+        for name in (*EACH_WAY, "trained.bin", "rows.bin", "lengths.bin")
+        for damage in ("gone", "short", "long", "empty")
+    ],
+)
 def test_a_damaged_shard_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     first = build(path)
@@ -130,7 +141,7 @@ def test_one_flipped_bit_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: py
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     expected = tokens(build(path))
     draw = random.Random(name)
-    for _ in range(8):
+    for _ in range(4):
         file = shards()[0] / name
         data = bytearray(file.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
