@@ -41,6 +41,7 @@ def errors(model_type: str, method: str = "full", **changes: Any) -> float:
     return max(proof.loss_error, proof.gradient_error)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", sorted(GEMMA4))
 def test_gemma4_trains_as_its_own_code_does(name: str, method: str) -> None:
@@ -86,8 +87,17 @@ def test_it_is_told_that_packed_rows_were_not_compared() -> None:
 SHARED_KEYS = {"num_hidden_layers": 6, "indexer_types": ["full", "shared", "shared"] * 2, "index_topk": 4}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("model_type", "changes"), [("hy_v4", SHARED_KEYS), ("hy_v4", {}), ("zaya", {})])
+@pytest.mark.parametrize(
+    ("model_type", "changes", "dtype"),
+    [
+        ("hy_v4", SHARED_KEYS, torch.float32),
+        pytest.param("hy_v4", SHARED_KEYS, torch.bfloat16, marks=pytest.mark.sweep),
+        pytest.param("hy_v4", {}, torch.float32, marks=pytest.mark.sweep),
+        ("hy_v4", {}, torch.bfloat16),
+        ("zaya", {}, torch.float32),
+        ("zaya", {}, torch.bfloat16),
+    ],
+)
 def test_results_that_the_next_block_reads_travel_along(
     model_type: str, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -58,7 +58,16 @@ def test_what_transformers_cannot_compute_is_refused_with_its_words(tmp_path: Pa
     assert "not subscriptable" in str(refused.value.problems[0].found)
 
 
-@pytest.mark.parametrize("names", [names for names in COMBINATIONS if not set(names) >= BROKEN], ids=", ".join)
+WITHIN_OTHERS = [("shared keys",), ("no inputs of each layer",), ("experts",)]
+"""Each has a part of others that are tried, and beside it what the model without any part has."""
+COMPUTED = [
+    pytest.param(names, marks=[pytest.mark.sweep] if names in WITHIN_OTHERS else [], id=", ".join(names))
+    for names in COMBINATIONS
+    if not set(names) >= BROKEN
+]
+
+
+@pytest.mark.parametrize("names", COMPUTED)
 def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> None:
     model = save(tmp_path / "base", names)
     counted = built_architecture(counts_of(tmp_path / "base", "here"), name="here", source="a test")
@@ -72,7 +81,7 @@ def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> Non
     assert torch.allclose(logits_of(merged), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("names", [names for names in COMBINATIONS if not set(names) >= BROKEN], ids=", ".join)
+@pytest.mark.parametrize("names", COMPUTED)
 def test_4_bit_gives_plain_pytorch_s_numbers_and_equal_bits(names: tuple[str, ...]) -> None:
     changes = {key: value for name in names for key, value in PARTS[name].items()}
     config = tiny_config_of("gemma4_text", **FOUR, **changes)
@@ -89,7 +98,9 @@ def test_4_bit_gives_plain_pytorch_s_numbers_and_equal_bits(names: tuple[str, ..
     assert len(found) == 1, "the bits depend on the number of workers"
 
 
-@pytest.mark.parametrize("names", [(), ("shared keys", "experts")], ids=", ".join)
+@pytest.mark.parametrize(
+    "names", [pytest.param((), marks=pytest.mark.sweep), ("shared keys", "experts")], ids=", ".join
+)
 def test_runs_in_4_bit_have_equal_bits_on_one_and_two_workers(tmp_path: Path, names: tuple[str, ...]) -> None:
     save(tmp_path / "made", names, torch.bfloat16)
     work = make_workspace(tmp_path / "w", tmp_path / "made")

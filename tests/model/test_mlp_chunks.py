@@ -41,7 +41,13 @@ def unread_of(rig: Rig) -> dict[int, tuple[str, ...]]:
     return find_unread_products(rig.skeleton, rig.split, rig.store, WorkerOptions(CHUNK))
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+WITHIN_OTHERS = ("llama-full", "qwen3_moe-full")
+"""The same parts as `llama-lora` and `qwen3_moe-lora`; full training has three others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in WITHIN_OTHERS else []) for name in sorted(CASES)]
+)
 def test_agrees_with_plain_pytorch(name: str) -> None:
     model_type, method, changes = CASES[name]
     rig = make_rig(model_type, method, **changes)

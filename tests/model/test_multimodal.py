@@ -59,6 +59,7 @@ def multimodal(model_type: str, **changes: Any) -> Any:
     return config
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", [name for name in sorted(FAMILIES) if name not in BROKEN])
 def test_the_language_model_is_found_and_trained(model_type: str, method: str) -> None:

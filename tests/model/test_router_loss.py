@@ -58,6 +58,7 @@ def plain_loss(rig: Rig, microbatches: list[Microbatch]) -> float:
     return total
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "qwen3_next", "minimax"])
 def test_loss_and_gradients_are_transformers_own(model_type: str, method: str) -> None:

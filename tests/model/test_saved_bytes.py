@@ -219,6 +219,7 @@ FORETOLD = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("model_type", FORETOLD)
 def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
