@@ -27,7 +27,6 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.setup import prepare
-from tests.engine import test_parity
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers, run, write_recipe
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
@@ -130,16 +129,13 @@ def test_packing_and_unpacking_in_parts_change_nothing(shape: tuple[int, ...], m
         pytest.param("gemma2", "reference", marks=pytest.mark.sweep),  # unpacks as llama does
     ],
 )
-def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, kernels: str
-) -> None:
+def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, kernels: str) -> None:
     """Loss, gradients of the adapters and so of all inputs; Conv1D and fused experts too. Two steps: packed weights are
     frozen, and the second has adapters that were trained."""
-    monkeypatch.setattr(test_parity, "NUM_STEPS", 2)
     rig = make_rig(model_type, "lora", packed_as="fp8", kernels=kernels)
     kept = [place for place in rig.store.layouts[1].places if place.packed_as == "fp8"]
     assert {len(place.shape) for place in kept} == ({2, 3} if model_type in ("qwen3_moe", "gpt_oss") else {2})
-    check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8)
+    check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8, num_steps=2)
 
 
 def gradients_of(rig: Rig) -> dict[str, torch.Tensor]:

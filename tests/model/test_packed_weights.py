@@ -30,7 +30,6 @@ from roundpipe_cli.model.packed_weights import (
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
-from tests.engine import test_parity
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import (
     MAX_WAIT_S,
@@ -105,14 +104,11 @@ def test_a_large_weight_is_unpacked_in_parts(count: int, kind: Any, monkeypatch:
         ("qwen3_moe", "8bit"),
     ],
 )
-def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, kind: Any
-) -> None:
+def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, kind: Any) -> None:
     """Two of them: packed weights are frozen, and the second has adapters that were trained."""
-    monkeypatch.setattr(test_parity, "NUM_STEPS", 2)
     rig = make_rig(model_type, "lora", packed_as=kind)
     assert any(place.packed_as == kind for place in rig.store.layouts[1].places)
-    check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8)
+    check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8, num_steps=2)
 
 
 def test_the_cut_and_the_workers_change_no_bit() -> None:
@@ -313,8 +309,7 @@ def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest
 
 _TWO_COMMANDS = """
 import os, sys
-import torch, transformers.models.llama.modeling_llama
-torch.compile(len)  # loads what both commands load, but PEFT and bitsandbytes
+import torch, transformers.models.llama.modeling_llama  # what both commands load, but PEFT and bitsandbytes
 assert not {"peft", "bitsandbytes", "roundpipe_cli"} & set(sys.modules)
 for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new-tokens", "2"]):
     child = os.fork()
